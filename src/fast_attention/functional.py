@@ -1,0 +1,58 @@
+"""The pure functions in ``scaled_dot_product_attention``'s layout, and ``attention``, which takes any mechanism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fast_attention import catalogue
+from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.mechanisms.softmax import softmax_attention as softmax_attention
+from fast_attention.ops.precision import rebuild
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mechanism: Mechanism[Any, Any] | str = "Softmax",
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Attend with any mechanism that needs no learned weights.
+
+    Args:
+        q, k, v: Queries (..., H, L, E), keys (..., H, S, E), values (..., H, S, Ev).
+        mechanism: A mechanism, its name (``"LinearAttention"``) or its repr (``"FavorPlus(num_features=64)"``).
+            Random features and tables are drawn anew at each call from torch's global generator; to keep them,
+            use ``Bound``.
+        is_causal: Query i sees keys up to i + S - L.
+        key_mask: Boolean (..., S), True = may be seen.
+
+    Returns:
+        Outputs (..., H, L, Ev).
+
+    Raises:
+        Unsupported: The mechanism is a mixer, has learned weights, or its traits deny what was asked.
+        ValueError: No such mechanism, or sizes that do not fit.
+    """
+    mechanism = catalogue.parse(mechanism)
+    if not isinstance(mechanism, Attention):
+        raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer or Bound")
+    if mechanism.traits.learned:
+        raise Unsupported(f"{mechanism!r} has learned weights: use MultiheadAttention, TokenMixer or Bound")
+    w: Any = ()
+    if mechanism.needs_weights:
+        w = mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=max(q.shape[-2], k.shape[-2])))
+        w = _moved(w, q)
+    return mechanism(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+
+
+def _moved(w: Any, like: Tensor) -> Any:
+    if isinstance(w, Tensor):
+        return w.to(like.device, like.dtype if w.is_floating_point() else None)
+    if w is None or isinstance(w, nn.Parameter):
+        return w
+    return rebuild(w, [_moved(part, like) for part in w])

@@ -1,0 +1,1 @@
+"""Modules: a mechanism and a shape make parameters; projections around it make a layer."""

@@ -1,0 +1,137 @@
+"""``Bound``: a mechanism and a shape make a module with parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention import catalogue
+from fast_attention.mechanism import Attention, Mechanism, Shape
+
+
+class Bound(nn.Module):
+    """A mechanism with its weights.
+
+    Learned weights are parameters, drawn or fixed ones are buffers; both are in the ``state_dict``, so a saved model
+    keeps its random features. Call it as the mechanism itself: ``bound(q, k, v, is_causal=, key_mask=)`` for an
+    attention, ``bound(x, is_causal=, key_mask=)`` for a mixer.
+
+    Args:
+        mechanism: A mechanism, or its name or repr.
+        shape: Heads, width per head and, for mechanisms with ``traits.bounded``, the longest sequence.
+        tied: Another ``Bound`` of an equal mechanism and shape whose weights are shared rather than made anew
+            (Linformer's layerwise sharing).
+
+    Raises:
+        ValueError: The shape lacks ``max_len``, or ``tied`` holds another mechanism or shape.
+    """
+
+    def __init__(self, mechanism: Mechanism[Any, Any] | str, shape: Shape, *, tied: Bound | None = None) -> None:
+        super().__init__()
+        self.mechanism: Any = catalogue.parse(mechanism)
+        self.shape = shape
+        if self.mechanism.traits.bounded and shape.max_len < 1:
+            raise ValueError(f"{self.mechanism!r} is cut for a longest sequence: give Shape(..., max_len=...)")
+        if tied is not None and (tied.mechanism, tied.shape) != (self.mechanism, shape):
+            raise ValueError(f"tied weights are of {tied.mechanism!r}, {tied.shape}; not {self.mechanism!r}, {shape}")
+        weights: Any = self.mechanism.weights(shape) if tied is None else tied.w
+        self._layout = _layout(weights)
+        for name, tensor in _leaves(weights):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+    @property
+    def w(self) -> Any:
+        """The weights as the mechanism takes them."""
+        return self._assemble(self._layout, "")
+
+    def _assemble(self, layout: Any, prefix: str) -> Any:
+        if layout is None:
+            return None
+        if layout is Tensor:
+            return getattr(self, prefix)
+        kind, names, parts = layout
+        values = [
+            self._assemble(part, f"{prefix}_{name}" if prefix else name)
+            for name, part in zip(names, parts, strict=True)
+        ]
+        return tuple(values) if kind is tuple else kind(*values)
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw the random weights again, in place, from torch's global generator; learned weights stay."""
+        for name, fresh in _leaves(self.mechanism.weights(self.shape)):
+            if not isinstance(fresh, nn.Parameter):
+                self.get_buffer(name).copy_(fresh)
+
+    def forward(
+        self,
+        *inputs: Tensor,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Call the mechanism with these weights: ``(q, k, v)`` for an attention, ``(x)`` for a mixer.
+
+        Raises:
+            ValueError: Sizes disagree with the shape this module was built for.
+            Unsupported: The mechanism's traits deny what was asked.
+        """
+        self._check(inputs)
+        mechanism = self.mechanism
+        if isinstance(mechanism, Attention):
+            return mechanism(
+                *inputs, self.w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
+            )
+        if attn_mask is not None or dropout != 0.0:
+            raise mechanism.refuse("an arbitrary attn_mask or attention dropout", "mask")
+        return mechanism(*inputs, self.w, is_causal=is_causal, key_mask=key_mask)
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """``mechanism.decode`` with these weights."""
+        if not isinstance(self.mechanism, Attention):
+            raise self.mechanism.refuse("decoding", "memory")
+        self._check((q, k, v))
+        return self.mechanism.decode(q, k, v, self.w, state, key_mask=key_mask)
+
+    def extra_repr(self) -> str:
+        """The mechanism and its shape."""
+        return f"{self.mechanism!r}, {self.shape}"
+
+    def _check(self, inputs: tuple[Tensor, ...]) -> None:
+        first, shape, wanted = inputs[0], self.shape, 3 if isinstance(self.mechanism, Attention) else 1
+        if len(inputs) != wanted:
+            raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
+        if isinstance(self.mechanism, Attention):
+            got = (first.shape[-3] if first.ndim > 2 else None, first.shape[-1])
+            if got != (shape.heads, shape.head_dim) and self.mechanism.traits.reads == "qkv":
+                raise ValueError(f"q has (heads, width) {got} and this module was built for {shape}")
+        elif first.shape[-1] != shape.width:
+            raise ValueError(f"x has width {first.shape[-1]} and this module was built for {shape.width} ({shape})")
+
+
+def _leaves(weights: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weights, Tensor):
+        yield prefix, weights
+    elif weights is not None:
+        for name, part in zip(_names(weights), weights, strict=True):
+            yield from _leaves(part, f"{prefix}_{name}" if prefix else name)
+
+
+def _layout(weights: Any) -> Any:
+    """The tree of NamedTuples around the tensors, without the tensors."""
+    if weights is None or isinstance(weights, Tensor):
+        return None if weights is None else Tensor
+    return type(weights), _names(weights), tuple(_layout(part) for part in weights)
+
+
+def _names(weights: Any) -> tuple[str, ...]:
+    return type(weights)._fields if type(weights) is not tuple else tuple(str(i) for i in range(len(weights)))

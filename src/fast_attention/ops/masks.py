@@ -1,0 +1,46 @@
+"""Masks inside the library: boolean, True = may be seen; ``key_mask`` broadcasts as (..., 1, S) against (..., H, S)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def causal(length: int, keys: int, device: torch.device | None = None) -> Bool[Tensor, "length keys"]:
+    """Query i sees key j when j <= i + keys - length: aligned to the bottom right, as FlashAttention does from 2.1."""
+    rows = torch.arange(length, device=device)[:, None] + (keys - length)
+    return torch.arange(keys, device=device)[None, :] <= rows
+
+
+def visible(
+    length: int, keys: int, *, is_causal: bool, key_mask: Tensor | None, device: torch.device | None = None
+) -> Tensor | None:
+    """The dense mask of both keywords, broadcastable to (..., H, L, S), or None where everything may be seen."""
+    mask = causal(length, keys, device) if is_causal else None
+    if key_mask is None:
+        return mask
+    return key_mask[..., None, :] if mask is None else mask & key_mask[..., None, :]
+
+
+def drop(values: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) -> Float[Tensor, "*batch keys width"]:
+    """``values`` with the rows of masked keys set to zero (never multiplied: a masked row may hold anything finite)."""
+    return values if key_mask is None else values.masked_fill(~key_mask[..., None], 0.0)
+
+
+def masked_softmax(scores: Float[Tensor, "*batch length keys"], mask: Tensor | None) -> Tensor:
+    """Softmax over the last axis of what ``mask`` lets through; a row that sees nothing gets zeros, not NaN."""
+    if mask is None:
+        return scores.softmax(-1)
+    weights = scores.masked_fill(~mask, float("-inf"))
+    seen = mask.any(-1, keepdim=True)
+    return weights.masked_fill(~seen, 0.0).softmax(-1).masked_fill(~mask, 0.0)
+
+
+def merge(attn_mask: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """One mask out of a caller's (boolean or additive) and ours (boolean): boolean where both are, else additive."""
+    if mask is None:
+        return attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(dtype)
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & mask
+    return attn_mask.to(dtype).masked_fill(~mask, float("-inf"))

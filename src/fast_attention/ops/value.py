@@ -1,0 +1,40 @@
+"""A value: a frozen dataclass whose repr is the shortest text that builds it again."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, is_dataclass
+from typing import get_args
+
+
+class Value:
+    """Base of every setting object. Subclasses are ``@dataclass(frozen=True, repr=False)``.
+
+    The repr names only the settings that differ from their defaults: ``FavorPlus(num_features=64)``, ``Softmax()``.
+    """
+
+    def __repr__(self) -> str:
+        assert is_dataclass(self)
+        said = []
+        for field in fields(self):
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            value = getattr(self, field.name)
+            if default is MISSING or value != default or type(value) is not type(default):
+                said.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+def one_of(owner: object, setting: str, value: object, choices: object) -> None:
+    """Raise a ``ValueError`` naming the choices unless ``value`` is among them (a ``Literal`` or a tuple)."""
+    options = choices if isinstance(choices, tuple) else get_args(choices)
+    if value not in options:
+        listed = ", ".join(repr(option) for option in options)
+        raise ValueError(f"{type(owner).__name__}({setting}={value!r}): {setting} must be one of {listed}")
+
+
+def at_least(owner: object, setting: str, value: float, least: float) -> None:
+    """Raise a ``ValueError`` unless ``value >= least``."""
+    if not value >= least:
+        raise ValueError(f"{type(owner).__name__}({setting}={value!r}): {setting} must be at least {least}")
+
+
+__all__ = ["Value", "at_least", "one_of"]
