@@ -40,6 +40,7 @@ class Traits:
     learned: bool = False  # has parameters to train: not an approximation of anything before that
     compile: bool = True  # torch.compile(fullgraph=True)
     export: bool = True  # torch.export with a dynamic length
+    spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
     approximates: str | None = None  # the mechanism its error is measured against
 
 
@@ -175,15 +176,9 @@ class Attention(Mechanism[W, S]):
             return self.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)  # type: ignore[arg-type]
         if not isinstance(self, MaskedAttention):
             raise self.refuse("an arbitrary attn_mask" if attn_mask is not None else "attention dropout", "mask")
+        weights: Any = w
         return self.attend_masked(
-            q,
-            k,
-            v,
-            w,
-            is_causal=is_causal,
-            key_mask=mask,
-            attn_mask=attn_mask,
-            dropout=dropout,  # type: ignore[arg-type]
+            q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
         )
 
     def decode(

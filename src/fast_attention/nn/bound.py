@@ -86,12 +86,13 @@ class Bound(nn.Module):
         self._check(inputs)
         mechanism = self.mechanism
         if isinstance(mechanism, Attention):
+            q, k, v = inputs
             return mechanism(
-                *inputs, self.w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
+                q, k, v, self.w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
             )
         if attn_mask is not None or dropout != 0.0:
             raise mechanism.refuse("an arbitrary attn_mask or attention dropout", "mask")
-        return mechanism(*inputs, self.w, is_causal=is_causal, key_mask=key_mask)
+        return mechanism(inputs[0], self.w, is_causal=is_causal, key_mask=key_mask)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None

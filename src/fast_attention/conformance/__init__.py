@@ -1,0 +1,74 @@
+"""The laws any attention can be tested against, ours or anybody's.
+
+    from fast_attention import conformance
+    report = conformance.check(conformance.of("FavorPlus(num_features=64)"))
+    report = conformance.check(conformance.stranger(lambda: MyAttention(dim=64, heads=4), width=64))
+    print(report)
+
+A ``Law`` called with a ``Subject`` gives a ``Finding``: kept, broken or not claimed, with the measured size of the
+breach. ``LAWS`` lists them in the order in which ``check`` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fast_attention.conformance import independence, promises, robustness
+from fast_attention.conformance.finding import Finding as Finding
+from fast_attention.conformance.finding import Law as Law
+from fast_attention.conformance.subject import Subject as Subject
+from fast_attention.conformance.subject import of as of
+from fast_attention.conformance.subject import resolve as resolve
+from fast_attention.conformance.subject import stranger as stranger
+
+LAWS: tuple[Law, ...] = (
+    independence.future,
+    independence.past,
+    independence.padding,
+    independence.shorter,
+    independence.empty,
+    independence.batch,
+    robustness.lengths,
+    robustness.finite,
+    robustness.gradients,
+    robustness.precision,
+    robustness.autocast,
+    robustness.repeats,
+    robustness.untouched,
+    robustness.saved,
+    robustness.compiled,
+    promises.decoding,
+    promises.combining,
+    promises.order,
+    promises.refusals,
+    promises.exported,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the laws found of one subject."""
+
+    subject: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """The laws it breaks."""
+        return tuple(finding for finding in self.findings if finding.status == "broken")
+
+    def __str__(self) -> str:
+        rows = [f"{f.status:>11}  {f.law:<32} {f.size:10.2e} (limit {f.limit:.0e})  {f.detail}" for f in self.findings]
+        return "\n".join([self.subject, *rows])
+
+
+def check(subject: Subject, *, device: str = "cpu", laws: Iterable[Law] = LAWS) -> Report:
+    """Run the laws on a subject.
+
+    Args:
+        subject: From ``of`` (ours), ``stranger`` (anybody's module or function), or described by hand.
+        device: Where to run.
+        laws: Which laws, all by default.
+    """
+    return Report(subject.name, tuple(law(subject, device) for law in laws))

@@ -1,0 +1,70 @@
+"""What a law finds: kept, broken or not claimed, and the measured size of the breach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Status = Literal["kept", "broken", "not claimed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One law applied to one subject; ``size`` is relative to the output's rms unless ``detail`` says otherwise."""
+
+    status: Status
+    size: float = 0.0
+    limit: float = 0.0
+    detail: str = ""
+    law: str = ""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law by name; called with a subject and a device it gives a finding."""
+
+    name: str
+    judge: Callable[[Any, str], Finding]
+
+    def __call__(self, subject: Any, device: str = "cpu") -> Finding:
+        """Judge the subject; an attention that raises where the law calls it breaks the law."""
+        try:
+            finding = self.judge(subject, device)
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            detail = f"raised {type(error).__name__}: {said[0] if said else ''}"[:200]
+            finding = Finding("broken", float("inf"), 0.0, detail)
+        return replace(finding, law=self.name)
+
+
+def law(name: str) -> Callable[[Callable[[Any, str], Finding]], Law]:
+    """Make a law of a function ``(subject, device) -> Finding``."""
+    return lambda judge: Law(name, judge)
+
+
+def judged(size: float, limit: float, detail: str = "") -> Finding:
+    """Kept where ``size <= limit``; NaN breaks every law."""
+    return Finding("kept" if size <= limit else "broken", size, limit, detail)
+
+
+def unclaimed(detail: str) -> Finding:
+    """The subject does not promise what the law is about."""
+    return Finding("not claimed", detail=detail)
+
+
+def moved(after: Tensor, before: Tensor) -> float:
+    """Largest change, relative to the rms of what was there before; infinite where something is not finite."""
+    if after.numel() == 0:
+        return 0.0
+    change = (after.detach() - before.detach()).abs().max().item()
+    rms = before.detach().square().mean().sqrt().item()
+    return change / max(rms, 1e-30) if change == change and change != float("inf") else float("inf")
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """How far an output may move by rounding alone: some thousand units in the last place."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 3e-2)

@@ -1,0 +1,142 @@
+"""Laws of independence: what must not move an output, and what must."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.subject import Subject
+
+FACTORS = (6.0, -6.0, 60.0)
+
+
+def _tokens(x: Tensor, start: int, stop: int | None = None) -> Tensor:
+    return x[..., start:stop, :]
+
+
+def _changed(inputs: tuple[Tensor, ...], where: Tensor, factor: float, seed: int = 1) -> tuple[Tensor, ...]:
+    """The inputs with the tokens ``where`` (B, L) replaced by other ones, ``factor`` times as large."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for x in inputs:
+        other = factor * (x + torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x))
+        out.append(torch.where(where.view(where.shape[0], *[1] * (x.ndim - 3), where.shape[1], 1), other, x))
+    return tuple(out)
+
+
+@law("the future never moves the past")
+def future(subject: Subject, device: str = "cpu") -> Finding:
+    """The future never moves the past: later tokens are replaced by ones 6 and 60 times as large."""
+    if not subject.causal:
+        return unclaimed("not causal")
+    made, length = subject.built(device=device), subject.length
+    inputs = subject.draw(length, device=device)
+    before, worst, at = subject.call(made, inputs, True, None), 0.0, ""
+    for t in sorted({1, length // 3, length // 2 + 1, length - 1}):
+        where = (torch.arange(length) >= t).expand(2, -1).to(inputs[0].device)
+        for factor in FACTORS:
+            after = subject.call(made, _changed(inputs, where, factor), True, None)
+            size = moved(_tokens(after, 0, t), _tokens(before, 0, t))
+            if size > worst:
+                worst, at = size, f"tokens from {t} on made {factor:g} times as large"
+    return judged(worst, rounding(subject.dtype), at)
+
+
+@law("the past is seen")
+def past(subject: Subject, device: str = "cpu") -> Finding:
+    """The past is seen: other early tokens give other late outputs."""
+    if not subject.causal:
+        return unclaimed("not causal")
+    made, length = subject.built(device=device), subject.length
+    inputs = subject.draw(length, device=device)
+    where = (torch.arange(length) < length // 2).expand(2, -1).to(inputs[0].device)
+    before = subject.call(made, inputs, True, None)
+    after = subject.call(made, _changed(inputs, where, 1.0), True, None)
+    size = moved(_tokens(after, length // 2), _tokens(before, length // 2))
+    least = 1e-6
+    return Finding("kept" if size > least else "broken", size, least, "smallest change that counts as seeing")
+
+
+def _mask(length: int, device: torch.device) -> Tensor:
+    """One sequence padded at its end, one with holes."""
+    positions = torch.arange(length, device=device)
+    return torch.stack([positions < length - length // 3, (positions % 3 != 1) | (positions == 0)])
+
+
+@law("padding is inert")
+def padding(subject: Subject, device: str = "cpu") -> Finding:
+    """Padding is inert: whatever masked tokens hold, nothing that may be seen moves."""
+    if not subject.padding:
+        return unclaimed("takes no key mask")
+    made, length = subject.built(device=device), subject.length
+    inputs = subject.draw(length, device=device)
+    mask, worst, at = _mask(length, inputs[0].device), 0.0, ""
+    for is_causal in subject.modes:
+        before = _visible(subject.call(made, inputs, is_causal, mask), mask)
+        for factor in (*FACTORS, 1e4):
+            after = _visible(subject.call(made, _changed(inputs, ~mask, factor), is_causal, mask), mask)
+            size = moved(after, before)
+            if size > worst:
+                worst, at = size, f"masked tokens made {factor:g} times as large, is_causal={is_causal}"
+    return judged(worst, rounding(subject.dtype), at)
+
+
+def _visible(out: Tensor, mask: Tensor) -> Tensor:
+    return out.movedim(-2, 1)[mask]
+
+
+@law("padded = shorter")
+def shorter(subject: Subject, device: str = "cpu") -> Finding:
+    """A padded input gives what the shorter input gives."""
+    if not subject.padding or not subject.shrinks:
+        return unclaimed("takes no key mask" if subject.shrinks else "laid out over the padded length")
+    made, length = subject.built(device=device), subject.length
+    inputs = subject.draw(length, device=device)
+    worst, at = 0.0, ""
+    for kept in sorted({1, length // 2, length - 1}):
+        mask = (torch.arange(length) < kept).expand(2, -1).to(inputs[0].device)
+        for is_causal in subject.modes:
+            try:
+                short = subject.call(made, tuple(_tokens(x, 0, kept) for x in inputs), is_causal, None)
+            except (AssertionError, RuntimeError):
+                continue  # a length it does not take is another law's business
+            size = moved(_tokens(subject.call(made, inputs, is_causal, mask), 0, kept), short)
+            if size > worst:
+                worst, at = size, f"{kept} of {length} tokens, is_causal={is_causal}"
+    return judged(worst, rounding(subject.dtype), at)
+
+
+@law("nothing to see gives zeros")
+def empty(subject: Subject, device: str = "cpu") -> Finding:
+    """A query that may see nothing gets zeros."""
+    if not subject.padding or subject.inputs == "x":
+        return unclaimed("takes no key mask" if not subject.padding else "mixes whole tokens")
+    made = subject.built(device=device)
+    inputs = subject.draw(subject.length, device=device)
+    mask = torch.ones(2, subject.length, dtype=torch.bool, device=inputs[0].device)
+    mask[1] = False
+    worst = 0.0
+    for is_causal in subject.modes:
+        out = subject.call(made, inputs, is_causal, mask)
+        size = out[1].detach().abs().max().item()
+        worst = max(worst, size if size == size else float("inf"))
+    return judged(worst, 0.0, "largest output of a sequence masked throughout")
+
+
+@law("batch and heads are independent")
+def batch(subject: Subject, device: str = "cpu") -> Finding:
+    """A sequence does not notice its neighbours in the batch, nor a head the other heads."""
+    made, inputs = subject.built(device=device), subject.draw(subject.length, batch=3, device=device)
+    worst, at = 0.0, ""
+    for is_causal in subject.modes:
+        together = subject.call(made, inputs, is_causal, None)
+        alone = subject.call(made, tuple(x[1:2] for x in inputs), is_causal, None)
+        loud = tuple(torch.cat([60 * x[:1], x[1:2], -60 * x[2:]]) for x in inputs)
+        other = subject.call(made, loud, is_causal, None)
+        sizes = {"alone": moved(alone, together[1:2]), "among loud neighbours": moved(other[1:2], together[1:2])}
+        if subject.inputs == "qkv" and subject.heads > 1:
+            heads = tuple(torch.cat([x[:, :1], 60 * x[:, 1:]], 1) for x in inputs)
+            sizes["beside a loud head"] = moved(subject.call(made, heads, is_causal, None)[:, :1], together[:, :1])
+        at, worst = max([(at, worst), *sizes.items()], key=lambda pair: pair[1])
+    return judged(worst, rounding(subject.dtype), at)

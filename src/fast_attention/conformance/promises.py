@@ -1,0 +1,163 @@
+"""Laws about what one of our mechanisms declares: its traits are tested both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.subject import Subject
+from fast_attention.counting import count_operations, exponent, peak_bytes
+from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
+from fast_attention.nn.bound import Bound
+
+SHORT, LONG = 1024, 4096
+
+
+@law("decode in any split = one pass")
+def decoding(subject: Subject, device: str = "cpu") -> Finding:
+    """Decoding in any split gives what one pass gives."""
+    mechanism = subject.mechanism
+    if mechanism is None or mechanism.traits.memory is None:
+        return unclaimed("does not stream")
+    made, length = subject.built(device=device), subject.length
+    q, k, v = subject.draw(length, device=device)
+    mask, worst, at = torch.ones(2, length, dtype=torch.bool, device=q.device), 0.0, ""
+    mask[1, 2:7] = mask[1, -3:] = False
+    for key_mask in (None, mask) if subject.padding else (None,):
+        whole = subject.call(made, (q, k, v), True, key_mask)
+        for sizes in ([length], [1] * length, [5, 1, 11, length - 17], [length - 1, 1]):
+            state, parts, start = None, [], 0
+            for size in sizes:
+                now = slice(start, start + size)
+                seen = None if key_mask is None else key_mask[:, now]
+                part, state = made.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
+                parts.append(part)
+                start += size
+            size = moved(torch.cat(parts, -2), whole)
+            if size > worst:
+                worst, at = size, f"split {sizes[:4]}, {'with' if key_mask is not None else 'without'} a key mask"
+    return judged(worst, rounding(subject.dtype), at)
+
+
+@law("states combine")
+def combining(subject: Subject, device: str = "cpu") -> Finding:
+    """States of constant size combine associatively, and a combined state decodes on as if it had seen it all."""
+    mechanism = subject.mechanism
+    if not isinstance(mechanism, Attention) or mechanism.traits.memory != "constant":
+        return unclaimed("no state of constant size")
+    made = subject.built(device=device)
+    q, k, v = subject.draw(subject.length, device=device)
+    cuts = [slice(0, 9), slice(9, 20), slice(20, 30)]
+    a, b, c = (mechanism.summarise(k[:, :, cut], v[:, :, cut], made.w) for cut in cuts)
+    left = mechanism.combine(mechanism.combine(a, b), c)
+    right = mechanism.combine(a, mechanism.combine(b, c))
+    rest = slice(30, subject.length)
+    outs = [made.decode(q[:, :, rest], k[:, :, rest], v[:, :, rest], state)[0] for state in (left, right)]
+    whole = subject.call(made, (q, k, v), True, None)[:, :, rest]
+    if tuple(t.shape for t in a) != tuple(t.shape for t in left):
+        return judged(float("inf"), 0.0, "the state grows")
+    return judged(max(moved(out, whole) for out in outs), rounding(subject.dtype))
+
+
+@law("declared order")
+def order(subject: Subject, device: str = "cpu") -> Finding:
+    """Counted operations and peak memory grow with the declared power of n."""
+    mechanism = subject.mechanism
+    if mechanism is None:
+        return unclaimed("no declared order")
+    worst, at, declared = -9.0, "", mechanism.traits.order
+    for is_causal in subject.modes:
+        costs = [_costs(mechanism, n, is_causal, device) for n in (SHORT, LONG)]
+        for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
+            grown = exponent(small, large, LONG / SHORT)
+            if grown - declared > worst:
+                worst, at = (
+                    grown - declared,
+                    f"{kind} grow as n^{grown:.2f}, is_causal={is_causal}; declared {declared:g}",
+                )
+    return judged(worst, 0.3, at)
+
+
+def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, int]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        bound = Bound(mechanism, Shape(1, 16, n)).to(device)
+        x = [torch.randn(1, 1, n, 16, device=device) for _ in range(3)]
+    inputs = x if isinstance(mechanism, Attention) else [x[0][0]]
+
+    def run() -> Tensor:
+        return bound(*inputs, is_causal=is_causal)
+
+    with torch.no_grad():
+        return count_operations(run), peak_bytes(run, device)
+
+
+@law("refusals refuse by name")
+def refusals(subject: Subject, device: str = "cpu") -> Finding:
+    """Whatever the traits deny is refused by name, and what would work is named."""
+    mechanism = subject.mechanism
+    if mechanism is None:
+        return unclaimed("no declared traits")
+    made, length = subject.built(device=device), 6
+    inputs, traits, name = subject.draw(length, device=device), mechanism.traits, type(mechanism).__name__
+    mask = torch.ones(2, length, dtype=torch.bool, device=inputs[0].device)
+    tries: dict[str, Any] = {}
+    if not traits.causal:
+        tries["causal"] = lambda: made(*inputs, is_causal=True)
+    if not traits.padding:
+        tries["padding"] = lambda: made(*inputs, key_mask=mask)
+    if isinstance(mechanism, Attention):
+        q, k, v = inputs
+        if not traits.cross:
+            tries["cross"] = lambda: made(q[:, :, :4], k, v)
+        if not traits.mask:
+            tries["mask"] = lambda: made(q, k, v, attn_mask=mask[0].expand(length, length))
+        if traits.memory is None:
+            tries["memory"] = lambda: made.decode(q, k, v)
+    failed = [trait for trait, attempt in tries.items() if not _refused(attempt, name, trait)]
+    return judged(len(failed), 0, "accepted: " + ", ".join(failed) if failed else f"{len(tries)} refusals")
+
+
+def _refused(attempt: Any, name: str, trait: str) -> bool:
+    try:
+        attempt()
+    except Unsupported as error:
+        return name in str(error) and f"traits.{trait}" in str(error)
+    return False
+
+
+class _Fixed(nn.Module):
+    """torch.export wants a module; the causality is part of the program."""
+
+    def __init__(self, made: nn.Module, is_causal: bool) -> None:
+        super().__init__()
+        self.made, self.is_causal = made, is_causal
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.made(*inputs, is_causal=self.is_causal)
+
+
+@law("torch.export, dynamic length")
+def exported(subject: Subject, device: str = "cpu") -> Finding:
+    """torch.export with a dynamic length gives a program that is right at other lengths."""
+    mechanism = subject.mechanism
+    if mechanism is None or not mechanism.traits.export:
+        return unclaimed("denied by its traits" if mechanism is not None else "not one of ours")
+    worst, axis = 0.0, 1 if isinstance(mechanism, Mixer) else 2
+    for is_causal in subject.modes:
+        module = _Fixed(subject.built(device=device), is_causal).eval()
+        length = torch.export.Dim("length", min=2, max=128)
+        inputs = subject.draw(48, device=device)
+        try:
+            program = torch.export.export(
+                module, inputs, dynamic_shapes=(tuple({axis: length} for _ in inputs),)
+            ).module()
+            for other in (5, 48, 97):
+                inputs = subject.draw(other, device=device)
+                worst = max(worst, moved(program(*inputs), module(*inputs)))
+        except Exception as error:
+            return Finding("broken", float("inf"), 0.0, str(error).strip().splitlines()[0][:200])
+    return judged(worst, rounding(subject.dtype))

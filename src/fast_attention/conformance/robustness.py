@@ -1,0 +1,162 @@
+"""Laws of robustness: any length, any scale, low precision, gradients, and a caller's tensors left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.subject import Subject
+
+LENGTHS = (1, 2, 3, 7, 16, 31, 63, 64, 65, 97)
+
+
+@law("any length")
+def lengths(subject: Subject, device: str = "cpu") -> Finding:
+    """Any length works: 1, primes, not a multiple of any block."""
+    made, refused = subject.built(device=device), []
+    for length in LENGTHS:
+        inputs = subject.draw(length, device=device)
+        for is_causal in subject.modes:
+            try:
+                out = subject.call(made, inputs, is_causal, None)
+            except Exception as error:
+                refused.append(f"{length} ({type(error).__name__})")
+                continue
+            if out.shape[-2] != length or not bool(out.isfinite().all()):
+                refused.append(f"{length} (wrong length or not finite)")
+    detail = "size counts lengths that fail; fails at " + ", ".join(refused[:4]) if refused else "1 to 97"
+    return judged(len(refused), 0, detail)
+
+
+@law("finite at large inputs")
+def finite(subject: Subject, device: str = "cpu") -> Finding:
+    """Finite in, finite out, at inputs 100 times as large (logits of 10^4), gradients included."""
+    made = subject.built(device=device)
+    bad, at = 0, ""
+    for factor in (1e2, 1e-4, 0.0):
+        for is_causal in subject.modes:
+            inputs = tuple((factor * x).requires_grad_() for x in subject.draw(subject.length, device=device))
+            out = subject.call(made, inputs, is_causal, None)
+            out.sum().backward()
+            for tensor in (out, *(x.grad for x in inputs if x.grad is not None)):
+                if not bool(tensor.isfinite().all()):
+                    bad, at = bad + 1, f"inputs times {factor:g}, is_causal={is_causal}"
+    return judged(bad, 0, at or "inputs times 100, 1e-4 and 0")
+
+
+@law("gradients")
+def gradients(subject: Subject, device: str = "cpu") -> Finding:
+    """Gradients are those of finite differences, in float64."""
+    made, length = subject.built(dtype=torch.float64, device=device), min(subject.length, 5)
+    if subject.dtype != torch.float64 and subject.length > 5:
+        return unclaimed("fixed lengths")
+    worst = 0.0
+    for is_causal in subject.modes:
+        inputs = tuple(x.double().requires_grad_() for x in subject.draw(length, batch=1, device=device))
+        generator = torch.Generator().manual_seed(2)
+        ways = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in inputs]
+        out = subject.call(made, inputs, is_causal, None)
+        probe = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+        grads = torch.autograd.grad((out * probe).sum(), inputs, allow_unused=True, materialize_grads=True)
+        slope = torch.stack([(g * way).sum() for g, way in zip(grads, ways, strict=True)]).sum()
+
+        step, there = 1e-5, []
+        for sign in (1, -1):
+            near = tuple(x.detach() + sign * step * way for x, way in zip(inputs, ways, strict=True))
+            there.append((probe * subject.call(made, near, is_causal, None)).sum())
+        rise = (there[0] - there[1]) / (2 * step)
+        worst = max(worst, float((rise - slope).abs().detach() / (slope.abs().detach() + 1)))
+    return judged(worst, 1e-6, "directional derivative against a central difference")
+
+
+@law("low precision")
+def precision(subject: Subject, device: str = "cpu") -> Finding:
+    """In bfloat16 and float16 the error is little more than rounding the output, and the dtype is kept."""
+    worst, at = 0.0, ""
+    for dtype in (torch.bfloat16, torch.float16):
+        made = subject.built(dtype=dtype, device=device)
+        exact = copy.deepcopy(made).double() if isinstance(made, nn.Module) else made
+        inputs = tuple(x.to(dtype) for x in subject.draw(subject.length, device=device))
+        for is_causal in subject.modes:
+            low = subject.call(made, inputs, is_causal, None)
+            high = subject.call(exact, tuple(x.double() for x in inputs), is_causal, None)
+            error = (low.double() - high).square().mean().sqrt() / high.square().mean().sqrt()
+            size = float(error.detach()) / torch.finfo(dtype).eps
+            size = size if size == size and low.dtype == dtype else float("inf")
+            if size > worst:
+                worst, at = size, f"in units of {dtype}'s eps, is_causal={is_causal}"
+    return judged(worst, 1.0, at)
+
+
+@law("autocast")
+def autocast(subject: Subject, device: str = "cpu") -> Finding:
+    """Under autocast to bfloat16 the outputs stay within 2 % of float32's."""
+    made = subject.built(dtype=torch.float32, device=device)
+    inputs, worst = tuple(x.float() for x in subject.draw(subject.length, device=device)), 0.0
+    for is_causal in subject.modes:
+        plain = subject.call(made, inputs, is_causal, None)
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            low = subject.call(made, inputs, is_causal, None)
+        worst = max(worst, float((low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()))
+    return judged(worst, 2e-2, "relative rms")
+
+
+@law("determinism")
+def repeats(subject: Subject, device: str = "cpu") -> Finding:
+    """Two calls agree to the bit, and so do two instances with the same seed."""
+    made, again = subject.built(device=device), subject.built(device=device)
+    inputs, worst = subject.draw(subject.length, device=device), 0.0
+    for is_causal in subject.modes:
+        first = subject.call(made, inputs, is_causal, None)
+        worst = max(worst, moved(subject.call(made, inputs, is_causal, None), first))
+        worst = max(worst, moved(subject.call(again, inputs, is_causal, None), first))
+    return judged(worst, 0.0)
+
+
+@law("inputs are left alone")
+def untouched(subject: Subject, device: str = "cpu") -> Finding:
+    """The caller's tensors are as they were."""
+    made = subject.built(device=device)
+    inputs = subject.draw(subject.length, device=device)
+    kept = tuple(x.clone() for x in inputs)
+    mask = None
+    if subject.padding:
+        mask = torch.ones(2, subject.length, dtype=torch.bool, device=inputs[0].device)
+        mask[1, subject.length // 2 :] = False
+    for is_causal in subject.modes:
+        subject.call(made, inputs, is_causal, mask)
+    return judged(max(moved(a, b) for a, b in zip(inputs, kept, strict=True)), 0.0)
+
+
+@law("state_dict round trip")
+def saved(subject: Subject, device: str = "cpu") -> Finding:
+    """A state_dict loaded into another instance gives the same outputs, random features included."""
+    made = subject.built(device=device)
+    if not isinstance(made, nn.Module):
+        return unclaimed("not a module")
+    other = subject.built(seed=1, device=device)
+    other.load_state_dict(made.state_dict())
+    inputs = subject.draw(subject.length, device=device)
+    sizes = [moved(subject.call(other, inputs, c, None), subject.call(made, inputs, c, None)) for c in subject.modes]
+    return judged(max(sizes), rounding(subject.dtype) * 1e-3)
+
+
+@law("torch.compile(fullgraph=True)")
+def compiled(subject: Subject, device: str = "cpu") -> Finding:
+    """torch.compile(fullgraph=True) traces it without a break and changes nothing."""
+    made = subject.built(device=device)
+    if subject.mechanism is not None and not subject.mechanism.traits.compile:
+        return unclaimed("denied by its traits")
+    inputs, worst = subject.draw(subject.length, device=device), 0.0
+    for is_causal in subject.modes:
+        torch.compiler.reset()
+        run: Callable[..., Tensor] = torch.compile(subject.call, fullgraph=True, backend="eager")
+        try:
+            worst = max(worst, moved(run(made, inputs, is_causal, None), subject.call(made, inputs, is_causal, None)))
+        except Exception as error:
+            return Finding("broken", float("inf"), 0.0, str(error).strip().splitlines()[0][:200])
+    return judged(worst, rounding(subject.dtype))

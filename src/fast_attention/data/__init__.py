@@ -1,0 +1,26 @@
+"""Small real samples shipped with the package: English prose and proteins. Sources and licences: LICENSES.md here."""
+
+from __future__ import annotations
+
+import gzip
+from importlib import resources
+
+from fast_attention.data.fasta import FastaError as FastaError
+from fast_attention.data.fasta import Protein as Protein
+from fast_attention.data.fasta import parse_fasta, read_fasta
+
+__all__ = ["FastaError", "Protein", "proteins", "read_fasta", "text"]
+
+
+def text() -> str:
+    """The first 400 kB of the Jargon File 4.4.7 (public domain): English prose about the language of programmers."""
+    return gzip.decompress(_bytes("jargon.txt.gz")).decode("utf-8")
+
+
+def proteins() -> list[Protein]:
+    """421 reviewed UniProt proteins of 56 to 2,948 residues (CC BY 4.0), Cas9 of *S. pyogenes* (Q99ZW2) first."""
+    return list(parse_fasta(_bytes("uniprot.fasta.gz"), name="uniprot.fasta.gz"))
+
+
+def _bytes(name: str) -> bytes:
+    return resources.files(__name__).joinpath(name).read_bytes()

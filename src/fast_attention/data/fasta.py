@@ -1,0 +1,100 @@
+"""FASTA, plain or gzipped: headers after ``>``, residues on the lines below; every error names the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+_GZIP = b"\x1f\x8b"
+_RESIDUES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+class FastaError(ValueError):
+    """The file is not FASTA. The message names the file and the line."""
+
+
+class Protein(NamedTuple):
+    """One record: the header without ``>``, and the residues in capitals."""
+
+    header: str
+    sequence: str
+
+    @property
+    def name(self) -> str:
+        """The first word of the header."""
+        return self.header.split(maxsplit=1)[0] if self.header.strip() else "unnamed"
+
+
+def read_fasta(path: str | os.PathLike[str]) -> Iterator[Protein]:
+    """The records of a FASTA file, one at a time.
+
+    Gzip is told by its first two bytes, not by the file's name. Small letters become capitals, a final ``*`` (stop) is
+    dropped, blank lines are skipped.
+
+    Raises:
+        FastaError: The file is empty, cut off, or holds something else; the message names the line.
+        OSError: The file cannot be opened.
+    """
+    with Path(path).open("rb") as file:
+        yield from _records(file, str(path))
+
+
+def parse_fasta(content: bytes, name: str = "FASTA") -> Iterator[Protein]:
+    """The records in ``content``, plain or gzipped; ``name`` stands for the file in errors."""
+    yield from _records(io.BytesIO(content), name)
+
+
+def _records(file: IO[bytes], name: str) -> Iterator[Protein]:
+    header: str | None = None
+    opened = number = 0
+    parts: list[str] = []
+    for number, line in _lines(file, name):
+        if line.startswith(b">"):
+            if header is not None:
+                yield _protein(header, parts, name, opened)
+            header, opened, parts = line[1:].strip().decode("utf-8", "replace"), number, []
+        elif header is None:
+            raise FastaError(f"{name}, line {number}: residues before the first header (a line that starts with '>')")
+        elif parts and parts[-1].endswith("*"):
+            raise FastaError(f"{name}, line {number}: residues after a stop '*'")
+        else:
+            parts.append(_residues(line, name, number))
+    if header is None:
+        raise FastaError(f"{name}, line {max(number, 1)}: the file is empty; FASTA starts with a '>' line")
+    yield _protein(header, parts, name, opened)
+
+
+def _protein(header: str, parts: list[str], name: str, opened: int) -> Protein:
+    sequence = "".join(parts).removesuffix("*")
+    if not sequence:
+        raise FastaError(f"{name}, line {opened}: the header '>{header[:40]}' has no residues below it")
+    return Protein(header, sequence)
+
+
+def _residues(line: bytes, name: str, number: int) -> str:
+    upper = line.upper()
+    for column, byte in enumerate(upper.removesuffix(b"*"), 1):
+        if byte not in _RESIDUES:
+            raise FastaError(f"{name}, line {number}: {chr(byte)!r} in column {column} is not a residue letter")
+    return upper.decode("ascii")
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines without blank ones, unpacked where the file is gzip."""
+    start = file.read(2)
+    file.seek(0)
+    source: IO[bytes] = gzip.open(file, "rb") if start == _GZIP else file  # type: ignore[assignment]
+    number = 0
+    try:
+        for number, line in enumerate(source, 1):
+            if line.strip():
+                yield number, line.strip()
+    except EOFError:
+        raise FastaError(f"{name}, line {number + 1}: the gzip data end too early: the file is cut off") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise FastaError(f"{name}, line {number + 1}: the gzip data are damaged ({error})") from None

@@ -1,0 +1,1 @@
+"""What the command line is made of: capture, measure, compare, report. Needs the ``lab`` extra."""

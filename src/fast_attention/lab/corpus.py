@@ -1,0 +1,91 @@
+"""What is read: a text or proteins, from the user's file or the samples shipped with the package, as token numbers."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fast_attention import data
+from fast_attention.lab.inputs import InputError
+
+SAMPLE = "sample"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Named documents of one kind."""
+
+    kind: Literal["text", "proteins"]
+    name: str
+    documents: tuple[tuple[str, str], ...]
+
+    def passage(self, length: int) -> tuple[str, str]:
+        """The first document of at least ``length`` characters, else the longest."""
+        enough = (document for document in self.documents if len(document[1]) >= length)
+        return next(enough, None) or max(self.documents, key=lambda document: len(document[1]))
+
+    def tokens(self, tokenizer: Any, length: int) -> tuple[Tensor, str]:
+        """Up to ``length`` token numbers (1, n), the tokenizer's own marks included, and where they come from.
+
+        Proteins are given to the tokenizer as they stand or with a space between residues, whichever it knows better.
+        """
+        name, passage = self.passage(length)
+        passage = passage[: 16 * length + 64]
+        spellings = [passage] if self.kind == "text" else [passage, " ".join(passage)]
+        read = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in spellings]
+        unknown = tokenizer.unk_token_id
+        best = max(read, key=lambda ids: sum(number != unknown for number in ids))
+        if not best:
+            raise InputError(f"{self.name}: the tokenizer finds no token in {name}")
+        return torch.tensor([best]), f"the first {len(best)} tokens of {name}"
+
+
+def read(text: str | None = None, fasta: str | None = None) -> Corpus:
+    """The corpus of ``--text`` or ``--fasta`` (``"sample"``: the shipped proteins); the shipped prose without either.
+
+    Raises:
+        InputError: Both are given, or the file is missing, empty or broken; the message names file and line.
+    """
+    if text and fasta:
+        raise InputError("give --text or --fasta, not both")
+    if fasta:
+        return _proteins(fasta)
+    if text is None:
+        return Corpus("text", "the Jargon File 4.4.7 (public domain, shipped)", (("the Jargon File", data.text()),))
+    return Corpus("text", text, ((Path(text).name, _text(Path(text))),))
+
+
+def _proteins(path: str) -> Corpus:
+    if path == SAMPLE and not Path(path).exists():
+        found, name = data.proteins(), "421 UniProt proteins (CC BY 4.0, shipped)"
+    else:
+        try:
+            found, name = list(data.read_fasta(path)), path
+        except data.FastaError as error:
+            raise InputError(str(error)) from error
+        except OSError as error:
+            raise InputError(f"--fasta {path}: {error.strerror or error}") from error
+    return Corpus("proteins", name, tuple((protein.name, protein.sequence) for protein in found))
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        found = raw.decode("utf-8")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"--text {path}: the gzip data are cut off or damaged") from error
+    except OSError as error:
+        raise InputError(f"--text {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise InputError(f"--text {path}, line {line}: not UTF-8 text") from error
+    if not found.strip():
+        raise InputError(f"--text {path}: the file is empty")
+    return found

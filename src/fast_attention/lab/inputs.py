@@ -1,0 +1,94 @@
+"""What a user typed, turned into values; every refusal is one line in the user's words."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fast_attention import catalogue
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class InputError(ValueError):
+    """The user asked for something that cannot be had. The message is one line and says what would work."""
+
+
+def need(module: str, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or say which extra brings it.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise InputError(f"{purpose} needs {error.name}: pip install 'fast-attention[{extra}]'") from error
+
+
+def mechanisms(texts: list[str]) -> list[Any]:
+    """The mechanisms spelt in ``texts``; one text may hold several, separated by commas. Doubles are dropped.
+
+    Raises:
+        InputError: No such mechanism or setting.
+    """
+    found: list[Any] = []
+    for text in texts:
+        for part in _split(text):
+            try:
+                found.append(catalogue.parse(part))
+            except (ValueError, TypeError) as error:
+                raise InputError(str(error)) from error
+    return list(dict.fromkeys(found))
+
+
+def _split(text: str) -> list[str]:
+    """``"A, B(x=1)"`` as ``["A", "B(x=1)"]``; what is no list is left for ``parse`` to judge."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return [text]
+    return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) else [text]
+
+
+def lengths(values: list[int]) -> list[int]:
+    """Sequence lengths in rising order, each once.
+
+    Raises:
+        InputError: One is below 1.
+    """
+    wrong = [value for value in values if value < 1]
+    if wrong:
+        raise InputError(f"--lengths {wrong[0]}: a sequence has at least 1 token")
+    return sorted(set(values))
+
+
+def dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``.
+
+    Raises:
+        InputError: No such dtype.
+    """
+    if name not in DTYPES:
+        raise InputError(f"--dtype {name}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def device(name: str) -> torch.device:
+    """The device called ``name``, tried with one tensor.
+
+    Raises:
+        InputError: There is no such device here.
+    """
+    try:
+        chosen = torch.device(name)
+        torch.zeros(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        others += ["mps"] if torch.backends.mps.is_available() else []
+        raise InputError(f"--device {name}: not available here; there is: {', '.join(['cpu', *others])}") from error
+    return chosen

@@ -1,0 +1,124 @@
+"""Every mechanism keeps every law that its traits grant, and refuses by name what they deny."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import Shape, Unsupported, catalogue, conformance
+from tests.cases import ATTENTIONS, CASES, bind, qkv
+
+
+@pytest.mark.parametrize("law", conformance.LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_law(mechanism: Any, law: conformance.Law, device: torch.device) -> None:
+    finding = law(conformance.of(mechanism), str(device))
+    assert finding.status != "broken", f"{mechanism!r}: {finding}"
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_repr_is_the_inverse_of_parse(name: str) -> None:
+    mechanism = catalogue.default(name)
+    assert repr(mechanism) == f"{name}()"
+    assert catalogue.parse(repr(mechanism)) == mechanism == catalogue.parse(name)
+    assert hash(mechanism) == hash(catalogue.parse(name))
+
+
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_variants_print_as_they_are_written(mechanism: Any) -> None:
+    assert catalogue.parse(repr(mechanism)) == mechanism
+
+
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_traits_say_what_the_weights_are(mechanism: Any) -> None:
+    bound, traits = bind(mechanism), mechanism.traits
+    assert traits.learned == bool(list(bound.parameters())), "traits.learned"
+    if traits.learned:
+        assert traits.approximates is None, "what must be trained approximates nothing"
+    longer = {name: tuple(t.shape) for name, t in bind(mechanism, max_len=48).state_dict().items()}
+    assert traits.bounded == (longer != {name: tuple(t.shape) for name, t in bound.state_dict().items()}), "bounded"
+    before = {name: t.clone() for name, t in bound.named_buffers()}
+    learned = {name: t.clone() for name, t in bound.named_parameters()}
+    torch.manual_seed(99)
+    bound.redraw()
+    drawn = any(not torch.equal(t, before[name]) for name, t in bound.named_buffers())
+    assert traits.random == drawn, "traits.random"
+    assert all(torch.equal(t, learned[name]) for name, t in bound.named_parameters()), "redraw leaves what is learned"
+
+
+@pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if m.traits.matrix], ids=repr)
+def test_matrix_is_read_by_attending_to_the_identity(mechanism: Any, device: torch.device) -> None:
+    bound = bind(mechanism, device=device)
+    for is_causal in [False] + [True] * mechanism.traits.causal:
+        q, k, v = qkv(11, device=device)
+        eye = torch.eye(11, dtype=v.dtype, device=device).expand(2, 2, 11, 11)
+        matrix = bound(q, k, eye, is_causal=is_causal)
+        torch.testing.assert_close(matrix @ v, bound(q, k, v, is_causal=is_causal), rtol=1e-8, atol=1e-8)
+        if is_causal:
+            assert matrix.triu(1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if not m.traits.matrix], ids=repr)
+def test_no_matrix_where_none_is_granted(mechanism: Any) -> None:
+    """Denied truthfully: the channels of the output do not share one matrix."""
+    bound = bind(mechanism)
+    q, k, v = qkv(8)
+    eye = torch.eye(8, dtype=v.dtype).expand(2, 2, 8, 8)
+    assert (bound(q, k, eye) @ v - bound(q, k, v)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_bounded_mechanisms_ask_for_and_keep_their_limit(name: str) -> None:
+    mechanism = catalogue.default(name)
+    if not mechanism.traits.bounded:
+        return
+    with pytest.raises(ValueError, match="max_len"):
+        bind(mechanism, max_len=0)
+    bound = bind(mechanism, max_len=16)
+    inputs = qkv(17) if mechanism in ATTENTIONS else (torch.randn(2, 17, 16, dtype=torch.float64),)
+    with pytest.raises(ValueError, match="max_len=16 tokens and got 17"):
+        bound(*inputs)
+
+
+def test_the_gate_speaks_the_callers_words() -> None:
+    softmax = catalogue.default("Softmax")
+    q, k, v = qkv(5)
+    with pytest.raises(ValueError, match=r"k has 5 tokens and v has 4"):
+        softmax(q, k, v[:, :, :4])
+    with pytest.raises(ValueError, match=r"q has width 8 and k has width 4"):
+        softmax(q, k[..., :4], v)
+    with pytest.raises(ValueError, match=r"leading sizes \(2, 2\) and k has \(2, 1\)"):
+        softmax(q, k[:, :1], v)
+    with pytest.raises(ValueError, match=r"q is torch.float64 and v is torch.float32"):
+        softmax(q, k, v.float())
+    with pytest.raises(ValueError, match="key_mask must be boolean"):
+        softmax(q, k, v, key_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"key_mask has shape \(2, 4\); it must be \(2, 5\)"):
+        softmax(q, k, v, key_mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"tokens, width"):
+        softmax(q[0, 0], k[0, 0], v[0, 0])
+    with pytest.raises(ValueError, match="heads and head_dim must be at least 1"):
+        Shape(0, 8)
+
+
+def test_leading_dimensions_are_free(device: torch.device) -> None:
+    for mechanism in ATTENTIONS:
+        bound = bind(mechanism, device=device)
+        q, k, v = qkv(7, batch=6, device=device)
+        out = bound(q, k, v)
+        deep = bound(*(x.unflatten(0, (3, 2)) for x in (q, k, v)))
+        torch.testing.assert_close(
+            deep.flatten(0, 1), out, rtol=1e-9, atol=1e-9, msg=lambda m, n=mechanism: f"{n!r}: {m}"
+        )
+        torch.testing.assert_close(bound(q[0], k[0], v[0]), out[0], rtol=1e-9, atol=1e-9)
+
+
+def test_refusals_name_what_would_work() -> None:
+    for name in ("Linformer", "FNet"):
+        if name in catalogue.names():
+            with pytest.raises(Unsupported, match=rf"{name}\(\) does not support is_causal=True.*What would work: \w+"):
+                mechanism = bind(catalogue.default(name))
+                inputs = qkv(6) if mechanism.mechanism in ATTENTIONS else (torch.randn(2, 6, 16, dtype=torch.float64),)
+                mechanism(*inputs, is_causal=True)

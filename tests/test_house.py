@@ -1,0 +1,132 @@
+"""The house keeps its shape: arrows point down, files stay small, the contents page and the tables are fresh."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fast_attention
+from fast_attention import catalogue
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "fast_attention"
+FILES = sorted(SOURCE.rglob("*.py"))
+# From the ground up: a file imports only from floors below its own, or from its own folder.
+FLOORS = [
+    ["ops"],
+    ["mechanism"],
+    ["mechanisms"],
+    ["catalogue"],
+    ["functional", "nn", "counting"],
+    ["conformance", "data"],
+    ["lab"],
+    ["cli"],
+]
+
+
+def floor(module: str) -> tuple[int, str]:
+    room = module.split(".")[1] if "." in module else "__init__"
+    for height, rooms in enumerate(FLOORS):
+        if room in rooms:
+            return height, room
+    return len(FLOORS), room
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fast_attention":
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += submodules if node.module == "fast_attention" else [node.module]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("fast_attention")]
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_arrows_point_down(path: Path) -> None:
+    here = module_name(path)
+    if here in ("fast_attention", "fast_attention.__main__"):
+        return
+    height, room = floor(here)
+    assert height < len(FLOORS), f"{here} stands on no floor: give it one in tests/test_house.py and CHARTER.md"
+    for target in imports(path):
+        if target == "fast_attention.__version__":
+            continue
+        below, other = floor(target)
+        assert below < height or room == other, f"{here} imports {target}, which does not lie below it"
+        if room == "mechanisms" and other == "mechanisms" and path.name != "__init__.py":
+            pytest.fail(f"{here} imports {target}: mechanisms never import one another")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    room = floor(module_name(path))[1]
+    budget = 200 if room in ("ops", "mechanisms") and not path.stem.endswith("_triton") else 300
+    lines = text.count("\n")
+    assert lines <= budget, f"{path.name} has {lines} lines and a budget of {budget}: several rooms in one?"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[0]
+            documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            start = node.body[1].lineno if documented and len(node.body) > 1 else first.lineno
+            length = (node.end_lineno or start) - start + 1
+            assert length <= 40, f"{path.name}: {node.name} has {length} lines of body"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_no_shortcuts(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        assert name not in ("hasattr", "eval", "exec"), f"{path.name}:{getattr(node, 'lineno', 0)} calls {name}"
+        assert not isinstance(node, ast.Global), f"{path.name} has a global statement"
+    assert "utils" not in path.stem
+
+
+def test_the_contents_page_names_every_mechanism() -> None:
+    assert len(catalogue.names()) >= 25
+    for name in catalogue.names():
+        assert getattr(fast_attention, name) is type(catalogue.default(name)), name
+    for name in ("attention", "MultiheadAttention", "TokenMixer", "Bound", "Shape", "Traits", "Unsupported"):
+        assert getattr(fast_attention, name)
+    for name in ("catalogue", "conformance", "functional"):
+        assert getattr(fast_attention, name)
+
+
+def test_generated_tables_are_fresh() -> None:
+    stale = runpy.run_path(str(ROOT / "docs" / "tables.py"))["stale"]()
+    assert not stale, f"run `python docs/tables.py`: {stale} no longer say what the traits say"
+
+
+def test_the_readme_tree_is_true() -> None:
+    tree = re.search(r"```\n(fast-attention/.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert tree, "README.md has a captioned tree"
+    named = set(re.findall(r"\b([\w.]+\.(?:py|md|toml|txt)|Makefile|[\w.]+/)(?=\s|$)", tree.group(1)))
+    for path in FILES:
+        if path.name != "__init__.py":
+            assert path.name in named or f"{path.parent.name}/" in named, f"{path} is not in README's tree"
+    known = {p.name + "/" * p.is_dir() for p in ROOT.rglob("*") if ".venv" not in p.parts} | {"fast-attention/"}
+    assert named <= known, f"README's tree names what is not there: {sorted(named - known)}"
+
+
+def test_import_is_light() -> None:
+    """Nothing heavy comes in with the package, and it adds at most half a second to torch."""
+    code = (
+        "import sys, time, torch; start = time.process_time(); import fast_attention;"
+        "took = time.process_time() - start;"
+        "heavy = {'triton', 'transformers', 'typer', 'rich', 'matplotlib', 'numpy.testing'} & set(sys.modules);"
+        "print(took, heavy); assert took < 0.5 and not heavy"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
