@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def test_names_values_and_instances_are_accepted() -> None:
     ],
 )
 def test_errors_name_the_mistake(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="(?s).*" + __import__("re").escape(said)):
+    with pytest.raises(ValueError, match="(?s).*" + re.escape(said)):
         catalogue.parse(text)
 
 

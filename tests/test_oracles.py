@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import catalogue
 from tests.cases import ATTENTIONS, MIXERS, bind, qkv, some_keys
-from tests.oracles import ORACLES
+from tests.oracles import ORACLES, VARIANTS
 
 LENGTHS = (1, 2, 7, 13)
 
@@ -28,6 +28,12 @@ def agree(name: str, ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...]) -
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_mechanism_has_an_oracle(name: str) -> None:
     assert name in ORACLES, f"{name} has no oracle: add one to tests/oracles/ (see its docstring)"
+
+
+def test_every_oracle_and_variant_belongs_to_a_mechanism() -> None:
+    names = catalogue.names()
+    assert set(ORACLES) <= set(names)
+    assert {text.split("(")[0] for text in VARIANTS} <= set(names)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -71,12 +71,15 @@ class HuggingFace:
         transformers = need("transformers", "hf", "reading a model")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.place, self.corpus, self.title = place, corpus, Path(place).name
+        if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
+            raise InputError(f"--model {place}: the folder holds no config.json, so no Hugging Face model")
+        self.place, self.corpus = place, corpus
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(place)
             self.model = transformers.AutoModel.from_pretrained(place, dtype=torch.float32).eval()
         except Exception as error:  # whatever a broken folder or name makes the library raise
-            raise InputError(f"--model {place}: cannot be loaded: {_first_line(error)}") from error
+            where = "" if Path(place).is_dir() else "no such folder here, and as a name on the hub it "
+            raise InputError(f"--model {place}: {where}cannot be loaded: {_first_line(error)}") from error
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
         self.context = _context(self.model.config, self.tokenizer)
@@ -110,7 +113,9 @@ class HuggingFace:
         finally:
             self.model.set_attn_implementation(previous)
         if not found:
-            raise InputError(f"--model {self.place}: {type(self.model).__name__} does not let its attention be replaced")
+            raise InputError(
+                f"--model {self.place}: {type(self.model).__name__} does not let its attention be replaced"
+            )
         return found, read
 
 

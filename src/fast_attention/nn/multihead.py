@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,24 +10,17 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
-from fast_attention.ops import masks
-
-
-class Seen(NamedTuple):
-    """What may be seen, in this library's sense: three arguments of ``Bound.forward``."""
-
-    is_causal: bool
-    key_mask: Tensor | None
-    attn_mask: Tensor | None
+from fast_attention.nn.torch_masks import Seen
 
 
 class MultiheadAttention(nn.Module):
-    """A drop-in for ``torch.nn.MultiheadAttention``: its arguments, masks, results, initial values and checkpoint names.
+    """A drop-in for ``torch.nn.MultiheadAttention``: its arguments, masks, results, initial values, checkpoint names.
 
     With ``Softmax()`` it computes what torch's module computes, but for queries that may see nothing: those get zeros
-    here and NaN there. Also works as ``self_attn`` or ``multihead_attn`` of torch's transformer layers, in training and
-    in evaluation: torch's fused encoder path, which would bypass any replacement, stands aside for the hook set here.
+    here and NaN there. It also serves as attention of torch's transformer layers, in training and in evaluation:
+    their fused path, which would bypass any replacement, stands aside for the hook set here.
 
     Checkpoints: the names are torch's; the mechanism's own weights, where it has any, are called ``attention.*``. A
     checkpoint of torch's module has none of those: load it with ``strict=False`` and find only them in
@@ -53,6 +46,14 @@ class MultiheadAttention(nn.Module):
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``max_len`` is missing.
     """
 
+    in_proj_weight: Tensor | None
+    q_proj_weight: Any  # a Parameter where in_proj_weight is None, and None where it is not
+    k_proj_weight: Any
+    v_proj_weight: Any
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -64,7 +65,7 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
         mechanism: Mechanism[Any, Any] | str = "Softmax",
@@ -78,6 +79,7 @@ class MultiheadAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
+        self.appended = int(add_bias_kv) + int(add_zero_attn)
         self._build_projections(bias, add_bias_kv, device, dtype)
         self.attention = self._bind(catalogue.parse(mechanism), max_len).to(device=device, dtype=dtype)
         # A hook is torch's own sign that a module must really be called: its layers then take no fused short cut.
@@ -85,37 +87,28 @@ class MultiheadAttention(nn.Module):
 
     def _build_projections(self, bias: bool, bias_kv: bool, device: Any, dtype: torch.dtype | None) -> None:
         """Parameters under torch's names, drawn in torch's order, so that equal seeds give equal values."""
-        width, made = self.embed_dim, {"device": device, "dtype": dtype}
-        self.out_proj = nn.Linear(width, width, bias=bias, **made)
-        sizes = {"q_proj_weight": width, "k_proj_weight": self.kdim, "v_proj_weight": self.vdim}
-        packed = self._qkv_same_embed_dim
-        drawn = {"in_proj_weight": (3 * width, width)} if packed else {name: (width, n) for name, n in sizes.items()}
-        for name in ("in_proj_weight", *sizes):
-            parameter = nn.Parameter(torch.empty(drawn[name], **made)) if name in drawn else None
-            self.register_parameter(name, parameter)
-            if parameter is not None:
-                nn.init.xavier_uniform_(parameter)
-        self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(3 * width, **made)) if bias else None)
+        width, packed = self.embed_dim, self._qkv_same_embed_dim
+
+        def drawn(wanted: bool, *size: int, draw: Any = nn.init.xavier_uniform_) -> nn.Parameter | None:
+            return nn.Parameter(draw(torch.empty(*size, device=device, dtype=dtype))) if wanted else None
+
+        self.out_proj = nn.Linear(width, width, bias=bias, device=device, dtype=dtype)
+        self.in_proj_weight = drawn(packed, 3 * width, width)
+        self.q_proj_weight = drawn(not packed, width, width)
+        self.k_proj_weight = drawn(not packed, width, self.kdim)
+        self.v_proj_weight = drawn(not packed, width, self.vdim)
+        self.in_proj_bias = drawn(bias, 3 * width, draw=nn.init.zeros_)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        for name in ("bias_k", "bias_v"):
-            self.register_parameter(name, nn.Parameter(torch.empty(1, 1, width, **made)) if bias_kv else None)
-        if bias_kv:
-            nn.init.xavier_normal_(self.bias_k)
-            nn.init.xavier_normal_(self.bias_v)
+        self.bias_k = drawn(bias_kv, 1, 1, width, draw=nn.init.xavier_normal_)
+        self.bias_v = drawn(bias_kv, 1, 1, width, draw=nn.init.xavier_normal_)
 
-    def _bind(self, mechanism: Attention[Any, Any] | Any, max_len: int) -> Bound:
+    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int) -> Bound:
         if not isinstance(mechanism, Attention):
             raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer")
         if self.appended and not mechanism.traits.cross:
             raise mechanism.refuse("add_bias_kv or add_zero_attn (more keys than queries)", "cross")
-        longest = max_len + self.appended if max_len else 0
-        return Bound(mechanism, Shape(self.num_heads, self.head_dim, longest))
-
-    @property
-    def appended(self) -> int:
-        """Number of keys appended by ``add_bias_kv`` and ``add_zero_attn``."""
-        return int(self.bias_k is not None) + int(self.add_zero_attn)
+        return Bound(mechanism, Shape(self.num_heads, self.head_dim, max_len + self.appended if max_len else 0))
 
     def forward(
         self,
@@ -131,37 +124,40 @@ class MultiheadAttention(nn.Module):
         """Attend, with torch's arguments: in both masks True (or -inf) means *ignore*.
 
         Args:
-            query: (L, E), (N, L, E) with ``batch_first``, else (L, N, E).
+            query: (L, E), or (N, L, E) with ``batch_first``, else (L, N, E).
             key: The same with S tokens of width ``kdim``.
             value: The same with S tokens of width ``vdim``.
-            key_padding_mask: (S) or (N, S), boolean or additive. ``torch.compile`` cannot read values: there an
-                additive one may hold 0 and -inf only, and anything else fails at run time.
+            key_padding_mask: (S) or (N, S), boolean or additive (0 and -inf; other values need ``traits.mask``).
             need_weights: Whether to return the attention matrix (mechanisms with ``traits.matrix``).
             attn_mask: (L, S) or (N * num_heads, L, S), boolean or additive. One that equals the causal mask counts as
                 ``is_causal=True``; any other needs ``traits.mask``.
             average_attn_weights: Whether the attention matrix is averaged over heads.
             is_causal: Without ``attn_mask``: query i sees keys up to i + S - L. Beside an ``attn_mask`` it is a hint
-                and the mask decides, except in ``torch.compile``, where the hint is believed if L = S.
+                and the mask decides, except in compiled code, where the hint is believed if L = S.
 
         Returns:
-            Outputs in the shape of ``query``, and the attention matrix (N, L, S), (N, num_heads, L, S) if not averaged,
-            without N for unbatched inputs; or None.
+            Outputs in the shape of ``query``, and the attention matrix (N, L, S), or (N, num_heads, L, S) if not
+            averaged, without N for unbatched inputs; or None.
 
         Raises:
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
+        same = query is key and key is value
         if query.is_nested:
-            return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
+            plain = same and attn_mask is None and key_padding_mask is None
+            return self._nested(query, plain, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
-        batched, same = query.dim() == 3, query is key and key is value
+        batched = query.dim() == 3
         query, key, value = (self._batch_major(x) for x in (query, key, value))
         q, k, v = self._project(query, query if same else key, query if same else value)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        seen = self._seen(q, k, attn_mask, key_padding_mask, is_causal)
+        mechanism = self.attention.mechanism
+        seen = torch_masks.read(q, k.shape[-2], attn_mask, key_padding_mask, is_causal, mechanism)
         if self.appended:
-            k, v, seen = self._append(k, v, seen)
+            seen = torch_masks.lengthen(seen, q.shape[-2], k.shape[-2], self.appended, like=q)
+            k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         out, weights = self._attend(q, k, v, seen, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -174,51 +170,64 @@ class MultiheadAttention(nn.Module):
             return x[None]
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        reads = self.attention.mechanism.traits.reads
-        if self.in_proj_weight is not None and query is key and key is value and reads == "qkv":
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        reads, packed, bias = self.attention.mechanism.traits.reads, self.in_proj_weight, self.in_proj_bias
+        if packed is not None and query is key and key is value and reads == "qkv":
+            parts = F.linear(query, packed, bias).chunk(3, -1)
         else:
-            packed = self.in_proj_weight
-            w = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
-            b = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            v = F.linear(value, w[2], b[2])
+            b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
+            apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            w_q, w_k, w_v = apart if packed is None else packed.chunk(3)
+            v = F.linear(value, w_v, b_v)
             # What the mechanism never reads is not computed: anything of the right length stands in for it.
-            k = F.linear(key, w[1], b[1]) if "k" in reads else v
-            q = F.linear(query, w[0], b[0]) if "q" in reads else query.to(v.dtype)
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        return q, k, v
+            k = F.linear(key, w_k, b_k) if "k" in reads else v
+            q = F.linear(query, w_q, b_q) if "q" in reads else query.to(v.dtype)
+            parts = (q, k, v)
+        return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in parts)
 
-    def _seen(
-        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding_mask: Tensor | None, is_causal: bool
-    ) -> Seen:
-        """torch's masks, turned round: here and nowhere else."""
-        mechanism, (batch, heads, length, _), keys = self.attention.mechanism, q.shape, k.shape[-2]
-        if attn_mask is not None:
-            allowed = ((length, keys), (batch * heads, length, keys))
-            _check_mask("attn_mask", attn_mask, allowed)
-            is_causal = _is_causal(attn_mask, is_causal)
-            if is_causal and (mechanism.traits.causal or not mechanism.traits.mask):
-                attn_mask = None
-            else:
-                is_causal = False
-                attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-                attn_mask = attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask
-        if padding_mask is None:
-            return Seen(is_causal, None, attn_mask)
-        _check_mask("key_padding_mask", padding_mask, ((batch, keys),))
-        if padding_mask.dtype == torch.bool:
-            return Seen(is_causal, ~padding_mask, attn_mask)
-        key_mask = padding_mask != float("-inf")
-        bias = padding_mask.masked_fill(~key_mask, 0.0)
-        if torch.compiler.is_compiling():
-            torch._assert_async((bias == 0).all(), "key_padding_mask must hold 0 and -inf only where it is compiled")
-        elif bool(bias.any()):
-            if not mechanism.traits.mask:
-                raise mechanism.refuse("a key_padding_mask with values other than 0 and -inf", "mask")
-            attn_mask = masks.merge(bias[:, None, None], None, q.dtype) + _additive(attn_mask, q)
-        return Seen(is_causal, key_mask, attn_mask)
+    def _append(self, x: Tensor, learned: Tensor | None) -> Tensor:
+        """The learned key or value, then that of zeros, behind the sequence (N, H, S, E)."""
+        if learned is not None:
+            row = learned.to(x.dtype).view(1, self.num_heads, 1, self.head_dim)
+            x = torch.cat([x, row.expand(x.shape[0], -1, -1, -1)], -2)
+        return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
-    def _append(self, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor, Seen]:
-        """The learned key and value, then those of zeros, behind the sequence; every query may see them."""
-        raise NotImplementedError
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, need_weights: bool) -> tuple[Tensor, Tensor | None]:
+        mechanism, width, weights = self.attention.mechanism, v.shape[-1], None
+        if need_weights:
+            if not mechanism.traits.matrix:
+                raise mechanism.refuse("need_weights=True (pass need_weights=False)", "matrix")
+            # A [v, I] = [A v, A]: outputs and matrix of one pass, hence of the same dropped weights.
+            identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
+            v = torch.cat([v, identity.expand(*v.shape[:-1], -1)], -1)
+        out = self.attention(q, k, v, **seen._asdict(), dropout=self.dropout if self.training else 0.0)
+        if need_weights:
+            out, weights = out[..., :width], out[..., width:]
+        return self.out_proj(out.transpose(1, 2).flatten(-2)), weights
+
+    def _nested(self, x: Tensor, plain: bool, *options: bool) -> tuple[Tensor, Tensor | None]:
+        """torch's ``TransformerEncoder`` packs padded batches into nested tensors when it evaluates."""
+        if not plain or not self.batch_first:
+            raise ValueError("nested tensors are taken as query = key = value, with batch_first=True, without masks")
+        need_weights, average, is_causal = options
+        padded, lengths = x.to_padded_tensor(0.0), [len(row) for row in x.unbind()]
+        ends = torch.tensor(lengths, device=x.device)[:, None]
+        ignored = torch.arange(padded.shape[1], device=x.device) >= ends
+        out, weights = self.forward(padded, padded, padded, ignored, need_weights, None, average, is_causal)
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths, strict=True)]), weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            raise ValueError(f"query, key and value must be all (tokens, width) or all batched; got {shapes}")
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.shape[-1] != width:
+                raise ValueError(f"{name} has width {x.shape[-1]} and this module was built for {width}")
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _stand_aside(module: nn.Module, inputs: Any) -> None:
+    """Change nothing."""

@@ -1,0 +1,181 @@
+"""Fair time, memory and operations: every competitor beside exact attention, round by round, in one process."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.counting import count_operations, peak_bytes
+from fast_attention.mechanism import Attention, Mixer, Shape
+from fast_attention.nn.bound import Bound
+
+Run = Callable[[], Any]
+Tensors = tuple[Tensor, Tensor, Tensor]
+SHORTEST_SAMPLE = 0.002  # seconds: faster calls are repeated and averaged within one sample
+MOST_REPEATS = 50
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every competitor is measured with: one sequence (batch 1) of Gaussian tokens."""
+
+    heads: int
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+    is_causal: bool
+    backward: bool
+    seed: int = 0
+
+    def tensors(self, length: int) -> Tensors:
+        """Queries, keys and values of one length, which ask for gradients if backward is measured."""
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randn(3, 1, self.heads, length, self.head_dim, generator=generator)
+        q, k, v = (x.to(self.device, self.dtype).requires_grad_(self.backward) for x in drawn)
+        return q, k, v
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """One mechanism with weights for one length: its forward pass, its forward and backward pass, what it holds."""
+
+    forward: Run
+    training: Run
+    decoded: Callable[[], int | None]
+    weight_bytes: int = 0
+
+
+def exact(setting: Setting, tensors: Tensors) -> Competitor:
+    """torch's fused exact attention on the same tensors: the line to beat."""
+    q, k, v = tensors
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
+
+    def held() -> int:
+        return k.nbytes + v.nbytes
+
+    return Competitor(_without_gradients(attend), _with_gradients(attend, [q, k, v]), held)
+
+
+def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Competitor:
+    """A mechanism with fresh weights for the tensors' length; a mixer gets whole tokens of the same width."""
+    q, k, v = tensors
+    length = q.shape[-2]
+    torch.manual_seed(setting.seed)
+    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, length)).to(setting.device, setting.dtype)
+    x = q.detach().transpose(1, 2).flatten(2).requires_grad_(setting.backward)
+    inputs = (x,) if isinstance(mechanism, Mixer) else (q, k, v)
+
+    def attend() -> Tensor:
+        return bound(*inputs, is_causal=setting.is_causal)
+
+    @torch.no_grad()
+    def decoded() -> int | None:
+        memory = mechanism.traits.memory
+        if memory is None or not isinstance(mechanism, Attention):
+            return None
+        stretch = 16 if memory == "constant" else length
+        return _held(bound.decode(*(z[..., :stretch, :] for z in (q, k, v)))[1])
+
+    held = sum(weight.nbytes for weight in (*bound.parameters(), *bound.buffers()))
+    wanted = [*inputs, *bound.parameters()]
+    return Competitor(_without_gradients(attend), _with_gradients(attend, wanted), decoded, held)
+
+
+def _without_gradients(attend: Callable[[], Tensor]) -> Run:
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return attend()
+
+    return forward
+
+
+def _with_gradients(attend: Callable[[], Tensor], wanted: list[Tensor]) -> Run:
+    def training() -> Any:
+        out = attend()
+        return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+
+    return training
+
+
+def _held(state: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    return sum(_held(part) for part in state) if isinstance(state, tuple | list) else 0
+
+
+def costs(runner: Competitor, setting: Setting) -> dict[str, int | None]:
+    """Peak memory of each pass, operations of the forward pass, and the size of the decoding state."""
+    return {
+        "forward_bytes": peak_bytes(runner.forward, setting.device),
+        "training_bytes": peak_bytes(runner.training, setting.device) if setting.backward else None,
+        "operations": count_operations(runner.forward),
+        "state_bytes": runner.decoded(),
+        "weight_bytes": runner.weight_bytes,
+    }
+
+
+def seconds(run: Run, device: torch.device, repeats: int = 1) -> float:
+    """Wall time of one call, averaged over ``repeats``, the device's queue empty before and after."""
+    _synchronise(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    _synchronise(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def repeats_for(estimate: float) -> int:
+    """How many calls make a sample long enough to time."""
+    return max(1, min(MOST_REPEATS, round(SHORTEST_SAMPLE / max(estimate, 1e-9))))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians over the rounds; ratios are to the reference, round by round."""
+
+    median: float
+    ratio: float
+    best_ratio: float
+    rounds: int
+
+
+def timing(samples: list[float], reference: list[float]) -> Timing:
+    """Summarise the samples of one competitor against the reference's samples of the same rounds."""
+    shared = min(len(samples), len(reference))
+    ratios = [mine / theirs for mine, theirs in zip(samples[:shared], reference[:shared], strict=True)]
+    return Timing(statistics.median(samples), statistics.median(ratios), min(samples) / min(reference), shared)
+
+
+def memory_at_hand(device: torch.device) -> int:
+    """Bytes that may still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+    except OSError:
+        found = []
+    if found:
+        return found[0]
+    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+    if "SC_PHYS_PAGES" in names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 4 * 2**30

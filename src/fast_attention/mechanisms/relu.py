@@ -1,0 +1,144 @@
+"""ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.mechanism import MaskedAttention, Traits
+from fast_attention.ops import masks
+from fast_attention.ops.history import History, extend
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.value import at_least, one_of
+
+Norm = Literal["sum", "length", "none"]
+Power = Literal[1, 2]
+
+
+@in_float32
+def relu_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    norm: Norm = "sum",
+    power: Power = 1,
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> Float[Tensor, "*batch length values"]:
+    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; holds the scores (..., L, S).
+
+    ``norm`` chooses n_i: ``"sum"`` of the row plus ``eps`` (our reading of "ReLU can also be used" in Young and
+    Shen's lecture "Attention is All You Need", 2024, which gives no formula), ``"length"`` for the number of keys
+    that query i may see (arXiv 2309.08586; i + 1 when causal), ``"none"`` for 1. An additive ``attn_mask`` is added
+    to the scores before the relu, a boolean one removes. A row without a positive score gives zeros.
+    """
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=is_causal, key_mask=key_mask, device=q.device)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask
+            attn_mask = attn_mask > float("-inf")
+        mask = attn_mask if mask is None else attn_mask & mask
+    weights = scores.relu()
+    if power == 2:
+        weights = weights.square()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    if norm == "sum":
+        total = weights.sum(-1, keepdim=True) + eps
+        weights = weights / total.masked_fill(total == 0.0, 1.0)
+    elif norm == "length":
+        seen = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
+        weights = weights / seen
+    if dropout > 0.0:
+        weights = F.dropout(weights, dropout)
+    return weights @ v
+
+
+@dataclass(frozen=True, repr=False)
+class ReLUAttention(MaskedAttention[tuple[()], History]):
+    """Attention with relu in the place of softmax: sparse weights, no exponential.
+
+    Quadratic, unlike the Performer's ReLU kernel, where relu acts on features. Its error against softmax is not
+    declared: the two agree in no limit, so the number would mean nothing.
+
+    Args:
+        norm: What a row is divided by: its ``"sum"`` (the output then does not change with the length of q, up to
+            ``eps``), the number of keys it sees (``"length"``) or nothing (``"none"``).
+        power: 1, or 2 for squared relu (Primer, arXiv 2109.08668).
+        scale: Factor on the dot products; None means 1/sqrt(width).
+        eps: Added to the sum, in units of the summed scores.
+    """
+
+    norm: Norm = "sum"
+    power: Power = 1
+    scale: float | None = None
+    eps: float = 1e-6
+
+    traits = Traits(
+        paper="Wortsman et al. 2023, arXiv 2309.08586",
+        formula="relu(q k^T / sqrt(d)) v / sum",
+        cost="n^2 d",
+        order=2.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        mask=True,
+        memory="growing",
+    )
+
+    def __post_init__(self) -> None:
+        one_of(self, "norm", self.norm, Norm)
+        one_of(self, "power", self.power, Power)
+        at_least(self, "eps", self.eps, 0.0)
+
+    def attend_masked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: tuple[()],
+        *,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        """Every query against every key under any mask."""
+        return relu_attention(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            key_mask=key_mask,
+            attn_mask=attn_mask,
+            dropout=dropout,
+            norm=self.norm,
+            power=self.power,
+            scale=self.scale,
+            eps=self.eps,
+        )
+
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: tuple[()],
+        state: History | None,
+        *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, History]:
+        """Append the stretch to the keys and values seen so far and weigh all of them."""
+        state = extend(state, k, v, key_mask)
+        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.seen), state

@@ -1,0 +1,95 @@
+"""The masks of ``torch.nn.MultiheadAttention``, where True means *ignore*, turned round into ours."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.mechanism import Attention
+from fast_attention.ops import masks
+
+
+class Seen(NamedTuple):
+    """What may be seen, as ``Bound.forward`` takes it: True = may be seen."""
+
+    is_causal: bool
+    key_mask: Tensor | None
+    attn_mask: Tensor | None
+
+
+def read(
+    q: Tensor, keys: int, attn_mask: Tensor | None, padding_mask: Tensor | None, is_causal: bool, mechanism: Attention
+) -> Seen:
+    """torch's three arguments for queries (N, H, L, E) as ours: the only place where their sense is turned round.
+
+    An ``attn_mask`` that equals the causal mask becomes ``is_causal=True`` wherever the mechanism has an order of its
+    own. Compiled code cannot read values: there the hint ``is_causal`` is believed where L = S, and an additive
+    ``key_padding_mask`` is taken to hold 0 and -inf only and fails at run time if it does not.
+
+    Raises:
+        Unsupported: The key padding mask is a bias (finite, not 0) and the mechanism takes no masks.
+        ValueError: A mask has another shape, or is neither boolean nor floating point.
+    """
+    (batch, heads, length, _), traits = q.shape, mechanism.traits
+    if attn_mask is not None:
+        _check("attn_mask", attn_mask, (length, keys), (batch * heads, length, keys))
+        is_causal = _equals_causal(attn_mask, is_causal) and (traits.causal or not traits.mask)
+        attn_mask = None if is_causal else _turned(attn_mask, batch)
+    if padding_mask is None:
+        return Seen(is_causal, None, attn_mask)
+    _check("key_padding_mask", padding_mask, (batch, keys))
+    if padding_mask.dtype == torch.bool:
+        return Seen(is_causal, ~padding_mask, attn_mask)
+    key_mask = padding_mask != float("-inf")
+    bias = padding_mask.masked_fill(~key_mask, 0.0)[:, None, None].to(q.dtype)
+    if torch.compiler.is_compiling():
+        torch.ops.aten._assert_async.msg((bias == 0).all(), "compiled, key_padding_mask may hold 0 and -inf only")
+    elif bias.any():
+        if not traits.mask:
+            raise mechanism.refuse("a key_padding_mask with values other than 0 and -inf", "mask")
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask + bias
+        else:
+            attn_mask = masks.merge(bias, attn_mask, q.dtype)
+    return Seen(is_causal, key_mask, attn_mask)
+
+
+def lengthen(seen: Seen, length: int, keys: int, more: int, like: Tensor) -> Seen:
+    """The same with ``more`` keys at the end that every query may see."""
+    is_causal, key_mask, attn_mask = seen
+    if is_causal:  # the causal order knows no keys that come last and are seen by all: an explicit mask does
+        causal = masks.causal(length, keys, like.device)
+        attn_mask = causal if attn_mask is None else masks.merge(attn_mask, causal, like.dtype)
+    if key_mask is not None:
+        key_mask = F.pad(key_mask, (0, more), value=True)
+    if attn_mask is not None:
+        attn_mask = F.pad(attn_mask, (0, more), value=attn_mask.dtype == torch.bool)
+    return Seen(False, key_mask, attn_mask)
+
+
+def _check(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"{name} must be boolean (True = ignore) or floating point (added); got {mask.dtype}")
+    if tuple(mask.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {' or '.join(map(str, shapes))}")
+
+
+def _turned(attn_mask: Tensor, batch: int) -> Tensor:
+    """torch's mask as (L, S) or (N, H, L, S), True = may be seen."""
+    mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+    return mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask
+
+
+def _equals_causal(attn_mask: Tensor, hint: bool) -> bool:
+    """Whether torch's mask lets query i see keys up to i + S - L, all of them and unchanged."""
+    length, keys = attn_mask.shape[-2:]
+    if torch.compiler.is_compiling():
+        return hint and length == keys
+    hidden = ~masks.causal(length, keys, attn_mask.device)
+    if attn_mask.dtype == torch.bool:
+        return bool((attn_mask == hidden).all())
+    expected = torch.zeros(length, keys, dtype=attn_mask.dtype, device=attn_mask.device)
+    return bool((attn_mask == expected.masked_fill(hidden, float("-inf"))).all())

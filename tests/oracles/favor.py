@@ -1,0 +1,96 @@
+"""FAVOR (arXiv 2006.03555) and FAVOR+ (2009.14794): estimated kernels pair by pair, never stabilised, never summed early."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.oracles.linear import average, visible
+
+
+def trigonometric(m: Any, x: Tensor, y: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+    """The estimate of exp(x . y) from the Gaussian kernel: D_x B D_y with B an average of cosines."""
+    rows = len(W)
+    if m.features == "phase":
+        assert b is not None
+        terms = [2 * torch.cos(W[a] @ x + b[a]) * torch.cos(W[a] @ y + b[a]) for a in range(rows)]
+    else:
+        terms = [torch.cos(W[a] @ (x - y)) for a in range(rows)]  # cos cos + sin sin
+    return (x @ x / 2 + y @ y / 2).exp() * torch.stack(terms).mean()
+
+
+def favor(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    x, y = q / len(q[0]) ** 0.25, k / len(q[0]) ** 0.25
+    W, b = w.projection[head], None if w.phase is None else w.phase[head]
+    rows = []
+    for i in range(len(q)):
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        weights = [trigonometric(m, x[i], y[j], W, b) for j in seen]
+        total: Any = sum(weights)
+        if m.clamp is not None and seen:
+            # the scale of the bound is held fixed under differentiation, the query's own factor is not
+            largest = max(float((y[j] @ y[j] / 2).detach()) for j in seen)
+            least = m.clamp * (x[i] @ x[i] / 2 + largest).exp()
+            total = torch.where(total < least, least, total)
+        rows.append(average(weights, [v[j] for j in seen], v[0], total))
+    return torch.stack(rows)
+
+
+def elementwise(kernel: Any, z: Tensor) -> Tensor:
+    match type(kernel).__name__:
+        case "Relu":
+            return torch.where(z > 0, z, 0 * z) + kernel.offset
+        case "EluPlusOne":
+            return torch.where(z > 0, z + 1, z.clamp(max=0).exp())
+        case "Identity":
+            return z
+        case "Exp":
+            return z.exp()
+        case name:
+            raise AssertionError(f"no oracle for the kernel {name}")
+
+
+def positive(m: Any, x: Tensor, W: Tensor) -> Tensor:
+    """The features of one vector, in R^m or R^2m."""
+    if m.kernel is not None:
+        return (elementwise(m.kernel, W @ x) + m.kernel_epsilon) / math.sqrt(len(W))
+    A = -m.damping
+    B, D = math.sqrt(1 - 4 * A), (1 - 4 * A) ** (len(x) / 4)
+    signs = (1, -1) if m.features == "hyperbolic" else (1,)
+    phi = [(A * (W[a] @ W[a]) + s * B * (W[a] @ x) - x @ x / 2).exp() for s in signs for a in range(len(W))]
+    return D * torch.stack(phi) / math.sqrt(len(phi))
+
+
+def favor_plus(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    W, scale = w.projection[head], len(q[0]) ** 0.25
+    if m.regularised:
+        torch.testing.assert_close((W * W).sum(1), torch.full_like(W[:, 0], W.shape[1]), rtol=1e-5, atol=0)
+    phi_q, phi_k = [positive(m, x / scale, W) for x in q], [positive(m, y / scale, W) for y in k]
+    rows = []
+    for i in range(len(q)):
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        weights = [phi_q[i] @ phi_k[j] for j in seen]
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
+    return torch.stack(rows)
+
+
+ORACLES = {"Favor": favor, "FavorPlus": favor_plus}
+VARIANTS = [
+    "Favor(num_features=40, features='phase')",
+    "Favor(num_features=11, orthogonal=False, clamp=0.5)",
+    "FavorPlus(num_features=5)",
+    "FavorPlus(num_features=19, features='hyperbolic', orthogonal=False)",
+    "FavorPlus(num_features=16, regularised=True)",
+    "FavorPlus(num_features=16, damping=0.1)",
+    "FavorPlus(num_features=12, features='hyperbolic', damping=0.05)",
+    "FavorPlus(num_features=24, kernel=Relu())",
+    "FavorPlus(num_features=24, kernel=EluPlusOne(), kernel_epsilon=0.0)",
+    "FavorPlus(num_features=24, kernel=Exp(), kernel_epsilon=0.1, regularised=True)",
+]

@@ -1,0 +1,69 @@
+"""Linear attention (Katharopoulos et al. 2020): kernels evaluated pair by pair, never as features of a state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def kernel(feature_map: Any, x: Tensor, y: Tensor) -> Tensor:
+    """k(x, y) for one query and one key."""
+    scaled = (x * y).sum() / math.sqrt(len(x))
+    match type(feature_map).__name__:
+        case "EluPlusOne":
+            a, b = (torch.where(t > 0, t + 1, t.clamp(max=0).exp()) for t in (x, y))
+        case "Relu":
+            a, b = (torch.where(t > 0, t, 0 * t) + feature_map.offset for t in (x, y))
+        case "Identity":
+            a, b = x, y
+        case "SoftmaxMap":
+            a, b = (t.exp() / t.exp().sum() for t in (x, y))
+        case "Exp":
+            a, b = x.exp(), y.exp()
+        case "Quadratic":
+            return (1 + scaled) ** 2
+        case "Taylor":
+            return 1 + scaled + scaled**2 / 2
+        case name:
+            raise AssertionError(f"no oracle for the feature map {name}")
+    return (a * b).sum()
+
+
+def visible(i: int, length: int, keys: int, is_causal: bool, key_mask: Tensor | None) -> list[int]:
+    """The keys that query i sees: aligned to the bottom right."""
+    last = i + keys - length if is_causal else keys - 1
+    return [j for j in range(keys) if j <= last and (key_mask is None or bool(key_mask[j]))]
+
+
+def average(weights: list[Tensor], values: list[Tensor], like: Tensor, denominator: Tensor | float | None) -> Tensor:
+    """sum_j a_j v_j over the denominator; zeros where there is nothing to sum."""
+    if not weights:
+        return 0 * like
+    return sum(a * v for a, v in zip(weights, values, strict=True)) / denominator  # type: ignore[return-value]
+
+
+def linear(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    rows = []
+    eps = 0.0 if type(m.feature_map).__name__ == "Exp" else m.eps  # logarithmic maps are normalised without it
+    for i in range(len(q)):
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        weights = [kernel(m.feature_map, q[i], k[j]) for j in seen]
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights) + eps))
+    return torch.stack(rows)
+
+
+ORACLES = {"LinearAttention": linear}
+VARIANTS = [
+    "LinearAttention(eps=0.1)",
+    "LinearAttention(feature_map=Relu(offset=0.001))",
+    "LinearAttention(feature_map=Relu(), eps=0.01)",
+    "LinearAttention(feature_map=SoftmaxMap())",
+    "LinearAttention(feature_map=Quadratic())",
+    "LinearAttention(feature_map=Taylor())",
+    "LinearAttention(feature_map=Exp())",
+]

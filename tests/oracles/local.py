@@ -1,0 +1,67 @@
+"""Local attention: which keys stand near enough, then softmax over them, term by term."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, i: int, seen: list[int], scale: float | None) -> Tensor:
+    if not seen:
+        return torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum()
+    factor = 1 / math.sqrt(q.shape[1]) if scale is None else scale
+    scores = [factor * (q[i] * k[j]).sum() for j in seen]
+    top = max(float(s.detach()) for s in scores)
+    weights = [(s - top).exp() for s in scores]
+    return sum((a * v[j] for a, j in zip(weights, seen, strict=True)), torch.zeros_like(v[0])) / sum(weights)
+
+
+def local(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """FlashAttention's window (left, right), both ends included, aligned to the bottom right."""
+    left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
+    rows = []
+    for i in range(len(q)):
+        here = i + len(k) - len(q)
+        seen = []
+        for j in range(len(k)):
+            near = here - left <= j <= here + right
+            if near and not (is_causal and j > here) and (key_mask is None or bool(key_mask[j])):
+                seen.append(j)
+        rows.append(_over(q, k, v, i, seen, m.scale))
+    return torch.stack(rows)
+
+
+def block_local(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Block i attends to itself, ``before`` blocks before it and ``after`` blocks after it."""
+    rows = []
+    for i in range(len(q)):
+        here = i + len(k) - len(q)
+        block = math.floor(here / m.block_size)
+        seen = []
+        for j in range(len(k)):
+            other = j // m.block_size
+            near = block - m.before <= other <= block + m.after
+            if near and not (is_causal and j > here) and (key_mask is None or bool(key_mask[j])):
+                seen.append(j)
+        rows.append(_over(q, k, v, i, seen, m.scale))
+    return torch.stack(rows)
+
+
+ORACLES = {"Local": local, "BlockLocal": block_local}
+VARIANTS = [
+    "Local(window=3)",
+    "Local(window=0)",
+    "Local(window=(2, 1))",
+    "Local(window=(0, 4), scale=0.5)",
+    "BlockLocal(block_size=4)",
+    "BlockLocal(block_size=3, before=2, after=0)",
+    "BlockLocal(block_size=2, before=0, after=2, scale=1.0)",
+    "BlockLocal(block_size=5, before=0, after=0)",
+]
