@@ -12,3 +12,8 @@ from fast_attention.mechanism import Traits as Traits
 from fast_attention.mechanism import Unsupported as Unsupported
 from fast_attention.mechanisms import *  # noqa: F403
 from fast_attention.nn.bound import Bound as Bound
+from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForward
+from fast_attention.nn.multihead import MultiheadAttention as MultiheadAttention
+from fast_attention.nn.reversible import Reversible as Reversible
+from fast_attention.nn.reversible import ReversibleSequence as ReversibleSequence
+from fast_attention.nn.token_mixer import TokenMixer as TokenMixer

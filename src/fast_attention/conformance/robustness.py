@@ -101,7 +101,8 @@ def autocast(subject: Subject, device: str = "cpu") -> Finding:
         plain = subject.call(made, inputs, is_causal, None)
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             low = subject.call(made, inputs, is_causal, None)
-        worst = max(worst, float((low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()))
+        error = (low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
+        worst = max(worst, float(error.detach()))
     return judged(worst, 2e-2, "relative rms")
 
 

@@ -1,4 +1,4 @@
-"""FASTA, plain or gzipped: headers after ``>``, residues on the lines below; every error names the file and the line."""
+"""FASTA, plain or gzipped: headers after ``>``, residues below them; every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 _GZIP = b"\x1f\x8b"
 _RESIDUES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -88,7 +88,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines without blank ones, unpacked where the file is gzip."""
     start = file.read(2)
     file.seek(0)
-    source: IO[bytes] = gzip.open(file, "rb") if start == _GZIP else file  # type: ignore[assignment]
+    source: Any = gzip.GzipFile(fileobj=file) if start == _GZIP else file
     number = 0
     try:
         for number, line in enumerate(source, 1):

@@ -59,7 +59,7 @@ def exact_matrix(layer: Layer, head: int, setting: Setting) -> Tensor:
 
 
 def typical_head(layers: list[Layer], setting: Setting) -> tuple[int, int]:
-    """Layer and head whose exact attention has the median entropy of all heads: neither the sharpest nor the flattest."""
+    """Layer and head whose exact attention has the median entropy: neither the sharpest nor the flattest."""
     entropies = []
     for number, layer in enumerate(layers):
         matrix = _truth("Softmax", layer, _identity(layer), setting)[0]

@@ -47,7 +47,7 @@ class Gaussian:
     """No model: independent Gaussian q, k, v; "layers" are the standard deviations of q and k, 0.5, 1 and 2."""
 
     scales = (0.5, 1.0, 2.0)
-    context = None
+    context: int | None = None
     is_causal = False
 
     def __init__(self, heads: int = 4, head_dim: int = 64, seed: int = 0) -> None:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fast_attention import catalogue
-from fast_attention.lab import measure
-from fast_attention.lab.accuracy import accuracy, measurable
+from fast_attention.lab.accuracy import LONGEST_MATRIX, accuracy, exact_matrix, matrix_of, measurable, typical_head
 from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.measure import Competitor, Setting
-from fast_attention.lab.records import EXACT, Cell, Record
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.race import MOST_ROUNDS, Race
+from fast_attention.lab.records import EXACT, Cell, Matrices, Record
 from fast_attention.mechanism import Unsupported
 
+FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
+LOOK = 256  # tokens of the matrices to look at
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-VARIANTS = ()
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
-PATIENCE = 4  # a cell may take this many times its even share of the time before it is over budget
+VARIANTS = (
+    "FavorPlus(num_features=64)",
+    "FavorPlus(num_features=1024)",
+    "FavorPlus(features='hyperbolic')",
+    "Local(window=32)",
+)
 
 
 def default_mechanisms() -> list[Any]:
-    """Every mechanism of the catalogue but exact attention itself, and a few settings worth seeing beside the default."""
+    """Every mechanism of the catalogue but exact attention itself, and a few more settings worth seeing."""
     chosen = [catalogue.default(name) for name in catalogue.names() if name != "Softmax"]
     return list(dict.fromkeys([*chosen, *map(catalogue.parse, VARIANTS)]))
 
@@ -35,22 +40,20 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compare, and whom to tell: ``watch(what)`` at every step, ``watch("")`` between rounds, ``save()`` after
-    every length."""
+    """What to compare with exact attention, and how long that may take."""
 
     source: Source
     mechanisms: list[Any]
     lengths: list[int]
     setting: Setting
     budget: float  # seconds for all timing
-    watch: Callable[[str], None] = _nothing
-    save: Callable[[], None] = _nothing
+    head: tuple[int, int] | None = None  # layer and head whose matrices are drawn; None: a typical one
 
     @property
     def steps(self) -> int:
         """How often ``watch`` will be called."""
         errors = len(self.error_lengths) * len(self.mechanisms)
-        return errors + len(self.lengths) * (len(self.mechanisms) + 1)
+        return errors + len(self.lengths) * (len(self.mechanisms) + 1 + MOST_ROUNDS)
 
     @property
     def error_lengths(self) -> list[int]:
@@ -59,154 +62,69 @@ class Plan:
         return sorted({min(length, longest) for length in self.lengths})
 
 
-def compare(plan: Plan, record: Record) -> None:
-    """Fill ``record``. Interrupted, it holds what was measured until then."""
-    _errors(plan, record)
-    plan.save()
-    left, previous = plan.budget, 0
+def compare(
+    plan: Plan, record: Record, watch: Callable[[str], None] = _nothing, save: Callable[[], None] = _nothing
+) -> None:
+    """Fill ``record``. Interrupted, it holds what was measured until then.
+
+    Args:
+        plan: What to compare.
+        record: Where the numbers go.
+        watch: Told of every step, ``plan.steps`` times.
+        save: Called after the errors and after every length.
+    """
+    began = time.perf_counter()
+    record.matrices = _matrices(plan)
+    _errors(plan, record, watch)
+    record.meta["seconds_for_errors"] = round(time.perf_counter() - began, 1)
+    save()
+    left = plan.budget
     for number, length in enumerate(plan.lengths):
         started = time.perf_counter()
-        share = left * length / sum(plan.lengths[number:])
-        _Length(plan, record, length, previous, share).run()
+        share = left * (length + FIXED) / sum(later + FIXED for later in plan.lengths[number:])
+        Race(plan.setting, plan.mechanisms, record, length, share, watch).run()
         left = max(left - (time.perf_counter() - started), 1.0)
-        previous = length
-        plan.save()
+        record.meta["seconds"] = round(time.perf_counter() - began, 1)
+        save()
 
 
-def _errors(plan: Plan, record: Record) -> None:
-    """Errors at every length the model can read; the matrix at the greatest such length of at most 512."""
+def _errors(plan: Plan, record: Record, watch: Callable[[str], None]) -> None:
+    """Errors at every length the model can read; of the matrix at the greatest such length of at most 512."""
     read: dict[int, str] = {}
     record.meta["error_tensors"] = read
-    done: set[int] = set()
+    with_matrix = max((length for length in plan.error_lengths if length <= LONGEST_MATRIX), default=0)
     for length in plan.error_lengths:
         layers, what = plan.source.layers(length)
         actual = layers[0].q.shape[-2]
-        for mechanism in plan.mechanisms:
-            plan.watch(f"error at {actual:,} tokens: {mechanism!r}")
-            if measurable(mechanism) and actual not in done:
-                record.errors.append(accuracy(mechanism, layers, plan.setting, matrix=True))
-        done.add(actual)
+        fresh = actual not in read
         read[actual] = what
+        record.meta["layers"] = [layer.name for layer in layers]
+        for mechanism in plan.mechanisms:
+            watch(f"error at {actual:,} tokens: {mechanism!r}")
+            if measurable(mechanism) and fresh:
+                matrix = length == with_matrix
+                record.errors.append(accuracy(mechanism, layers, plan.setting, matrix=matrix))
 
 
-@dataclass
-class _Length:
-    """All competitors at one length."""
+def _matrices(plan: Plan) -> Matrices:
+    """The matrices of the chosen head, or of the head whose exact attention has the median entropy.
 
-    plan: Plan
-    record: Record
-    length: int
-    previous: int
-    share: float
-    started: float = field(default_factory=time.perf_counter)
-    runners: dict[str, Competitor] = field(default_factory=dict)
-    estimates: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def spent(self) -> float:
-        return time.perf_counter() - self.started
-
-    def run(self) -> None:
-        tensors = self.plan.setting.tensors(self.length)
-        self.enter(EXACT, 2.0, lambda: measure.exact(self.plan.setting, tensors))
-        for mechanism in self.plan.mechanisms:
-            make = lambda m=mechanism: measure.competitor(m, self.plan.setting, tensors)  # noqa: E731
-            self.enter(repr(mechanism), mechanism.traits.order, make)
-        self.race()
-        self.runners.clear()
-        gc.collect()
-
-    def enter(self, name: str, order: float, make: Callable[[], Competitor]) -> None:
-        """Build a competitor, warm it up and weigh it; one that cannot run or would take too long says so."""
-        self.plan.watch(f"{self.length:,} tokens: {name}")
-        cell = Cell(name, self.length)
-        self.record.cells.append(cell)
-        reason = "" if name == EXACT else self.too_much(name, order)
-        if reason:
-            cell.status, cell.note = "over budget", reason
-            return
-        try:
-            runner, setting = make(), self.plan.setting
-            self.estimates[name] = _warm(runner, setting)
-            for cost, value in measure.costs(runner, setting).items():
-                setattr(cell, cost, value)
-            self.runners[name] = runner
-        except Unsupported as error:
-            cell.status, cell.note = "refused", _line(error)
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # a fault, not a refusal
-            cell.status, cell.note = "failed", f"{type(error).__name__}: {_line(error)}"
-        if name == EXACT and cell.status == "failed":
-            raise InputError(f"exact attention itself fails at {self.length} tokens: {cell.note}")
-
-    def too_much(self, name: str, order: float) -> str:
-        """Why this cell is not worth its time or memory, foretold from the length before; empty if it is."""
-        if self.spent > 1.5 * self.share:
-            return f"the {self.share:.0f} s for {self.length:,} tokens were spent before its turn"
-        before = self.record.cell(name, self.previous)
-        if before is None:
-            return ""
-        if before.status == "over budget":
-            return f"over budget already at {self.previous:,} tokens"
-        grown = (self.length / self.previous) ** max(order, 1.0)
-        foretold = ((before.forward_ms or 0.0) + (before.training_ms or 0.0)) / 1000 * grown
-        allowed = PATIENCE * self.share / (len(self.plan.mechanisms) + 1) / (FEWEST_ROUNDS + 3)
-        if foretold > allowed:
-            return f"one pass would take about {foretold:.1f} s, more than the {allowed:.1f} s that the budget allows"
-        bytes_before = max(before.training_bytes or 0, before.forward_bytes or 0) + (before.weight_bytes or 0)
-        if bytes_before * grown > measure.memory_at_hand(self.plan.setting.device) / 2:
-            return f"it would take about {bytes_before * grown / 2**30:.1f} GiB, more than half of the free memory"
-        return ""
-
-    def race(self) -> None:
-        """Rounds in which everyone runs once in turn, until the time is spent; an interruption keeps whole rounds."""
-        forward: dict[str, list[float]] = {name: [] for name in self.runners}
-        training: dict[str, list[float]] = {name: [] for name in self.runners}
-        setting, names, began = self.plan.setting, list(self.runners), self.spent
-        try:
-            for number in range(MOST_ROUNDS):
-                self.plan.watch("")
-                next_round = (self.spent - began) / max(number, 1)
-                patience = 1.0 if number >= FEWEST_ROUNDS else 2.0
-                if number and self.spent + next_round > patience * self.share:
-                    break
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    runner, (once, both) = self.runners[name], self.estimates[name]
-                    repeats = measure.repeats_for(once)
-                    forward[name].append(measure.seconds(runner.forward, setting.device, repeats))
-                    if setting.backward:
-                        repeats = measure.repeats_for(both)
-                        training[name].append(measure.seconds(runner.training, setting.device, repeats))
-        finally:
-            for name in names:
-                self.note(name, forward, training)
-
-    def note(self, name: str, forward: dict[str, list[float]], training: dict[str, list[float]]) -> None:
-        """Write the summary of a competitor's samples into its cell."""
-        cell = self.record.cell(name, self.length)
-        if cell is None or not forward[name] or not forward[EXACT]:
-            return
-        found = measure.timing(forward[name], forward[EXACT])
-        cell.status, cell.rounds = "measured", found.rounds
-        cell.forward_ms, cell.forward_ratio = found.median * 1000, found.ratio
-        cell.forward_best_ratio = found.best_ratio
-        if training[name] and training[EXACT]:
-            found = measure.timing(training[name], training[EXACT])
-            cell.training_ms, cell.training_ratio = found.median * 1000, found.ratio
-            cell.training_best_ratio = found.best_ratio
-
-
-def _warm(runner: Competitor, setting: Setting) -> tuple[float, float]:
-    """Seconds of the second call of each pass; the first one pays for what is set up once."""
-    measure.seconds(runner.forward, setting.device)
-    forward = measure.seconds(runner.forward, setting.device)
-    if not setting.backward:
-        return forward, 0.0
-    measure.seconds(runner.training, setting.device)
-    return forward, measure.seconds(runner.training, setting.device)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
+    Raises:
+        InputError: The chosen layer or head is not there.
+    """
+    layers, _ = plan.source.layers(min(LOOK, plan.error_lengths[-1]))
+    number, head = plan.head or typical_head(layers, plan.setting)
+    if not (0 <= number < len(layers) and 0 <= head < plan.source.heads):
+        raise InputError(
+            f"--head {number},{head}: layers go from 0 to {len(layers) - 1}, heads from 0 to {plan.source.heads - 1}"
+        )
+    layer, shown = layers[number], {}
+    for mechanism in plan.mechanisms:
+        if measurable(mechanism) and mechanism.traits.matrix:
+            with contextlib.suppress(Unsupported, ValueError, RuntimeError):  # the table of errors says why
+                shown[repr(mechanism)] = matrix_of(mechanism, layer, head, plan.setting)
+    where = f"{layer.name}, head {head}, {layer.q.shape[-2]} tokens"
+    return Matrices(where, exact_matrix(layer, head, plan.setting), shown)
 
 
 def finish(plan: Plan, record: Record, status: str) -> None:

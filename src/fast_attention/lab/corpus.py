@@ -75,6 +75,7 @@ def _proteins(path: str) -> Corpus:
 
 
 def _text(path: Path) -> str:
+    raw = b""
     try:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw

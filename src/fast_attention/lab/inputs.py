@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +66,34 @@ def lengths(values: list[int]) -> list[int]:
     if wrong:
         raise InputError(f"--lengths {wrong[0]}: a sequence has at least 1 token")
     return sorted(set(values))
+
+
+def head(text: str | None) -> tuple[int, int] | None:
+    """``"2,5"`` as layer 2, head 5.
+
+    Raises:
+        InputError: The text is something else.
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise InputError(f"--head {text}: write LAYER,HEAD counted from 0, such as 2,5")
+    return int(parts[0]), int(parts[1])
+
+
+def folder(path: Path) -> None:
+    """Make the folder for the results.
+
+    Raises:
+        InputError: It cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".writable").touch()
+        (path / ".writable").unlink()
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror or error}") from error
 
 
 def dtype(name: str) -> torch.dtype:

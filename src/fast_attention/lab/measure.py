@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -175,7 +174,4 @@ def memory_at_hand(device: torch.device) -> int:
         found = []
     if found:
         return found[0]
-    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
-    if "SC_PHYS_PAGES" in names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 4 * 2**30
+    return 4 * 2**30  # no way to ask that works everywhere

@@ -7,11 +7,13 @@ import math
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fast_attention import __version__
 
@@ -40,6 +42,11 @@ class Cell:
     weight_bytes: int | None = None
     state_bytes: int | None = None  # of decoding, after this many tokens
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory of the dearest pass that was measured."""
+        return self.forward_bytes if self.training_bytes is None else self.training_bytes
+
 
 @dataclass
 class Error:
@@ -59,6 +66,14 @@ class Error:
         return (values[len(values) // 2], values[-1]) if values else None
 
 
+class Matrices(NamedTuple):
+    """Attention matrices (L, L) of one head, to look at; not part of the JSON."""
+
+    where: str
+    exact: Tensor
+    approximate: dict[str, Tensor]
+
+
 @dataclass
 class Record:
     """All of one comparison."""
@@ -66,6 +81,7 @@ class Record:
     meta: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)
+    matrices: Matrices | None = None
 
     @property
     def mechanisms(self) -> list[str]:
@@ -132,7 +148,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "load_average": [round(load, 2) for load in os.getloadavg()] if sys.platform != "win32" else None,
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from fast_attention import catalogue
 from fast_attention.lab.records import EXACT, Record
 from fast_attention.mechanism import Mixer
 
@@ -85,10 +84,12 @@ def cannot(mechanism: Any) -> list[str]:
 
 def wins(record: Record, name: str, which: Pass = "forward") -> str:
     """The crossover in words."""
-    won, end = crossover(record, name, which), longest(record)
-    if end is None or not ratios(record, name, which):
+    won, end, measured = crossover(record, name, which), longest(record), ratios(record, name, which)
+    if end is None or not measured:
         return "not timed"
-    return f"from {won:,}" if won is not None else f"never up to {end:,}"
+    if won is not None:
+        return f"from {won:,}"
+    return f"never up to {end:,}" if end in measured else f"not timed beyond {max(measured):,}"
 
 
 def sentence(record: Record, mechanism: Any) -> str:
@@ -98,26 +99,22 @@ def sentence(record: Record, mechanism: Any) -> str:
 
 
 def _speed(record: Record, name: str) -> str:
-    measured = ratios(record, name)
-    if not measured:
+    measured, won, end = ratios(record, name), crossover(record, name), longest(record)
+    if not measured or end is None:
         notes = [cell.note for cell in record.cells if cell.mechanism == name and cell.note]
         return f"Not timed ({notes[0] if notes else 'not reached'})"
-    won, last = crossover(record, name), max(measured)
-    factor = speed(measured[last])
-    if won is None:
-        slower = measured[last] >= 1.0
-        short = longest(record) != last
-        return (
-            f"Never faster than exact attention up to {longest(record):,} tokens ({factor} at {last:,})"
-            if slower or not short
-            else f"Faster at {last:,} tokens ({factor}), but not measured beyond"
-        )
-    return f"Faster than exact attention from {won:,} tokens on ({factor} at {last:,})"
+    last = max(measured)
+    at_the_end = f"{speed(measured[last])} at {last:,}"
+    if won is not None:
+        return f"Faster than exact attention from {won:,} tokens on ({at_the_end})"
+    if last < end:
+        return f"Not timed beyond {last:,} tokens, where it is {speed(measured[last])} as exact attention"
+    return f"Not faster than exact attention up to {end:,} tokens ({at_the_end})"
 
 
 def speed(ratio: float) -> str:
     """A time ratio in words."""
-    return f"{1 / ratio:.2g}x as fast" if ratio < 1 else f"{ratio:.2g}x as slow"
+    return f"{1 / ratio:.2g} times as fast" if ratio < 1 else f"{ratio:.2g} times as slow"
 
 
 def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
@@ -129,10 +126,13 @@ def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
 
 
 def percent(value: float) -> str:
-    """A relative error as a percentage."""
+    """A relative error as a percentage of two digits."""
     if not math.isfinite(value):
         return "not finite"
-    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
+    hundredths = 100 * value
+    if hundredths < 1e-3:
+        return "0 %" if value == 0 else f"{hundredths:.0e} %"
+    return f"{float(f'{hundredths:.2g}'):,.10g} %"
 
 
 def headline(record: Record) -> list[str]:
@@ -161,8 +161,3 @@ def headline(record: Record) -> list[str]:
     elif approximate:
         said.append("No approximation that needs no training is faster than exact attention at these lengths.")
     return said
-
-
-def mechanism_of(name: str) -> Any:
-    """The mechanism that a row's name spells."""
-    return catalogue.parse(name)

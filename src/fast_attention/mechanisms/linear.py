@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops import linear, masks
-from fast_attention.ops.features import EluPlusOne, FeatureMap, Features, as_feature_map
+from fast_attention.ops import linear
+from fast_attention.ops.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.ops.linear import LinearState
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least
@@ -22,16 +22,78 @@ def linear_attention(
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
     *,
-    feature_map: FeatureMap = EluPlusOne(),  # noqa: B008 (a frozen value)
+    feature_map: FeatureMap = EluPlusOne(),  # noqa: B008
     eps: float = 1e-6,
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S = sum_j phi(k_j) v_j^T``, ``z = sum_j phi(k_j)``.
+    """``phi(q_i)^T S / (phi(q_i)^T z + eps)`` with ``S = sum_j phi(k_j) v_j^T`` and ``z = sum_j phi(k_j)``.
 
-    arXiv 2006.16236, Eqs. 5 and 6, over the keys j <= i where causal (Eqs. 9 to 12). No 1/sqrt(width), as in the
-    authors' code. A feature map whose scale is kept apart (``Exp``) is normalised without ``eps``. A query that sees
-    nothing gets zeros.
+    arXiv 2006.16236, Eqs. 5 and 6; the sums run over the keys that query i may see. No 1/sqrt(width), as in the
+    authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
+    gets zeros.
     """
-    sums = linear.attend(feature_map.features(q).values, _keys(k, feature_map, key_mask), v, is_causal=is_causal)
-    return linear.normalise(_regularise(sums, feature_map, q, eps))
+    keys = linear.masked_keys(feature_map.features, k, key_mask)
+    sums = linear.attend(feature_map.features(q).values, keys, v, is_causal=is_causal)
+    return linear.normalise(sums, eps if keys.log_scale is None else 0.0)
+
+
+@dataclass(frozen=True, repr=False)
+class LinearAttention(Attention[tuple[()], LinearState]):
+    """Attention with a kernel of few features in place of the exponential: linear time, a state of constant size.
+
+    Args:
+        feature_map: The map phi of queries and keys: ``EluPlusOne()``, ``Relu()``, ``Exp()``, ``SoftmaxMap()``,
+            ``Quadratic()``, ``Taylor()``, ``Identity()``, your own ``FeatureMap``, or any function of a tensor
+            (wrapped in ``Custom``). Maps that can be negative leave the denominators unprotected.
+        eps: Added to the denominators, at least 0; in the units of ``phi(q) . phi(k)``. Not used by ``Exp``.
+    """
+
+    feature_map: FeatureMap | Callable[[Tensor], Tensor] = EluPlusOne()  # noqa: RUF009
+    eps: float = 1e-6
+
+    traits = Traits(
+        paper="Katharopoulos et al. 2020, arXiv 2006.16236",
+        formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
+        cost="n m d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        memory="constant",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
+        at_least(self, "eps", self.eps, 0.0)
+
+    @property
+    def _map(self) -> FeatureMap:
+        assert isinstance(self.feature_map, FeatureMap)
+        return self.feature_map
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``linear_attention`` with these settings."""
+        return linear_attention(
+            q, k, v, feature_map=self._map, eps=self.eps, is_causal=is_causal, key_mask=key_mask
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        keys = linear.masked_keys(self._map.features, k, key_mask)
+        sums, state = linear.advance(self._map.features(q).values, keys, v, state)
+        return linear.normalise(sums, self.eps if keys.log_scale is None else 0.0), state
+
+    @in_float32
+    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> LinearState:
+        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch."""
+        return linear.summarise(linear.masked_keys(self._map.features, k, key_mask), v)
+
+    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
+        """The sums over two neighbouring stretches."""
+        return linear.combine(earlier, later)

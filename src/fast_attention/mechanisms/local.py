@@ -1,27 +1,23 @@
 """Local attention: a query weighs the keys near it, in a sliding window or in neighbouring blocks.
 
-The sliding window has FlashAttention's meaning of ``window_size=(left, right)`` (Dao 2023, arXiv 2307.08691), the
-blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2001.04451).
+The sliding window is Longformer's (Beltagy et al. 2020, arXiv 2004.05150) with the ends of FlashAttention's
+``window_size=(left, right)``; the blocks are those of the Reformer's local layers (Kitaev et al. 2020, 2001.04451).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.ops.banded import banded_softmax, reach
+from fast_attention.ops.banded import banded_softmax, reach, smaller
+from fast_attention.ops.history import History, extend
 from fast_attention.ops.value import at_least
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128  # of queries that share one slice of keys
-
-
-def _eager_min(size: int, limit: int) -> int:
-    return size if torch.compiler.is_compiling() else min(size, limit)  # a traced length is a symbol: never ask it
 
 
 def local_attention(
@@ -45,13 +41,10 @@ def local_attention(
     """
     left, right = window if isinstance(window, tuple) else (window, window)
     length, keys = q.shape[-2], k.shape[-2]
-    left, right = _eager_min(left, keys - 1), 0 if is_causal else _eager_min(right, length - 1)
-    if block is None:
-        block = _eager_min(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
+    left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
+    block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
     band = reach(block, left, right, left=left, right=right, device=q.device)
-    return banded_softmax(
-        q, k, v, band, behind=left, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
-    )
+    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale)
 
 
 def block_local_attention(
@@ -74,42 +67,23 @@ def block_local_attention(
     is 0. No block has itself or a wrapped one for its missing neighbour (trax wraps the first round to the last).
     """
     length, keys = q.shape[-2], k.shape[-2]
-    before, after = _eager_min(before, keys // block_size), _eager_min(after, length // block_size + 1)
+    before, after = smaller(before, keys // block_size), smaller(after, length // block_size + 1)
     rows, front = block_size, (keys - length) % block_size
     behind, ahead = before * block_size, 0 if is_causal else after * block_size
-    if not torch.compiler.is_compiling() and front + length <= block_size:  # one block: only the rows there are
-        rows, behind, ahead, front = length, behind + front, ahead + block_size - front - length, 0
-        behind, ahead = min(behind, max(keys - length, 0)), 0 if is_causal else ahead
+    if not torch.compiler.is_compiling() and front + length <= block_size:  # one block, and no key after its last query
+        rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
     band = reach(rows, behind, ahead, left=None, right=0 if is_causal else None, device=q.device)
-    return banded_softmax(
-        q, k, v, band, behind=behind, front=front, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
-    )
+    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=scale)
 
 
-class Window(NamedTuple):
-    """The last keys (..., H, S, E), values (..., H, S, Ev) and which may be seen (..., 1, S)."""
-
-    k: Tensor
-    v: Tensor
-    seen: Tensor
-
-
-def _with(state: Window | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Window:
-    seen = torch.ones_like(k[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-    seen = seen.expand(*k.shape[:-3], 1, k.shape[-2])
-    if state is None:
-        return Window(k, v, seen)
-    return Window(torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), torch.cat([state.seen, seen], -1))
-
-
-def _last(window: Window, size: int) -> Window:
-    start = max(window.k.shape[-2] - size, 0)  # cloned, or a long prompt would be kept alive by its last tokens
-    k, v = window.k[..., start:, :].clone(), window.v[..., start:, :].clone()
-    return Window(k, v, window.seen[..., start:].clone())
+def _last(history: History, size: int) -> History:
+    start = max(history.k.shape[-2] - size, 0)  # cloned, or a long prompt would be kept alive by its last tokens
+    k, v = history.k[..., start:, :].clone(), history.v[..., start:, :].clone()
+    return History(k, v, history.seen[..., start:].clone())
 
 
 _TRAITS = Traits(
-    paper="Dao 2023, arXiv 2307.08691 (window); Kitaev et al. 2020, arXiv 2001.04451 (blocks)",
+    paper="Beltagy et al. 2020, arXiv 2004.05150 (window); Kitaev et al. 2020, arXiv 2001.04451 (blocks)",
     formula="softmax over j in [i - left, i + right] of q_i k_j^T / sqrt(d), times v",
     cost="n w d",
     order=1.0,
@@ -123,7 +97,7 @@ _TRAITS = Traits(
 
 
 @dataclass(frozen=True, repr=False)
-class Local(MaskedAttention[tuple[()], Window]):
+class Local(MaskedAttention[tuple[()], History]):
     """A sliding window: query i sees the keys from i - left to i + right.
 
     Args:
@@ -141,7 +115,9 @@ class Local(MaskedAttention[tuple[()], Window]):
         """Check the settings."""
         pair = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         if len(pair) != 2 or not all(isinstance(side, int) and side >= 0 for side in pair):
-            raise ValueError(f"Local(window={self.window!r}): window must be a number from 0 on or a pair (left, right)")
+            raise ValueError(
+                f"Local(window={self.window!r}): window must be a number from 0 on or a pair (left, right)"
+            )
 
     def attend_masked(
         self,
@@ -156,25 +132,23 @@ class Local(MaskedAttention[tuple[()], Window]):
         dropout: float,
     ) -> Tensor:
         """Softmax inside the window under any mask."""
-        masks = {"key_mask": key_mask, "attn_mask": attn_mask}
         return local_attention(
-            q, k, v, window=self.window, is_causal=is_causal, **masks, dropout=dropout, scale=self.scale
-        )
+            q, k, v, window=self.window, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
+            dropout=dropout, scale=self.scale,
+        )  # fmt: skip
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Window | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, Window]:
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: History | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, History]:
         """Attend to the window before the stretch and the stretch; keep the last ``left`` tokens."""
         left = self.window[0] if isinstance(self.window, tuple) else self.window
-        near = _with(state, k, v, key_mask)
-        out = local_attention(
-            q, near.k, near.v, window=(left, 0), is_causal=True, key_mask=near.seen, scale=self.scale
-        )
+        near = extend(state, k, v, key_mask)
+        out = local_attention(q, near.k, near.v, window=(left, 0), is_causal=True, key_mask=near.seen, scale=self.scale)
         return out, _last(near, left)
 
 
 @dataclass(frozen=True, repr=False)
-class BlockLocal(MaskedAttention[tuple[()], Window]):
+class BlockLocal(MaskedAttention[tuple[()], History]):
     """Neighbouring blocks: a query sees its own block, ``before`` blocks before it and ``after`` blocks after it.
 
     Args:
@@ -210,21 +184,16 @@ class BlockLocal(MaskedAttention[tuple[()], Window]):
         dropout: float,
     ) -> Tensor:
         """Softmax over the neighbouring blocks under any mask."""
-        return self._over(q, k, v, is_causal, key_mask, attn_mask, dropout)
+        return block_local_attention(
+            q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=is_causal,
+            key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
+        )  # fmt: skip
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Window | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, Window]:
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: History | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, History]:
         """Attend to the blocks before the stretch and the stretch; keep what the next token's block may see."""
-        near = _with(state, k, v, key_mask)
-        out = self._over(q, near.k, near.v, True, near.seen, None, 0.0)
+        near = extend(state, k, v, key_mask)
+        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.seen)
         total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
         return out, _last(near, total - max(total // self.block_size - self.before, 0) * self.block_size)
-
-    def _over(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None, mask: Tensor | None, dropout: float
-    ) -> Tensor:
-        return block_local_attention(
-            q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=causal,
-            key_mask=seen, attn_mask=mask, dropout=dropout, scale=self.scale,
-        )  # fmt: skip

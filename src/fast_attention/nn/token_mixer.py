@@ -108,10 +108,12 @@ class TokenMixer(nn.Module):
         return self._joined(out), state
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        reads = self.mechanism.traits.reads
-        parts = self.in_proj(x).unflatten(-1, (-1, self.num_heads, x.shape[-1] // self.num_heads))
-        q, k, v = None, None, None
-        raise NotImplementedError
+        read = [part for part in "qkv" if part in self.mechanism.traits.reads]
+        parts = self.in_proj(x).unflatten(-1, (len(read), self.num_heads, -1)).movedim(-3, 0).transpose(-3, -2)
+        named = dict(zip(read, parts, strict=True))
+        # What the mechanism never reads has no projection: anything of the right length stands in for it.
+        q, k, v = (named.get(part, named["v"]) for part in "qkv")
+        return q, k, v
 
     def _joined(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(-3, -2).flatten(-2))

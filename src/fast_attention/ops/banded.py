@@ -8,22 +8,35 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops import masks
+from fast_attention.ops.blocks import count, join
+
+
+def smaller(size: int, limit: int) -> int:
+    """The smaller of a setting and a limit that depends on the length; the setting itself where lengths are traced."""
+    return size if torch.compiler.is_compiling() else min(size, limit)
 
 
 def slices(
-    x: Shaped[Tensor, "..."], *, block: int, behind: int, ahead: int, count: int, start: int = 0, axis: int = -2
-) -> Shaped[Tensor, "..."]:
-    """Overlapping slices of the sequence axis (-1 or -2): (..., S, E) -> (..., count, span, E), without a copy.
+    x: Shaped[Tensor, "*batch keys width"], *, block: int, behind: int, ahead: int, number: int, start: int = 0
+) -> Shaped[Tensor, "*batch number span width"]:
+    """Overlapping slices of a sequence, ``span = behind + block + ahead``, without a copy.
 
-    Slice n holds the positions from ``start + n * block - behind`` to ``start + (n + 1) * block - 1 + ahead``, so that
-    ``span = behind + block + ahead``. Positions outside the sequence hold 0; integers there hold -1.
+    Slice n holds the positions from ``start + n * block - behind`` to ``start + (n + 1) * block - 1 + ahead``.
+    Positions outside the sequence hold 0, or -1 where ``x`` holds integers.
     """
-    front = behind - start
-    back = count * block + behind + ahead - front - x.shape[axis]
-    padding = (0, 0, front, back) if axis == -2 else (front, back)
-    integers = not (x.is_floating_point() or x.dtype == torch.bool)
-    x = F.pad(x, padding, value=-1 if integers else 0).unfold(axis, behind + block + ahead, block)
-    return x.transpose(-1, -2) if axis == -2 else x
+    length, span, first = x.shape[-2], behind + block + ahead, start - behind
+    outside = 0 if x.is_floating_point() or x.dtype == torch.bool else -1
+    if torch.compiler.is_exporting():  # see ops/blocks.py
+        place = _places(number, block, span, first, x.device)
+        taken = x[..., place.clamp(min=0).clamp(max=length - 1), :]
+        return taken.masked_fill(((place < 0) | (place >= length))[..., None], outside)
+    padded = F.pad(x, (0, 0, -first, (number - 1) * block + span + first - length), value=outside)
+    return padded.unfold(-2, span, block).transpose(-1, -2)
+
+
+def _places(number: int, step: int, span: int, first: int, device: torch.device) -> Tensor:
+    """(number, span): ``first + n * step + c``."""
+    return torch.arange(number, device=device)[:, None] * step + torch.arange(span, device=device) + first
 
 
 def reach(
@@ -51,11 +64,13 @@ def blockwise_softmax(
 
     The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
     """
+    if torch.compiler.is_exporting():  # the fused kernels ask how the strides of blocks and batch compare
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     lead = q.shape[:-3]
     if mask.ndim > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
-    folded = [x.flatten(0, -4) for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*folded, attn_mask=mask, dropout_p=dropout, scale=scale)
+    q, k, v = (x.flatten(0, -4) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out.unflatten(0, lead)
 
 
@@ -64,11 +79,11 @@ def banded_softmax(
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
     band: Bool[Tensor, "block span"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
     *,
     behind: int,
     front: int = 0,
-    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
-    attn_mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Float[Tensor, "*batch length values"]:
@@ -79,21 +94,18 @@ def banded_softmax(
     """
     length, keys = q.shape[-2], k.shape[-2]
     block, span = band.shape
-    ahead = span - block - behind
-    count = (length + front + block - 1) // block
-    back, start = count * block - front - length, keys - length - front
+    number, start = count(length + front, block), keys - length - front
 
-    def around(x: Tensor, axis: int = -2) -> Tensor:
-        return slices(x, block=block, behind=behind, ahead=ahead, count=count, start=start, axis=axis)
+    def around(x: Tensor) -> Tensor:
+        return slices(x, block=block, behind=behind, ahead=span - block - behind, number=number, start=start)
 
     real = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    mask = band & around(real, -1)[..., None, :]
+    mask = band & around(real[..., None])[..., None, :, 0]
     if attn_mask is not None:
-        wide = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
-        wide = F.pad(wide, (behind - start, count * block + span - block - behind + start - keys, front, back))
-        columns = torch.arange(count, device=q.device)[:, None] * block + torch.arange(span, device=q.device)
-        wide = wide.unflatten(-2, (count, block))
-        mask = masks.merge(wide.gather(-1, columns[:, None].expand(*wide.shape[:-1], span)), mask, q.dtype)
-    rows = F.pad(q, (0, 0, front, back)).unflatten(-2, (count, block))
-    out = blockwise_softmax(rows, around(k), around(v), mask, dropout=dropout, scale=scale)
-    return out.flatten(-3, -2)[..., front : front + length, :]
+        rows = _places(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
+        columns = _places(number, block, span, start - behind, q.device).clamp(min=0).clamp(max=keys - 1)
+        whole = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
+        mask = masks.merge(whole[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
+    queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)
+    out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
+    return join(out, front + length)[..., front:, :]

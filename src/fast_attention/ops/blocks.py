@@ -1,4 +1,8 @@
-"""Any length in blocks: pad the sequence axis to a multiple, split it, and cut it back."""
+"""Any length in blocks: pad the sequence axis to a multiple, split it, and cut it back.
+
+torch.export proves of a dynamic length neither that it divides into blocks nor that there is more than one of them. So
+while exporting, blocks are taken by position, and one or two more of them, all padding, are kept.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,41 @@ def pad_length(x: Tensor, multiple: int, *, axis: int = -2, value: float = 0.0) 
     return F.pad(x, (0, 0, 0, missing) if axis == -2 else (0, missing), value=value)
 
 
-def split(x: Tensor, size: int) -> Tensor:
-    """(..., L, E) -> (..., ceil(L / size), size, E), zero-padded at the end."""
-    return pad_length(x, size).unflatten(-2, (-1, size))
+def count(length: int, size: int) -> int:
+    """Blocks that ``split`` makes."""
+    return length // size + 2 if torch.compiler.is_exporting() else (length + size - 1) // size
+
+
+def split(x: Tensor, size: int, *, value: float = 0.0) -> Tensor:
+    """(..., L, E) -> (..., ceil(L / size), size, E), padded by ``value`` at the end."""
+    if not torch.compiler.is_exporting():
+        return pad_length(x, size, value=value).unflatten(-2, (-1, size))
+    length = x.shape[-2]
+    place = torch.arange(count(length, size), device=x.device)[:, None] * size + torch.arange(size, device=x.device)
+    return x[..., place.clamp(max=length - 1), :].masked_fill((place >= length)[..., None], value)
+
+
+def split_row(x: Tensor, size: int, *, value: float = 0.0) -> Tensor:
+    """(..., L) -> (..., ceil(L / size), size), padded by ``value`` at the end."""
+    return split(x[..., None], size, value=value)[..., 0]
 
 
 def split_mask(key_mask: Tensor, size: int) -> Tensor:
     """(..., L) -> (..., ceil(L / size), size): positions past the end may not be seen."""
-    return pad_length(key_mask, size, axis=-1, value=False).unflatten(-1, (-1, size))
+    return split_row(key_mask, size, value=False)
 
 
 def join(blocks: Tensor, length: int) -> Tensor:
     """(..., n, size, E) -> (..., length, E): the inverse of ``split``."""
-    return blocks.flatten(-3, -2)[..., :length, :]
+    if not torch.compiler.is_exporting():
+        return blocks.flatten(-3, -2)[..., :length, :]
+    place, size = torch.arange(length, device=blocks.device), blocks.shape[-2]
+    return blocks[..., place // size, place % size, :]
+
+
+def stretch(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
+    """``length`` entries of a weight along ``axis``; taken by position while exporting, where there may be too few."""
+    if not torch.compiler.is_exporting():
+        return x.narrow(axis, start, length)
+    place = torch.arange(length, device=x.device) + start
+    return x.index_select(axis, place.clamp(max=x.shape[axis] - 1))

@@ -163,7 +163,7 @@ class Custom(FeatureMap):
         return f"Custom({getattr(function, '__module__', None) or 'torch'}.{name})"
 
 
-def as_feature_map(owner: object, setting: str, value: object) -> FeatureMap:
+def as_feature_map(owner: object, setting: str, value: Any) -> FeatureMap:
     """``value``, wrapped in ``Custom`` where it is a plain function.
 
     Raises:
@@ -177,4 +177,5 @@ def as_feature_map(owner: object, setting: str, value: object) -> FeatureMap:
             f"{type(owner).__name__}({setting}={value!r}): {setting} must be a feature map such as {example}, "
             "or a function of a tensor"
         )
-    return Custom(value)
+    function: Any = value
+    return Custom(function)

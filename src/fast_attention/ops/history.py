@@ -22,6 +22,4 @@ def extend(history: History | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     seen = seen.expand(*v.shape[:-3], 1, v.shape[-2])
     if history is None:
         return History(k, v, seen)
-    return History(
-        torch.cat([history.k, k], -2), torch.cat([history.v, v], -2), torch.cat([history.seen, seen], -1)
-    )
+    return History(torch.cat([history.k, k], -2), torch.cat([history.v, v], -2), torch.cat([history.seen, seen], -1))

@@ -7,6 +7,7 @@ scale among the keys it sees: every exponent that is taken is at most zero, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops.blocks import join, pad_length, split
+from fast_attention.ops import masks
+from fast_attention.ops.blocks import join, split, split_row
 from fast_attention.ops.features import Features
+from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.states import state_sums
 
 CHUNK = 128  # tokens per block of the causal form
-GROUP = 32  # states that are combined pair by pair
 
 
 class LinearState(NamedTuple):
@@ -36,20 +39,24 @@ class Sums(NamedTuple):
     denominator: Float[Tensor, "*batch length"]
 
 
-def mask(keys: Features, key_mask: Tensor | None) -> Features:
-    """``keys`` with the masked ones (..., 1, S) without features and out of every maximum."""
+def masked_keys(phi: Callable[[Tensor], Features], k: Tensor, key_mask: Tensor | None) -> Features:
+    """``phi(k)``, the keys masked by (..., 1, S) without features and out of every maximum.
+
+    They are dropped before the map too, which might overflow on what they hold.
+    """
     if key_mask is None:
-        return keys
-    values = keys.values.masked_fill(~key_mask[..., None], 0.0)
+        return phi(k)
+    keys = phi(masks.drop(k, key_mask))
+    values = masks.drop(keys.values, key_mask)
     if keys.log_scale is None:
         return Features(values)
-    return Features(values, keys.log_scale.masked_fill(~key_mask, _floor(values)))
+    return Features(values, keys.log_scale.masked_fill(~key_mask, FLOOR))
 
 
 def empty(keys: Features, v: Tensor) -> LinearState:
     """The state before the first key."""
     k = torch.zeros_like(keys.values[..., 0, :])
-    top = k[..., 0] if keys.log_scale is None else torch.full_like(k[..., 0], _floor(k))
+    top = k[..., 0] if keys.log_scale is None else torch.full_like(k[..., 0], FLOOR)
     return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, top)
 
 
@@ -94,26 +101,47 @@ def advance(
         chunk = min(chunk, length)
     state = empty(keys, v) if state is None else state
     q, k, v = split(q, chunk), split(keys.values, chunk), split(v, chunk)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    within = (q @ k.mT).masked_fill(later, 0.0)
-    carry = tops = None
+    within, tops, carry = (q @ k.mT).masked_fill(_later(chunk, q), 0.0), None, None
     if keys.log_scale is not None:
-        scale = pad_length(keys.log_scale, chunk, axis=-1, value=_floor(k)).unflatten(-1, (-1, chunk))
-        tops = torch.cat([state.top[..., None], scale.detach().amax(-1)], -1)
-        past = tops.cummax(-1).values
-        running = torch.maximum(scale.detach().cummax(-1).values, past[..., :-1, None])
-        within = within * (scale[..., None, :] - running[..., :, None]).masked_fill(later, float("-inf")).exp()
-        carry = (past[..., :-1, None] - running).exp()
-        k = k * (scale - tops[..., 1:, None]).exp()[..., None]
-    sums = torch.cat([state.kv[..., None, :, :], k.mT @ v], -3), torch.cat([state.k[..., None, :], k.sum(-2)], -2)
-    kv, z = _prefixes(*sums, tops)
+        scale = split_row(keys.log_scale, chunk, value=FLOOR)
+        tops = torch.cat([state.top[..., None], scale.detach().amax(-1)], -1).cummax(-1).values
+        pairs, carry = _units(scale, tops[..., :-1])
+        within, k = within * pairs, k * (scale - tops[..., 1:, None]).exp()[..., None]
+    kv, z = _prefixes(state, k.mT @ v, k.sum(-2), tops)
     before = read(q, LinearState(kv[..., :-1, :, :], z[..., :-1, :], state.top))
     if carry is not None:
         before = Sums(before.numerator * carry[..., None], before.denominator * carry)
     numerator = join(within @ v + before.numerator, length)
-    denominator = (within.sum(-1) + before.denominator).flatten(-2)[..., :length]
-    top = state.top if tops is None else tops.amax(-1)
+    denominator = join((within.sum(-1) + before.denominator)[..., None], length)[..., 0]
+    top = state.top if tops is None else tops[..., -1]
     return Sums(numerator, denominator), LinearState(kv[..., -1, :, :], z[..., -1, :], top)
+
+
+def _units(scale: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors that turn the units of key j, and those of the state before its block, into query i's: e^(s_j - c_i).
+
+    ``scale`` (..., N, c) are the keys' scales in blocks, ``past`` (..., N) the largest before each block. One factor
+    for each pair (..., N, c, c), because one for the whole block would do harm: a far larger key late in it would
+    make those before it vanish, for the queries in between as well.
+    """
+    running = torch.maximum(scale.detach().cummax(-1).values, past[..., None])
+    pairs = scale[..., None, :] - running[..., :, None]
+    pairs = pairs.masked_fill(_later(scale.shape[-1], scale), float("-inf")).exp()
+    return pairs, (past[..., None] - running).exp()
+
+
+def _later(size: int, like: Tensor) -> Tensor:
+    """True where column j comes after row i, (size, size)."""
+    return torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1)
+
+
+def _prefixes(first: LinearState, kv: Tensor, k: Tensor, tops: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums up to before block 0, up to block 0, and so on (..., N + 1, C, Ev) and (..., N + 1, C), in units e^tops."""
+    begin = torch.cat([first.kv.flatten(-2), first.k], -1)[..., None, :]
+    sums = torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2)
+    sums = state_sums(sums, tops)
+    size = kv.shape[-2] * kv.shape[-1]
+    return sums[..., :size].unflatten(-1, kv.shape[-2:]), sums[..., size:]
 
 
 def attend(
@@ -139,50 +167,10 @@ def attend(
     return Sums(F.pad(seeing.numerator, (0, 0, -extra, 0)), F.pad(seeing.denominator, (-extra, 0)))
 
 
-def normalise(sums: Sums) -> Float[Tensor, "*batch length values"]:
-    """Numerators over denominators; zeros where a denominator is zero, or so small that a quotient means nothing."""
-    info = torch.finfo(sums.denominator.dtype)
-    nothing = sums.denominator.abs() < info.tiny / info.eps
-    quotient = sums.numerator / sums.denominator.masked_fill(nothing, 1.0)[..., None]
+def normalise(sums: Sums, eps: float = 0.0) -> Float[Tensor, "*batch length values"]:
+    """Numerators over denominators plus ``eps``; zeros where that is zero, or too small for a quotient to mean much."""
+    denominator = sums.denominator + eps if eps else sums.denominator
+    info = torch.finfo(denominator.dtype)
+    nothing = denominator.abs() < info.tiny / info.eps
+    quotient = sums.numerator / denominator.masked_fill(nothing, 1.0)[..., None]
     return quotient.masked_fill(nothing[..., None], 0.0)
-
-
-def _floor(like: Tensor) -> float:
-    """The scale of a key that is not there: below every other, yet finite, so that differences are numbers."""
-    return torch.finfo(like.dtype).min
-
-
-def _prefixes(kv: Tensor, k: Tensor, tops: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Inclusive prefix sums of N states (..., N, C, Ev) and (..., N, C) whose scales are ``tops`` (..., N)."""
-    if tops is None:
-        return kv.cumsum(-3), k.cumsum(-2)
-    levels, count = 1, tops.shape[-1]  # one level serves millions of tokens and asks no traced length
-    if not torch.compiler.is_compiling():
-        levels = 0
-        while count > GROUP:
-            count, levels = -(-count // GROUP), levels + 1
-    flat = _prefix(torch.cat([kv.flatten(-2), k], -1), tops, levels)
-    size = kv.shape[-2] * kv.shape[-1]
-    return flat[..., :size].unflatten(-1, kv.shape[-2:]), flat[..., size:]
-
-
-def _prefix(x: Tensor, tops: Tensor, levels: int) -> Tensor:
-    """``y_i = sum_{j <= i} exp(tops_j - running_i) x_j`` with running_i the maximum of tops up to i; x (..., N, W).
-
-    No one scale fits all of them, so plain cumulative sums would not do: groups are combined pair by pair, then the
-    groups' totals in the same way, ``levels`` times over.
-    """
-    running = tops.cummax(-1).values
-    if levels == 0:
-        factors = tops[..., None, :] - running[..., :, None]
-        later = torch.ones(factors.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        return factors.masked_fill(later, float("-inf")).exp() @ x
-    group_tops = pad_length(tops, GROUP, axis=-1, value=_floor(x)).unflatten(-1, (-1, GROUP))
-    inside = _prefix(split(x, GROUP), group_tops, 0)
-    inside_top = group_tops.cummax(-1).values
-    before = _prefix(inside[..., -1, :], inside_top[..., -1], levels - 1)
-    before = F.pad(before, (0, 0, 1, 0))[..., :-1, :]
-    before_top = F.pad(inside_top[..., -1].cummax(-1).values, (1, 0), value=_floor(x))[..., :-1, None]
-    both = torch.maximum(inside_top, before_top)
-    y = inside * (inside_top - both).exp()[..., None] + before[..., None, :] * (before_top - both).exp()[..., None]
-    return join(y, tops.shape[-1])

@@ -31,7 +31,7 @@ def in_float32(function: Function) -> Function:
     """Run ``function`` with sums and normalisers in float32 or better, whatever the inputs and autocast say.
 
     Half-precision tensors among the arguments are widened, autocast is off inside, and the result takes the dtype of
-    the first tensor argument. Of a tuple result only the first part is narrowed: states stay wide.
+    the first tensor argument. Of a plain tuple only the first part is narrowed, of a NamedTuple none: states stay wide.
     """
 
     @functools.wraps(function)
@@ -44,8 +44,8 @@ def in_float32(function: Function) -> Function:
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
-        if isinstance(result, tuple):
-            return (result[0].to(first.dtype), *result[1:])
-        return result.to(first.dtype)
+        if isinstance(result, Tensor):
+            return result.to(first.dtype)
+        return (result[0].to(first.dtype), *result[1:]) if type(result) is tuple else result
 
     return wrapped  # type: ignore[return-value]

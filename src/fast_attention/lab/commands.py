@@ -1,0 +1,241 @@
+"""The commands: ``compare``, ``list``, ``check``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from fast_attention import catalogue, conformance
+from fast_attention.lab import capture, compare, corpus, inputs, records, report, tables, verdicts
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.records import Record
+from fast_attention.mechanism import Mixer
+
+app = typer.Typer(
+    help="Every fast attention mechanism: what it costs, how far it is from exact attention, and what it can do.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+MANY = ("--mechanisms", "--lengths")
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; the exit code. What cannot be had is said in one line on stderr."""
+    try:
+        return app(args=_repeat(arguments), prog_name="fast-attention", standalone_mode=False) or 0
+    except InputError as error:
+        return _refuse(str(error))
+    except _UsageError as error:
+        return _refuse(f"{error.format_message()} (see fast-attention --help)")
+    except typer.Abort:
+        return 130
+
+
+def _refuse(message: str) -> int:
+    print(f"fast-attention: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _repeat(arguments: list[str]) -> list[str]:
+    """``--lengths 128 256`` as ``--lengths 128 --lengths 256``: these take every value up to the next option."""
+    given, option, fresh = [], "", False
+    for word in arguments:
+        if word.startswith("--"):
+            option = word if word in MANY else ""
+            fresh = True
+        elif option and not fresh:
+            given.append(option)
+        given.append(word)
+        fresh = word == option
+    return given
+
+
+@app.command("compare")
+def compare_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub name of a Hugging Face encoder or decoder, or 'gaussian'. Default: MiniLM."),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
+    fasta: Annotated[
+        str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
+    ] = None,
+    mechanisms: Annotated[
+        list[str] | None, typer.Option(help="Names or spellings, e.g. 'FavorPlus(num_features=64)'. Default: all.")
+    ] = None,
+    lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 128 to 4096.")] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all timing; what does not fit is said so.")] = 200,
+    head: Annotated[str | None, typer.Option(help="LAYER,HEAD whose attention matrices are drawn.")] = None,
+    seed: Annotated[int, typer.Option(help="For weights, random features and Gaussian tensors.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON instead of the table.")] = False,
+) -> int:
+    """Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.
+
+    [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
+    """
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+    where, kind = inputs.device(device), inputs.dtype(dtype)
+    chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
+    sizes, drawn = inputs.lengths(lengths or list(compare.LENGTHS)), inputs.head(head)
+    inputs.folder(out)
+    source = _source(model, text, fasta, seed)
+    is_causal = source.is_causal if causal is None else causal
+    setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
+    plan = compare.Plan(source, chosen, sizes, setting, budget, drawn)
+    record = Record(_meta(plan, dtype))
+    console = Console(stderr=True)
+    status = _carry_out(plan, record, out, console)
+    compare.finish(plan, record, status)
+    _, page = report.save(record, out)
+    _tell(record, page, console, as_json)
+    return 0 if status == "complete" else 130
+
+
+def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) -> str:
+    """Compare under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _progress(console) as progress:
+        task = progress.add_task("starting", total=plan.steps)
+
+        def watch(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        def save() -> None:
+            records.write(out / "records.json", record.to_json() + "\n")
+
+        try:
+            compare.compare(plan, record, watch, save)
+        except KeyboardInterrupt:
+            return "interrupted"
+    return "complete"
+
+
+def _source(model: str | None, text: str | None, fasta: str | None, seed: int) -> capture.Source:
+    if model == capture.GAUSSIAN:
+        if text or fasta:
+            raise InputError("--model gaussian reads nothing: leave out --text and --fasta")
+        return capture.Gaussian(seed=seed)
+    read = corpus.read(text, fasta)
+    return capture.HuggingFace(model or capture.default_model(), read)
+
+
+def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:
+    source, setting = plan.source, plan.setting
+    return {
+        "status": "running",
+        "command": ["fast-attention", *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "source": source.title,
+        "heads": source.heads,
+        "head_dim": source.head_dim,
+        "lengths": plan.lengths,
+        "causal": setting.is_causal,
+        "backward": setting.backward,
+        "dtype": dtype,
+        "seed": setting.seed,
+        "reference": "torch.nn.functional.scaled_dot_product_attention",
+        **records.surroundings(setting.device),
+    }
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    return Progress(*columns, console=console, transient=True)
+
+
+def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
+    if as_json:
+        print(record.to_json())
+    else:
+        show = Console(width=None if sys.stdout.isatty() else 200)
+        show.print(tables.summary(record))
+        show.print()
+        for words in verdicts.headline(record):
+            show.print(Text(words))
+    say.print(Text(f"\nReport: {page.resolve()}\nRecords: {page.resolve().with_name('records.json')}"), soft_wrap=True)
+
+
+@app.command("list")
+def list_command(
+    name: Annotated[str | None, typer.Argument(help="A mechanism, for its settings, formula and source.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """List the mechanisms with what they can do, or tell all about one."""
+    chosen = inputs.mechanisms([name]) if name else [catalogue.default(each) for each in catalogue.names()]
+    if as_json:
+        print(json.dumps([_described(mechanism) for mechanism in chosen], indent=1))
+    elif name:
+        for mechanism in chosen:
+            _detail(mechanism)
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(tables.catalogue_table(chosen))
+
+
+def _described(mechanism: Any) -> dict[str, Any]:
+    held = {field.name: getattr(mechanism, field.name) for field in fields(mechanism)}
+    plain = int | float | str | None
+    return {
+        "name": type(mechanism).__name__,
+        "spelling": repr(mechanism),
+        "kind": "mixer" if isinstance(mechanism, Mixer) else "attention",
+        "settings": {key: value if isinstance(value, plain) else repr(value) for key, value in held.items()},
+        "traits": asdict(mechanism.traits),
+    }
+
+
+def _detail(mechanism: Any) -> None:
+    traits = mechanism.traits
+    print(f"{mechanism!r}\n\n{inspect.getdoc(type(mechanism))}\n")
+    rows = {"formula": traits.formula, "source": traits.paper, "cost": traits.cost, "error": verdicts.kind(mechanism)}
+    rows["settings"] = ", ".join(f"{f.name}={getattr(mechanism, f.name)!r}" for f in fields(mechanism)) or "none"
+    rows["cannot"] = ", ".join(verdicts.cannot(mechanism)) or "-"
+    declared = {key: value for key, value in asdict(traits).items() if key not in (*rows, "paper")}
+    rows["traits"] = ", ".join(f"{key}={value!r}" for key, value in declared.items())
+    for title, words in rows.items():
+        print(f"{title + ':':<10}{words}")
+
+
+@app.command("check")
+def check_command(
+    subject: Annotated[str, typer.Argument(help="A mechanism, or package.module:factory for anybody's attention.")],
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> int:
+    """Test any attention against the laws: causality, padding, decoding, lengths. Exit code 1: one is broken."""
+    where = inputs.device(device)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = conformance.check(conformance.resolve(subject), device=str(where))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found.findings], indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(tables.laws(found))
+    return 1 if found.broken else 0

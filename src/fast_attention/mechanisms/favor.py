@@ -1,0 +1,146 @@
+"""FAVOR, the first Performer (Choromanski et al. 2020, June): softmax attention from trigonometric random features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.ops import linear
+from fast_attention.ops.features import Features
+from fast_attention.ops.linear import LinearState, Sums
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.random_features import draw, trigonometric
+from fast_attention.ops.value import at_least, one_of
+
+
+@in_float32
+def favor_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    projection: Float[Tensor, "heads rows width"],
+    phase: Float[Tensor, "heads rows"] | None = None,
+    *,
+    clamp: float | None = None,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Estimate ``softmax(Q K^T / sqrt(width)) V`` as ``phi(q_i)^T G / phi(q_i)^T g`` with trigonometric features.
+
+    arXiv 2006.03555: ``exp(x . y) = e^(||x||^2 / 2) E[cos(w . (x - y))] e^(||y||^2 / 2)``, x = q / width^(1/4),
+    y = k / width^(1/4), over the rows w ~ N(0, I) of ``projection``; ``cos(w . x) cos(w . y) + sin(w . x) sin(w . y)``
+    stands for the cosine, or ``2 cos(w . x + b) cos(w . y + b)`` where ``phase`` b ~ U(0, 2 pi) is given. Denominators
+    are estimates of positive numbers and may come out negative: ``clamp`` (see ``Favor``). A query that sees nothing
+    gets zeros.
+    """
+    phi = _map(projection, phase)
+    sums = linear.attend(phi(q).values, linear.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
+    return linear.normalise(_clamped(sums, projection, phase, clamp))
+
+
+def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Features]:
+    return lambda x: trigonometric(x * x.shape[-1] ** -0.25, projection, phase)
+
+
+def _clamped(sums: Sums, projection: Tensor, phase: Tensor | None, clamp: float | None) -> Sums:
+    if clamp is None:
+        return sums
+    rows = projection.shape[-2]  # the features in hand lack their factor m^(-1/2), or (2/m)^(1/2)
+    least = clamp * (rows if phase is None else rows / 2)
+    return Sums(sums.numerator, sums.denominator.clamp(min=least))
+
+
+class TrigonometricWeights(NamedTuple):
+    """Rows w (H, m, d) and, for features with a phase, b (H, m); drawn."""
+
+    projection: Tensor
+    phase: Tensor | None
+
+
+@dataclass(frozen=True, repr=False)
+class Favor(Attention[TrigonometricWeights, LinearState]):
+    """Unbiased estimates of the exponentials from sines and cosines: good for short queries and keys only.
+
+    Where ``||q||^2`` is near ``sqrt(width)`` or below, these features beat positive ones; at unit scale (``||q||^2``
+    near the width) denominators come out negative and outputs useless. ``FavorPlus`` has no such trouble.
+
+    Args:
+        num_features: Rows of the projection, m. ``"sincos"`` makes two features of each, ``"phase"`` one.
+        features: ``"sincos"``, or ``"phase"`` for the cosine with a random phase, never better per feature.
+        orthogonal: Rows orthogonal within blocks of ``head_dim`` rows rather than independent; lower variance.
+        clamp: Least value of a denominator, in units of ``e^((||q||^2 + ||k||^2) / (2 sqrt(width)))`` of the query and
+            the longest key it sees; None leaves denominators alone. Gradients take those units as constants.
+    """
+
+    num_features: int = 256
+    features: Literal["sincos", "phase"] = "sincos"
+    orthogonal: bool = True
+    clamp: float | None = None
+
+    traits = Traits(
+        paper="Choromanski et al. 2020, arXiv 2006.03555",
+        formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = e^(|x|^2 / 2) [cos W x, sin W x] / sqrt(m)",
+        cost="n m d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        memory="constant",
+        random=True,
+        approximates="Softmax",
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, "num_features", self.num_features, 1)
+        one_of(self, "features", self.features, ("sincos", "phase"))
+        if self.clamp is not None:
+            at_least(self, "clamp", self.clamp, 0.0)
+
+    def weights(self, shape: Shape) -> TrigonometricWeights:
+        """Draw the projection of every head, and its phases."""
+        projection = draw(shape.heads, self.num_features, shape.head_dim, orthogonal=self.orthogonal)
+        phased = self.features == "phase"
+        phase = 2 * math.pi * torch.rand(shape.heads, self.num_features) if phased else None
+        return TrigonometricWeights(projection, phase)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``favor_attention`` with these settings."""
+        return favor_attention(
+            q, k, v, w.projection, w.phase, clamp=self.clamp, is_causal=is_causal, key_mask=key_mask
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: TrigonometricWeights,
+        state: LinearState | None,
+        *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        phi = _map(*w)
+        sums, state = linear.advance(phi(q).values, linear.masked_keys(phi, k, key_mask), v, state)
+        return linear.normalise(_clamped(sums, *w, self.clamp)), state
+
+    @in_float32
+    def summarise(
+        self, k: Tensor, v: Tensor, w: TrigonometricWeights, *, key_mask: Tensor | None = None
+    ) -> LinearState:
+        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest key."""
+        return linear.summarise(linear.masked_keys(_map(*w), k, key_mask), v)
+
+    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
+        """The sums over two neighbouring stretches."""
+        return linear.combine(earlier, later)

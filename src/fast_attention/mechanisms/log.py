@@ -1,0 +1,205 @@
+"""Log attention (Jiang and Zuo, "Fast Attention"): the logarithm of query times key, so that products become sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.ops import additive, linear, pool
+from fast_attention.ops.additive import KeySums
+from fast_attention.ops.features import Features
+from fast_attention.ops.linear import LinearState
+from fast_attention.ops.pool import Pool, same_width
+from fast_attention.ops.positive import Positive, PositiveSoftplus
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scan import prefix_sums
+from fast_attention.ops.value import one_of
+
+Score = Literal["channel", "sum", "logdot"]
+Normalize = Literal["sum", "softmax", "none"]
+EPS = 1e-6  # added to the denominators of logdot, as in linear attention
+
+
+@in_float32
+def log_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    score: Score = "channel",
+    normalize: Normalize = "sum",
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    temperature: float = 1.0,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Weights ``s_ij``, ``s_ij / sum_j s_ij`` or ``softmax_j(s_ij / temperature)`` with ``s_ij = a_i + b_j``.
+
+    "Fast Attention" (Jiang and Zuo), Eqs. 7-10: ``s = log h(q_i) + log h(k_j)``, per channel or summed over channels,
+    so that with ``S0 = sum_j v_j``, ``S1 = sum_j b_j v_j``, ``B = sum_j b_j`` over the n keys that query i may see:
+
+    - "sum": ``(a_i S0 + S1) / (n a_i + B)`` with ``a = log(1 + h(q))``, ``b = log(1 + h(k))``: the plain logarithm may
+      be negative and its sum vanish;
+    - "none": ``a_i S0 + S1``;
+    - "softmax": ``sum_j h(k_j)^(1/temperature) v_j / sum_j h(k_j)^(1/temperature)``, where a_i cancels;
+    - score "logdot", "softmax": ``s = log(h(q_i) . h(k_j))``, linear attention with the feature map h.
+
+    Keys of "channel" are as wide as the values or 1 wide. A query that sees nothing gets zeros.
+    """
+    length, width = q.shape[-2], v.shape[-1]
+    if score == "logdot":
+        keys = linear.masked_keys(_features(feature_map), k, key_mask)
+        sums = linear.attend(feature_map(q), keys, v, is_causal=is_causal)
+        return linear.normalise(sums, EPS)
+    b = _part(k, feature_map, score, normalize)
+    if normalize == "softmax":
+        terms = pool.terms(b / temperature, v, key_mask)
+        if is_causal:
+            return pool.aligned(pool.mean(pool.running(*terms).sums, width), length)
+        return pool.mean(pool.pooled(*terms).sums, width).expand(*q.shape[:-1], width).contiguous()
+    rows = additive.terms(b, v, key_mask)
+    rows = pool.aligned(prefix_sums(rows), length) if is_causal else rows.sum(-2, keepdim=True)
+    return additive.read(_part(q, feature_map, score, normalize), rows, width, normalized=normalize == "sum")
+
+
+@dataclass(frozen=True, repr=False)
+class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
+    """Attention whose score is a logarithm: ``log(h(q) h(k)) = log h(q) + log h(k)``, linear in the sequence length.
+
+    A sum of a query's and a key's part leaves little for the two to do together. ``normalize="softmax"`` loses the
+    query altogether: all get the same mean of the values, weighted by h(k). ``"sum"``, the normalisation as the source
+    prints it and the default, lets the query choose between that mean and the plain one.
+
+    Args:
+        score: ``"channel"``: channel by channel (keys as wide as values, or 1 wide); ``"sum"``: summed over the
+            channels of the keys, one weight for all values; ``"logdot"``: ``log(h(q) . h(k))``, which under the
+            softmax is linear attention with the feature map h and has no linear form without it.
+        normalize: ``"sum"``: scores ``log(1 + h(q)) + log(1 + h(k))``, never negative, over their sum (Eq. 8);
+            ``"softmax"`` of ``log h(q) + log h(k)``; ``"none"``: these scores as they are.
+        feature_map: h, which makes queries and keys positive: ``PositiveSoftplus()``, ``PositiveExp()``,
+            ``PositiveElu()`` or ``PositiveRelu()``.
+        temperature: Divides the scores before the softmax, which then weighs by ``h(k)^(1/temperature)``; above 0.
+            Only for ``normalize="softmax"`` and not for ``"logdot"``.
+
+    Raises:
+        ValueError: ``score="logdot"`` without ``normalize="softmax"``, or a temperature where there is none.
+    """
+
+    score: Score = "channel"
+    normalize: Normalize = "sum"
+    feature_map: Positive = PositiveSoftplus()  # noqa: RUF009
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of(self, "score", self.score, Score)
+        one_of(self, "normalize", self.normalize, Normalize)
+        if not isinstance(self.feature_map, Positive):
+            raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
+        if self.score == "logdot" and self.normalize != "softmax":
+            raise ValueError(
+                f"{self!r}: log(h(q) . h(k)) does not fall apart into a query's and a key's part, so that only "
+                'normalize="softmax", which undoes the logarithm, takes linear time'
+            )
+        if self.temperature != 1.0 and (self.score == "logdot" or self.normalize != "softmax"):
+            raise ValueError(f'{self!r}: a temperature needs normalize="softmax" and score="channel" or "sum"')
+        if not self.temperature > 0:
+            raise ValueError(f"{self!r}: temperature must be above 0")
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Queries are not read where the softmax cancels them; one weight for all channels makes a matrix."""
+        dot, softmax = self.score == "logdot", self.normalize == "softmax"
+        formula = "(a_i S0 + S1) / (n a_i + B), a = log(1 + h(q)), b = log(1 + h(k))"
+        if softmax:
+            formula = "h(q) . h(k_j) / sum_j h(q) . h(k_j)" if dot else "h(k_j)^(1/t) / sum_j h(k_j)^(1/t)"
+        return Traits(
+            paper='Jiang and Zuo, "Fast Attention", Eqs. 7-10',
+            formula="log h(q_i) S0 + S1, b = log h(k)" if self.normalize == "none" else formula,
+            cost="n d^2" if dot else "n d",
+            order=1.0,
+            reads="kv" if softmax and not dot else "qkv",
+            causal=True,
+            padding=True,
+            cross=True,
+            memory="constant",
+            matrix=self.score != "channel",
+        )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``log_attention`` with these settings."""
+        self._check_width(k, v)
+        return log_attention(
+            q, k, v, score=self.score, normalize=self.normalize, feature_map=self.feature_map,
+            temperature=self.temperature, is_causal=is_causal, key_mask=key_mask,
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | KeySums | LinearState | None, *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Pool | KeySums | LinearState]:  # fmt: skip
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        self._check_width(k, v)
+        if self.score == "logdot":
+            assert state is None or isinstance(state, LinearState)
+            keys = linear.masked_keys(_features(self.feature_map), k, key_mask)
+            sums, after = linear.advance(self.feature_map(q), keys, v, state)
+            return linear.normalise(sums, EPS), after
+        b = _part(k, self.feature_map, self.score, self.normalize)
+        if self.normalize == "softmax":
+            assert state is None or isinstance(state, Pool)
+            rows = pool.running(*pool.behind(state, *pool.terms(b / self.temperature, v, key_mask)))
+            last = Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
+            return pool.mean(rows.sums[..., 1:, :], v.shape[-1]), last
+        assert state is None or isinstance(state, KeySums)
+        sums = prefix_sums(additive.terms(b, v, key_mask))
+        sums = sums if state is None else sums + state.sums
+        a = _part(q, self.feature_map, self.score, self.normalize)
+        out = additive.read(a, sums, v.shape[-1], normalized=self.normalize == "sum")
+        return out, KeySums(sums[..., -1:, :])
+
+    @in_float32
+    def summarise(
+        self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
+    ) -> Pool | KeySums | LinearState:
+        """The sums over a stretch."""
+        if self.score == "logdot":
+            return linear.summarise(linear.masked_keys(_features(self.feature_map), k, key_mask), v)
+        b = _part(k, self.feature_map, self.score, self.normalize)
+        if self.normalize == "softmax":
+            return pool.pooled(*pool.terms(b / self.temperature, v, key_mask))
+        return KeySums(additive.terms(b, v, key_mask).sum(-2, keepdim=True))
+
+    def combine(
+        self, earlier: Pool | KeySums | LinearState, later: Pool | KeySums | LinearState
+    ) -> Pool | KeySums | LinearState:
+        """The sums over two neighbouring stretches."""
+        match earlier, later:
+            case LinearState(), LinearState():
+                return linear.combine(earlier, later)
+            case Pool(), Pool():
+                return pool.merged(earlier, later)
+            case KeySums(), KeySums():
+                return KeySums(earlier.sums + later.sums)
+        raise TypeError(f"{self!r} cannot combine a {type(earlier).__name__} with a {type(later).__name__}")
+
+    def _check_width(self, k: Tensor, v: Tensor) -> None:
+        if self.score == "channel":
+            same_width(self, k, v, or_one=True)
+
+
+def _part(z: Tensor, feature_map: Positive, score: Score, normalize: Normalize) -> Tensor:
+    """What queries or keys contribute to the score."""
+    part = feature_map.log1p(z) if normalize == "sum" else feature_map.log(z)
+    return part.sum(-1, keepdim=True) if score == "sum" else part
+
+
+def _features(feature_map: Positive) -> Callable[[Tensor], Features]:
+    return lambda z: Features(feature_map(z))

@@ -1,0 +1,178 @@
+"""Manhattan attention (Jiang and Zuo, "Fast Attention", Eqs. 11-12): values weighed by differences of log keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.ops import differences, masks, pool, sorting
+from fast_attention.ops.differences import Differences
+from fast_attention.ops.manhattan import Past, appended, pairs
+from fast_attention.ops.pool import same_width
+from fast_attention.ops.positive import Positive, PositiveSoftplus
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scan import prefix_sums
+from fast_attention.ops.value import one_of
+
+Distance = Literal["signed", "l1", "laplacian"]
+Normalize = Literal["mean", "none", "l1"]
+Reference = Literal["self", "first"]
+
+
+@dataclass(frozen=True, repr=False)
+class Manhattan(Attention[tuple[()], Differences | Past]):
+    """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
+
+    Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
+    what you get: the signed weights sum to zero around the mean key, so that the relative term depends on the token
+    only through ``log k_i`` times the mean value; for centred values it is one vector for all tokens.
+
+    Keys are as wide as the values, or 1 wide.
+
+    Args:
+        distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, which
+            favours unlike keys, O(n log n) by sorting, causal O(n log^2 n); ``"laplacian"``: the similarity
+            ``exp(-|log k_j - log k_i| / temperature)`` at the same cost, with its own weight 1 in place of ``k_i v_i``.
+        normalize: ``"mean"``: divide the relative term by the number of visible keys, which keeps its size at any
+            length; ``"none"``: as printed; ``"l1"``: divide the output by the sum of all absolute weights (for
+            ``"laplacian"`` a weighted mean), which costs a sort for ``"signed"`` too.
+        reference: ``"self"``: differences to the token's own key; ``"first"``: to the first visible key, whose
+            ``k_1 v_1`` then is the first term: all tokens get the same output unless causal. Only for ``"signed"``
+            with ``"mean"`` or ``"none"``.
+        feature_map: h, which makes keys positive: ``PositiveSoftplus()``, ``PositiveExp()``, ``PositiveElu()`` or
+            ``PositiveRelu()``.
+        query_dim: 0: no query, as printed. Ours: 1: a gate per token and head on the output, the sigmoid of the mean
+            over the query's channels; None: a gate per channel, ``sigmoid(q_i)`` (queries as wide as values, or 1).
+        key_dim: None: keys as they come; 1: one key per token and head, the mean over the key's channels before h.
+        temperature: Of ``"laplacian"``, in units of log k; above 0.
+
+    Raises:
+        ValueError: Settings that do not go together, as said above.
+    """
+
+    distance: Distance = "signed"
+    normalize: Normalize = "mean"
+    reference: Reference = "self"
+    feature_map: Positive = PositiveSoftplus()  # noqa: RUF009
+    query_dim: Literal[0, 1] | None = 0
+    key_dim: Literal[1] | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for setting, choices in (("distance", Distance), ("normalize", Normalize), ("reference", Reference)):
+            one_of(self, setting, getattr(self, setting), choices)
+        one_of(self, "query_dim", self.query_dim, (0, 1, None))
+        one_of(self, "key_dim", self.key_dim, (1, None))
+        if not isinstance(self.feature_map, Positive):
+            raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
+        if self.reference == "first" and not self._linear:
+            raise ValueError(f'{self!r}: reference="first" needs distance="signed" and normalize="mean" or "none"')
+        if self.temperature != 1.0 and self.distance != "laplacian":
+            raise ValueError(f'{self!r}: a temperature needs distance="laplacian"')
+        if not self.temperature > 0:
+            raise ValueError(f"{self!r}: temperature must be above 0")
+
+    @property
+    def _linear(self) -> bool:
+        return self.distance == "signed" and self.normalize != "l1"
+
+    @property
+    def _sums(self) -> sorting.Sums | None:
+        return {"signed": None, "l1": sorting.absolute, "laplacian": sorting.laplacian}[self.distance]
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Sums for signed differences; sorts, and all keys as state, for absolute ones."""
+        weight = {
+            "signed": "(log k_j - log k_i)",
+            "l1": "|log k_j - log k_i|",
+            "laplacian": "exp(-|log k_j - log k_i| / t)",
+        }[self.distance]
+        return Traits(
+            paper='Jiang and Zuo, "Fast Attention", Eqs. 11-12',
+            formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {weight} v_j",
+            cost="n d" if self._linear else "n log n d (causal: n log^2 n d)",
+            order=1.0,
+            reads="kv" if self.query_dim == 0 else "qkv",
+            causal=True,
+            padding=True,
+            memory="constant" if self._linear else "growing",
+            matrix=self.key_dim == 1 and self.query_dim is not None,
+            export=self._linear,  # causal halving takes as many rounds as the length has bits
+        )
+
+    @in_float32
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """Own term plus relative term, normalised and gated."""
+        if is_causal:
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
+        l, x, ones, own, size = self._terms(k, v, key_mask)
+        count = ones[..., :1].sum(-2, keepdim=True)
+        if not self._linear:
+            related, mass = pairs(l, x, ones, None, sums=self._sums, is_causal=False)
+            return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
+        if self.reference == "first":
+            sums = differences.summarised(l, x, own, key_mask)
+            return self._out(q, sums.first.expand_as(own), sums.weighed, count)
+        return self._out(q, own, differences.signed(l, x, key_mask, is_causal=False), count)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | Past | None, *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Differences | Past]:  # fmt: skip
+        """Outputs of the stretch, and the sums over all keys up to its end, or the keys themselves."""
+        l, x, ones, own, size = self._terms(k, v, key_mask)
+        if self._linear:
+            assert state is None or isinstance(state, Differences)
+            sums = differences.running(l, x, own, key_mask, state)
+            related = sums.weighed
+            if self.reference == "first":
+                own = sums.first.masked_fill(sums.number == 0, 0.0)
+            else:
+                related = differences.related(l, sums)
+            return self._out(q, own, related, sums.number), differences.last(sums)
+        assert state is None or isinstance(state, Past)
+        now = appended(state, l, x, ones)
+        related, mass = pairs(l, x, ones, state, sums=self._sums, is_causal=True)
+        count = prefix_sums(now.ones[..., :1])[..., -l.shape[-2] :, :]
+        return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
+
+    @in_float32
+    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
+        """The sums over a stretch."""
+        if not self._linear:
+            raise self.refuse("summarising", "memory")
+        l, x, _, own, _ = self._terms(k, v, key_mask)
+        return differences.summarised(l, x, own, key_mask)
+
+    def combine(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
+        """The sums over two neighbouring stretches."""
+        if not isinstance(earlier, Differences) or not isinstance(later, Differences):
+            raise self.refuse("combining states", "memory")
+        return differences.combined(earlier, later)
+
+    def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """log h(k), values and ones (zeros where masked), own terms ``k_i v_i`` and their absolute weights."""
+        k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
+        same_width(self, k, v, or_one=True)
+        h, l = self.feature_map(k), self.feature_map.log(k) / self.temperature
+        h = torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
+        x = masks.drop(v, key_mask)
+        return l, x, differences.seen(l, key_mask), h * x, h
+
+    def _out(self, q: Tensor, own: Tensor, related: Tensor, total: Tensor) -> Tensor:
+        if self.normalize == "l1":
+            out = pool.quotient(own + related, total)
+        else:
+            out = own + (related if self.normalize == "none" else related / total.clamp(min=1.0))
+        if self.query_dim == 0:
+            return out
+        gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
+        return gate.sigmoid() * out

@@ -1,0 +1,77 @@
+"""``ChunkedFeedForward``: the position-wise layer a stretch of tokens at a time (Kitaev et al. 2020, section 3)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fast_attention.ops import blocks
+
+
+class ChunkedFeedForward(nn.Module):
+    """``W2 dropout(activation(W1 x + b1)) + b2``, token by token, so that cutting the sequence changes nothing.
+
+    With ``chunks`` > 1 only one stretch of the widened tokens is alive at a time: memory for them falls to
+    1 / ``chunks``, in training too, where each stretch is computed again in the backward pass (arXiv 2001.04451).
+
+    Args:
+        embed_dim: Width E of the tokens.
+        hidden_dim: Width in between; None means ``4 * embed_dim``.
+        chunks: Number of stretches; they need not divide the length.
+        activation: Applied to the widened tokens, entry by entry.
+        dropout: Probability of dropping a widened entry while training.
+        bias: Whether both maps have biases.
+        device: Where the parameters are made.
+        dtype: Type of the parameters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int | None = None,
+        *,
+        chunks: int = 1,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
+        if min(embed_dim, hidden_dim, chunks) < 1 or not 0.0 <= dropout <= 1.0:
+            raise ValueError(
+                f"embed_dim={embed_dim}, hidden_dim={hidden_dim} and chunks={chunks} must be at least 1 and "
+                f"dropout={dropout} a probability"
+            )
+        self.widen = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.narrow = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.activation, self.dropout, self.chunks = activation, dropout, chunks
+
+    def forward(self, x: Float[Tensor, "*batch length embed"]) -> Float[Tensor, "*batch length embed"]:
+        """Tokens (..., L, E) to tokens (..., L, E)."""
+        if self.chunks == 1:
+            return self._stretch(x)
+        # Chunk i holds tokens i, i + chunks, ...: tokens know no neighbours, and these shapes export at any length.
+        stretches = blocks.split(x, self.chunks).unbind(-2)
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            random = self.training and self.dropout > 0.0
+            again = functools.partial(checkpoint, self._stretch, use_reentrant=False, preserve_rng_state=random)
+            out = [again(stretch) for stretch in stretches]
+        else:
+            out = [self._stretch(stretch) for stretch in stretches]
+        return blocks.join(torch.stack(out, -2), x.shape[-2])
+
+    def _stretch(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.activation(self.widen(x)), self.dropout, self.training)
+        return self.narrow(hidden)
+
+    def extra_repr(self) -> str:
+        """What the parameters do not show."""
+        return f"chunks={self.chunks}, dropout={self.dropout}"

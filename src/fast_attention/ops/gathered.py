@@ -1,0 +1,78 @@
+"""Softmax of blocks of queries over gathered blocks of keys, and the tables that say which."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fast_attention.ops.banded import blockwise_softmax
+from fast_attention.ops.blocks import join, split, split_mask
+
+WORD = 0xFFFFFFFF
+
+
+def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
+    """(*batch, n, size, E) at ``table`` (*batch, *taken) -> (*batch, *taken, size, E): whole rows are copied."""
+    lead, row = blocks.shape[:-3], blocks.shape[-2:]
+    if torch.compiler.is_exporting():  # see ops/blocks.py: a flattened table cannot be proved to unflatten again
+        ones = [1] * table.ndim
+        which = [torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(lead)]
+        return blocks[(*which, table)]
+    which = torch.arange(lead.numel(), device=blocks.device).view(*lead, *[1] * (table.ndim - len(lead)))
+    rows = blocks.reshape(-1, *row).index_select(0, (table + which * blocks.shape[-3]).flatten())
+    return rows.view(*table.shape, *row)
+
+
+def gathered_softmax(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    table: Int[Tensor, "*batch blocks choices"],
+    key_mask: Bool[Tensor, "*#batch2 length"],
+    *,
+    size: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax attention of every block of ``size`` queries over the blocks of keys that ``table`` names.
+
+    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros.
+    """
+    length, number = q.shape[-2], table.shape[-2]
+    place = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
+    chosen = table.clamp(min=0)
+    fresh = (table >= 0) & ~(table[..., None] == table[..., None, :]).tril(-1).any(-1)
+    seen = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
+    mask = (fresh[..., None] & take(seen, chosen)[..., 0]).flatten(-2)[..., None, :]
+    if is_causal:
+        own = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
+        mask = mask & (place[..., None, :] <= own[..., None])
+    keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
+    return join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
+
+
+def mixed(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """A hash of 32-bit integers held in int64: two rounds of shift, exclusive or and multiplication."""
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & WORD  # below 2^59: exact, and the same on every device
+    return (x >> 16) ^ x
+
+
+def distinct(
+    seeds: Int[Tensor, "..."], index: Int[Tensor, "..."], available: Int[Tensor, "..."], number: int
+) -> Int[Tensor, "... number"]:
+    """``min(number, available)`` different numbers below ``available`` for each index, in slots filled up with -1.
+
+    Floyd's sampling (Bentley and Floyd 1987), driven by a hash of the seed, the index and the draw: the same seeds give
+    the same choice at any length, and every set is equally likely.
+    """
+    start = mixed(mixed(seeds) ^ index)
+    chosen: list[Tensor] = []
+    for draw in range(number):
+        last = available - number + draw
+        pick = mixed(start ^ draw) % (last + 1).clamp(min=1)
+        for earlier in chosen:
+            pick = torch.where(pick == earlier, last, pick)
+        chosen.append(torch.where(last >= 0, pick, -1))
+    return torch.stack(torch.broadcast_tensors(*chosen), -1)

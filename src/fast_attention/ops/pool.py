@@ -1,0 +1,107 @@
+"""Softmax pooling, channel by channel: ``sum_j exp(s_j) v_j / sum_j exp(s_j)`` as a monoid that cannot overflow.
+
+Values and the mask travel together: ``terms`` puts them side by side, (..., S, Ev + C), and every sum of them is a
+numerator beside its denominator. Scores have C = Ev channels, or C = 1 that serves all values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.ops import masks
+from fast_attention.ops.scan import FLOOR, decayed_sums, running_max, spread
+
+
+class Pool(NamedTuple):
+    """What keys leave behind: the true sums are ``exp(top)`` times ``sums``."""
+
+    top: Float[Tensor, "*batch length weights"]  # the largest score so far; FLOOR where no key was seen
+    sums: Float[Tensor, "*batch length both"]  # numerators, then denominators
+
+
+def seen(scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
+    """1 for keys that may be seen, 0 for others, in the shape of ``scores``."""
+    ones = torch.ones_like(scores)
+    return ones if key_mask is None else ones.masked_fill(~key_mask[..., None], 0.0)
+
+
+def terms(
+    scores: Float[Tensor, "*batch keys weights"],
+    values: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+) -> tuple[Float[Tensor, "*batch keys weights"], Float[Tensor, "*batch keys both"]]:
+    """Scores, masked ones at ``FLOOR``, and values beside ones, masked rows zero."""
+    both = torch.cat([masks.drop(values, key_mask), seen(scores, key_mask)], -1)
+    return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR), both
+
+
+def weighed(scores: Tensor, both: Tensor, top: Tensor) -> Tensor:
+    """``exp(score - top)`` times values and ones."""
+    return spread((scores - top).exp(), both.shape[-1]) * both
+
+
+def pooled(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
+    """The pool of all keys, one row."""
+    top = scores.detach().amax(-2, keepdim=True)
+    return Pool(top, weighed(scores, both, top).sum(-2, keepdim=True))
+
+
+def running(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
+    """The pool of all keys up to each, as many rows as keys.
+
+    Every row has the maximum of its own past as unit, so that neither a huge key to come nor one long gone can
+    underflow what a row sums.
+    """
+    top = running_max(scores.detach())
+    return Pool(top, decayed_sums(weighed(scores, both, top), top))
+
+
+def behind(
+    pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]
+) -> tuple[Tensor, Tensor]:
+    """Keys with the row of an earlier pool in front of them, as if it were one more key."""
+    if pool is None:
+        return F.pad(scores, (0, 0, 1, 0), value=FLOOR), F.pad(both, (0, 0, 1, 0))
+    return torch.cat([pool.top, scores], -2), torch.cat([pool.sums, both], -2)
+
+
+def merged(earlier: Pool, later: Pool) -> Pool:
+    """The pool of two neighbouring stretches; associative."""
+    top = torch.maximum(earlier.top, later.top)
+    width = earlier.sums.shape[-1]
+    a, b = (spread((pool.top - top).exp(), width) for pool in (earlier, later))
+    return Pool(top, a * earlier.sums + b * later.sums)
+
+
+def mean(sums: Float[Tensor, "*batch length both"], values: int) -> Float[Tensor, "*batch length values"]:
+    """Numerators, the first ``values`` channels, over denominators; zeros where nothing was seen."""
+    return quotient(sums[..., :values], sums[..., values:])
+
+
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Numerators over denominators; zeros where the denominator is zero."""
+    nothing = denominator == 0
+    return (numerator / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+
+
+def aligned(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
+    """Causal rows, one per key, for ``length`` queries that end where the keys end; zeros before the first key."""
+    if not torch.compiler.is_compiling() and rows.shape[-2] == length:
+        return rows
+    return F.pad(rows, (0, 0, length - rows.shape[-2], 0))
+
+
+def same_width(owner: object, k: Tensor, v: Tensor, *, or_one: bool = False) -> None:
+    """Raise a ``ValueError`` unless every channel of the values has its key (or, ``or_one``, all of them one key)."""
+    keys, values = k.shape[-1], v.shape[-1]
+    if keys != values and not (or_one and keys == 1):
+        also = " or the keys of width 1" if or_one else ""
+        raise ValueError(
+            f"{owner!r} weighs every channel of the values by its own channel of the keys: the widths must be "
+            f"equal{also}; got keys of width {keys} and values of width {values}"
+        )

@@ -1,0 +1,421 @@
+"""The comparison's parts: real tensors out of models, errors, fair times, verdicts, and a report that is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fast_attention import Bound, Mixer, Shape, catalogue
+from fast_attention.lab import capture, compare, measure, pictures, race, report, tables, verdicts
+from fast_attention.lab.accuracy import accuracy, relative_rms, typical_head
+from fast_attention.lab.capture import Gaussian, HuggingFace
+from fast_attention.lab.corpus import Corpus
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.records import EXACT, Cell, Error, Record, write
+
+transformers = pytest.importorskip("transformers")
+WORDS = " ".join(f"word{i * i % 37}" for i in range(400))
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+CONFIGS: dict[str, Any] = {
+    "bert": transformers.BertConfig(**SIZES, intermediate_size=64, max_position_embeddings=48),
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=48),
+    "llama": transformers.LlamaConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=48),
+    "esm": transformers.EsmConfig(
+        **SIZES, intermediate_size=64, max_position_embeddings=48, position_embedding_type="rotary",
+        pad_token_id=1, mask_token_id=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def saved(folder: Path, config: Any, model: Any = None) -> str:
+    """A randomly initialised model with a tokenizer of 38 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    (model or transformers.AutoModel).from_config(config).save_pretrained(folder)
+    vocabulary = {"[UNK]": 0, **{f"word{i}": i + 1 for i in range(37)}, "M": 38, "K": 39, "V": 40}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def reading(text: str = WORDS) -> Corpus:
+    return Corpus("text", "words", (("words", text),))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_captured_tensors_give_the_models_own_attention(kind: str, tmp_path: Path) -> None:
+    """Scaling, causality and grouped keys: softmax of what was captured is what the model says it attends with."""
+    place = saved(tmp_path, CONFIGS[kind])
+    source = HuggingFace(place, reading())
+    layers, read = source.layers(20)
+    assert (source.heads, source.head_dim, source.context) == (4, 8, 48)
+    assert source.is_causal == (kind in ("gpt2", "llama"))
+    assert read == "the first 20 tokens of words"
+    eager = transformers.AutoModel.from_pretrained(place, attn_implementation="eager").eval()
+    ids = source.tokenizer(WORDS, truncation=True, max_length=20, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        theirs = eager(input_ids=ids, output_attentions=True).attentions
+    assert len(layers) == len(theirs) == 2
+    for layer, matrix in zip(layers, theirs, strict=True):
+        identity = torch.eye(20).expand(1, 4, 20, 20)
+        ours = F.scaled_dot_product_attention(layer.q, layer.k, identity, is_causal=layer.is_causal)
+        torch.testing.assert_close(ours, matrix, rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_add_to_their_scores_are_refused(tmp_path: Path) -> None:
+    t5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
+    with pytest.raises(InputError, match="position_bias"):
+        HuggingFace(saved(tmp_path / "t5", t5), reading())
+    mistral = transformers.MistralConfig(
+        **SIZES, intermediate_size=32, num_key_value_heads=4, sliding_window=16, max_position_embeddings=64
+    )
+    source = HuggingFace(saved(tmp_path / "mistral", mistral), reading())
+    assert len(source.layers(16)[0]) == 2
+    with pytest.raises(InputError, match="sees 16 tokens only"):
+        source.layers(17)
+    fnet = transformers.FNetConfig(
+        hidden_size=32, num_hidden_layers=1, intermediate_size=32, vocab_size=64, max_position_embeddings=48
+    )
+    with pytest.raises(InputError, match="does not let its attention be replaced"):
+        HuggingFace(saved(tmp_path / "fnet", fnet), reading())
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no config\.json"):
+        HuggingFace(str(tmp_path), reading())
+    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    with pytest.raises(InputError, match="cannot be loaded"):
+        HuggingFace(str(tmp_path), reading())
+    with pytest.raises(InputError, match="no such folder"):
+        HuggingFace("nobody/nothing", reading())
+
+
+def test_residues_are_spaced_where_the_tokenizer_needs_it(tmp_path: Path) -> None:
+    source = HuggingFace(saved(tmp_path, CONFIGS["bert"]), Corpus("proteins", "p", (("one", "MKVMKV"),)))
+    layers, read = source.layers(40)
+    assert read == "the first 6 tokens of one"
+    assert layers[0].q.shape == (1, 4, 6, 8)
+
+
+def test_minilm_reads_the_shipped_text_and_proteins() -> None:
+    try:
+        place = capture.default_model()
+    except InputError:
+        pytest.skip("the demo extra is not installed")
+    source = HuggingFace(place, compare_corpus := reading("The quick brown fox jumps over the lazy dog. " * 30))
+    assert compare_corpus.kind == "text"
+    layers, _ = source.layers(64)
+    assert (source.heads, source.head_dim, source.context, len(layers)) == (12, 32, 512, 6)
+    assert 6 < layers[2].q.norm(dim=-1).mean() < 11  # trained weights: random ones give 0.1
+    found = accuracy(catalogue.parse("Local(window=64)"), layers, setting(12, 32), matrix=False)
+    assert math.isfinite(found.summary()[0])  # type: ignore[index]
+
+
+def setting(heads: int = 4, head_dim: int = 64, **options: Any) -> Setting:
+    chosen: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "is_causal": False}
+    return Setting(heads, head_dim, **{**chosen, "backward": True, **options})
+
+
+def test_error_is_relative_rms_head_by_head(device: torch.device) -> None:
+    truth = torch.randn(1, 3, 5, 4)
+    wrong = truth.clone()
+    wrong[0, 1] *= 1.5
+    torch.testing.assert_close(torch.tensor(relative_rms(wrong, truth)), torch.tensor([0.0, 0.5, 0.0]))
+    layers, _ = Gaussian(4, 16).layers(24)
+    mechanism = catalogue.parse("FavorPlus(num_features=64)")
+    found = accuracy(mechanism, layers, setting(head_dim=16, device=device), matrix=True)
+    torch.manual_seed(0)
+    bound = Bound(mechanism, Shape(4, 16, 24)).to(device)
+    q, k, v = (x.to(device) for x in layers[1][1:4])
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    by_hand = (bound(q, k, v).double() - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
+    torch.testing.assert_close(torch.tensor(found.output[1]).double(), by_hand[0].cpu().double(), rtol=1e-4, atol=1e-6)
+    assert found.matrix is not None
+    assert [len(row) for row in found.matrix] == [4, 4, 4]
+    medians = [sorted(row)[2] for row in found.output]
+    assert medians[0] < medians[1] < medians[2], "larger logits are harder"
+    exact_window = accuracy(catalogue.parse("Local(window=24)"), layers, setting(head_dim=16), matrix=True)
+    assert max(max(row) for row in [*exact_window.output, *(exact_window.matrix or [])]) < 1e-5
+
+
+def test_causal_error_is_against_causal_attention() -> None:
+    layers, _ = Gaussian(2, 16).layers(24)
+    found = accuracy(catalogue.parse("Local(window=24)"), layers, setting(2, 16, is_causal=True), matrix=True)
+    assert max(max(row) for row in [*found.output, *(found.matrix or [])]) < 1e-5
+    bidirectional = accuracy(catalogue.parse("BigBird()"), layers, setting(2, 16), matrix=False)
+    assert not bidirectional.note
+
+
+def test_the_typical_head_is_neither_sharp_nor_flat() -> None:
+    layers, _ = Gaussian(1, 32).layers(32)
+    assert typical_head(layers, setting(1, 32)) == (1, 0)
+
+
+def plan(*mechanisms: str, lengths: tuple[int, ...] = (16, 32), **options: Any) -> compare.Plan:
+    source = Gaussian(2, 16)
+    budget = options.pop("budget", 30.0)
+    return compare.Plan(
+        source, [catalogue.parse(m) for m in mechanisms], list(lengths), setting(2, 16, **options), budget
+    )
+
+
+def record_of(of: compare.Plan) -> Record:
+    meta: dict[str, Any] = {
+        "status": "running", "command": ["fast-attention", "compare"], "started": "now", "source": of.source.title,
+        "heads": 2, "head_dim": 16, "lengths": of.lengths, "causal": of.setting.is_causal,
+        "backward": of.setting.backward, "dtype": "float32", "seed": 0, "hardware": "h", "device": "cpu", "threads": 1,
+        "cores": 1, "load_average": [0.0], "fast_attention": "0", "commit": None, "torch": "0", "python": "3",
+        "platform": "p",
+    }  # fmt: skip
+    return Record(meta)
+
+
+MIXER = next(name for name in catalogue.names() if isinstance(catalogue.default(name), Mixer))
+LEARNED = next(name for name in catalogue.names() if catalogue.default(name).traits.learned)
+FEW = ("FavorPlus(num_features=64)", "LinearAttention()", f"{MIXER}()", f"{LEARNED}()")
+
+
+@pytest.fixture(scope="module")
+def complete() -> Iterator[Record]:
+    """One comparison of four kinds of mechanism."""
+    torch.manual_seed(0)
+    of = plan(*FEW)
+    record, seen = record_of(of), []
+    compare.compare(of, record, seen.append)
+    compare.finish(of, record, "complete")
+    assert 0 < len(seen) <= of.steps
+    yield record
+
+
+def test_a_comparison_measures_everything(complete: Record) -> None:
+    assert complete.mechanisms == list(FEW)
+    for cell in complete.cells:
+        assert cell.status == "measured", cell
+        assert cell.rounds >= 1
+        assert cell.forward_ms and cell.training_ms and cell.forward_ratio and cell.training_ratio
+        assert cell.forward_bytes and cell.training_bytes and cell.operations
+    exact = complete.cell(EXACT, 32)
+    assert exact is not None
+    assert exact.forward_ratio == exact.training_ratio == 1.0
+    assert exact.state_bytes == 2 * 2 * 32 * 16 * 4
+    linear = [complete.cell("LinearAttention()", length) for length in (16, 32)]
+    assert linear[0] and linear[1]
+    assert linear[0].state_bytes == linear[1].state_bytes, "constant state"
+    assert [error.mechanism for error in complete.errors] == [FEW[0]] * 2, "an error for approximations only"
+    assert complete.errors[0].matrix is None
+    assert complete.errors[1].matrix is not None
+    assert complete.matrices is not None
+    assert list(complete.matrices.approximate) == [FEW[0]]
+
+
+def test_json_is_strict_and_comes_back(complete: Record) -> None:
+    held = json.loads(complete.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert set(held) == {"meta", "rows", "errors"}
+    back = Record.from_json(complete.to_json())
+    assert back.cells == complete.cells
+    assert back.errors == complete.errors
+    odd = Record({}, [], [Error("Favor()", 8, "Softmax", [[math.inf, 1.0]])])
+    assert Record.from_json(odd.to_json()).errors[0].output == [[math.inf, 1.0]]
+
+
+def test_the_page_is_self_contained_and_says_it_all(complete: Record, tmp_path: Path) -> None:
+    _, page = report.save(complete, tmp_path)
+    html = page.read_text()
+    loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
+    assert all((a or b).startswith(("#", "data:image/png;base64,")) for a, b in loads), loads
+    for title in ("What was run", "Verdict", "Table", "Time against", "Memory against", "Error of every head",
+                  "Attention matrices", "What each cannot do", "How to reproduce"):  # fmt: skip
+        assert f"<h2>{title}" in html
+    assert html.count('<svg role="img" aria-label="') == 5
+    assert all(name in html for name in FEW)
+    assert "not an approximation: train it" in html
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html"]
+
+
+def test_numbers_without_an_error_for_what_must_be_trained(complete: Record) -> None:
+    for name in (*FEW[1:],):
+        assert complete.error(name) is None
+        assert "%" not in verdicts.sentence(complete, catalogue.parse(name))
+    assert "%" in verdicts.sentence(complete, catalogue.parse(FEW[0]))
+    assert "train it" in verdicts.sentence(complete, catalogue.parse(FEW[3]))
+
+
+@pytest.mark.parametrize("after", [0, 3, 40])
+def test_ctrl_c_leaves_a_whole_partial_record(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted before, in the warm-up and in the rounds."""
+    calls, clock = 0, measure.seconds
+
+    def interrupted(*args: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+        return clock(*args)
+
+    monkeypatch.setattr(measure, "seconds", interrupted)
+    of = plan("LinearAttention()", "FavorPlus()", lengths=(16, 32))
+    record = record_of(of)
+    with pytest.raises(KeyboardInterrupt):
+        compare.compare(of, record)
+    compare.finish(of, record, "interrupted")
+    _, page = report.save(record, tmp_path)
+    held = json.loads((tmp_path / "records.json").read_text())
+    assert held["meta"]["status"] == "interrupted"
+    assert {(row["mechanism"], row["length"]) for row in held["rows"]} == {
+        (name, length) for name in (EXACT, "LinearAttention()", "FavorPlus()") for length in (16, 32)
+    }
+    statuses = {row["status"] for row in held["rows"]}
+    assert "not reached" in statuses
+    assert ("measured" in statuses) == (after == 40)
+    assert "This comparison was interrupted" in page.read_text()
+    assert "</html>" in page.read_text()
+
+
+def test_what_is_refused_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = measure.competitor
+
+    def broken(mechanism: Any, *rest: Any) -> Any:
+        if repr(mechanism) == "LinearAttention()":
+            raise RuntimeError("a fault\nwith details")
+        return real(mechanism, *rest)
+
+    monkeypatch.setattr(measure, "competitor", broken)
+    of = plan("Linformer()", "LinearAttention()", lengths=(16,), is_causal=True, backward=False)
+    record = record_of(of)
+    compare.compare(of, record)
+    compare.finish(of, record, "complete")
+    refused, failed = record.cell("Linformer()", 16), record.cell("LinearAttention()", 16)
+    assert refused and failed
+    assert (refused.status, failed.status) == ("refused", "failed")
+    assert "traits.causal" in refused.note
+    assert failed.note == "RuntimeError: a fault"
+    assert len(tables.footnotes(record)) == 2
+    assert all(cell.training_ms is None for cell in record.cells)
+    assert "traits.causal" in report.html(record)
+
+
+def test_a_slow_mechanism_is_over_budget_not_silent() -> None:
+    of = plan("FavorPlus()", "LinearAttention()", lengths=(16, 4096), budget=1.0)
+    record = record_of(of)
+    record.cells = [Cell("FavorPlus()", 16, "measured", forward_ms=100.0, training_ms=100.0, forward_ratio=9.0)]
+    lap = race.Race(of.setting, of.mechanisms, record, 4096, 1.0, lambda what: None)
+    assert re.match(r"one pass would take about 51.* s, more than the .* s that", lap.too_much("FavorPlus()", 1.0))
+    assert lap.too_much("LinearAttention()", 1.0) == ""
+    record.cells[0].forward_ms = record.cells[0].training_ms = 1e-6
+    record.cells[0].training_bytes = 2**40
+    assert "GiB, more than half of the free memory" in lap.too_much("FavorPlus()", 1.0)
+    lap.started -= 10
+    assert "spent before its turn" in lap.too_much("LinearAttention()", 1.0)
+
+
+def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    clock = measure.seconds
+
+    def watched(run: Any, *rest: Any) -> float:
+        order.append(run)
+        return clock(run, *rest)
+
+    of = plan("LinearAttention()", "FavorPlus()", lengths=(16,), backward=False)
+    record = record_of(of)
+    lap = race.Race(of.setting, of.mechanisms, record, 16, 30.0, lambda what: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "seconds", watched)
+        lap.run()
+    rounds = [order[i : i + 3] for i in range(len(order) - 3 * race.MOST_ROUNDS, len(order), 3)]
+    assert len(rounds) == race.MOST_ROUNDS
+    assert all(len(set(each)) == 3 for each in rounds), "everyone once in every round"
+    assert len({tuple(map(id, each)) for each in rounds}) == 3, "and not always in the same order"
+    found = measure.timing([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
+    assert (found.median, found.ratio, found.best_ratio, found.rounds) == (4.0, 2.0, 2.0, 3)
+    assert measure.repeats_for(1.0) == 1
+    assert measure.repeats_for(1e-4) == 20
+
+
+def test_the_clock_waits_for_the_device(device: torch.device) -> None:
+    x = torch.randn(256, 256, device=device)
+    once = min(measure.seconds(lambda: x @ x, device) for _ in range(3))
+    many = measure.seconds(lambda: [x @ x for _ in range(200)], device)
+    assert many > 10 * once
+
+
+def made_up(ratios: dict[int, float], *, exact: tuple[int, ...] = (128, 256, 512, 1024)) -> Record:
+    cells = [Cell(EXACT, n, "measured", forward_ms=1.0, forward_ratio=1.0) for n in exact]
+    cells += [Cell("Local()", n, "measured", forward_ms=r, forward_ratio=r) for n, r in ratios.items()]
+    return Record({"lengths": list(exact)}, cells, [Error("Local()", 128, "Softmax", [[0.1, 0.2], [0.3, 0.4]])])
+
+
+def test_the_crossover_holds_at_every_greater_length() -> None:
+    assert verdicts.crossover(made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2}), "Local()") == 512
+    assert verdicts.crossover(made_up({128: 0.9, 256: 2, 512: 0.5, 1024: 0.2}), "Local()") == 512, "won once, lost again"
+    assert verdicts.crossover(made_up({128: 0.9, 256: 0.8, 512: 0.5, 1024: 1.0}), "Local()") is None
+    assert verdicts.crossover(made_up({128: 0.9, 256: 0.8}), "Local()") is None, "not measured is not won"
+    assert verdicts.crossover(made_up({128: 0.9, 256: 0.8, 512: 0.5, 1024: 0.9}), "Local()") == 128
+    where = verdicts.crossing(made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2}), "Local()")
+    assert where == pytest.approx(256 * 2**0.5)
+    assert verdicts.wins(made_up({128: 4, 256: 2, 512: 2, 1024: 1.5}), "Local()") == "never up to 1,024"
+    assert verdicts.wins(made_up({128: 4, 256: 2}), "Local()") == "not timed beyond 256"
+
+
+def test_verdicts_in_words() -> None:
+    record = made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2})
+    assert verdicts.sentence(record, catalogue.parse("Local()")) == (
+        "Faster than exact attention from 512 tokens on (5 times as fast at 1,024); "
+        "output error 30 % in the median head and 40 % in the worst."
+    )
+    assert verdicts.headline(record)[0].startswith("Below 512 tokens use exact attention")
+    assert verdicts.headline(made_up({128: 4, 1024: 2})) == [
+        "Use exact attention: nothing here was faster at 1,024 tokens."
+    ]
+    assert [verdicts.percent(x) for x in (0.0, 1e-7, 0.0123, 0.5, 47.69, math.inf)] == [
+        "0 %", "1e-05 %", "1.2 %", "50 %", "4,800 %", "not finite",
+    ]  # fmt: skip
+
+
+def test_an_error_that_is_not_finite_is_the_worst() -> None:
+    assert Error("Favor()", 8, "Softmax", [[math.nan, 0.1, 0.2]]).summary() == (0.2, math.inf)
+
+
+def test_every_default_mechanism_spells_itself() -> None:
+    chosen = compare.default_mechanisms()
+    assert len(chosen) == len(set(chosen)) > len(catalogue.names())
+    assert [catalogue.parse(repr(mechanism)) for mechanism in chosen] == chosen
+
+
+def test_pictures_stand_for_themselves() -> None:
+    record = made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2})
+    picture = pictures.growth(record, lambda cell: cell.forward_ms, "ms", 'a "quoted" <text>', "forward")
+    assert 'aria-label="a &quot;quoted&quot; &lt;text>"' in picture.svg
+    assert ">362<" in picture.svg, "the crossover is written at its line"
+    heat = pictures.heat(record.errors, ["layer 0", "layer 1"])
+    assert "Local() median 30 %, worst 40 %" in heat.alt
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder" / "records.json"
+    write(path, "old")
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="full"):
+        write(path, "new")
+    assert path.read_text() == "old"
