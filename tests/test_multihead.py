@@ -471,6 +471,16 @@ def test_compile_a_layer_with_masks(mechanism: str, device: torch.device) -> Non
     torch.testing.assert_close(compiled(x, causal, is_causal=True), block(x, causal))
 
 
+def test_compiled_a_hint_lines_up_only_where_it_can(device: torch.device) -> None:
+    """torch reads its hint from the top left and we from the bottom right: one order at L = S, two elsewhere."""
+    torch._dynamo.reset()
+    ours, (x, y) = made("Softmax", device), (torch.randn(2, n, 16, device=device).double() for n in (4, 6))
+    top_left = torch.ones(4, 6, dtype=torch.bool, device=device).triu(1)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    options: Any = {"attn_mask": top_left, "is_causal": True}
+    torch.testing.assert_close(compiled(x, y, y, **options), ours(x, y, y, **options))
+
+
 def test_compiled_a_bias_on_the_keys_fails_at_run_time(device: torch.device) -> None:
     if device.type == "cuda":
         pytest.skip("a device-side assertion ends the process's CUDA context")

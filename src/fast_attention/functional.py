@@ -8,6 +8,10 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.mechanisms.aft import aft_full as aft_full
+from fast_attention.mechanisms.aft import aft_simple as aft_simple
+from fast_attention.mechanisms.aft_local import aft_local as aft_local
+from fast_attention.mechanisms.bigbird import bigbird_attention as bigbird_attention
 from fast_attention.mechanisms.favor import favor_attention as favor_attention
 from fast_attention.mechanisms.favor_plus import favor_plus_attention as favor_plus_attention
 from fast_attention.mechanisms.favor_plus import generalised_attention as generalised_attention
@@ -15,15 +19,15 @@ from fast_attention.mechanisms.favor_plus import optimal_damping as optimal_damp
 from fast_attention.mechanisms.fnet import fourier_mix as fourier_mix
 from fast_attention.mechanisms.gmlp import gated_mlp as gated_mlp
 from fast_attention.mechanisms.linear import linear_attention as linear_attention
+from fast_attention.mechanisms.local import block_local_attention as block_local_attention
+from fast_attention.mechanisms.local import local_attention as local_attention
+from fast_attention.mechanisms.log import log_attention as log_attention
+from fast_attention.mechanisms.lsh import lsh_attention as lsh_attention
 from fast_attention.mechanisms.mlp_mixer import token_mlp as token_mlp
 from fast_attention.mechanisms.relu import relu_attention as relu_attention
 from fast_attention.mechanisms.sinkhorn import sinkhorn_attention as sinkhorn_attention
 from fast_attention.mechanisms.sinkhorn import sortcut_attention as sortcut_attention
 from fast_attention.mechanisms.softmax import softmax_attention as softmax_attention
-from fast_attention.mechanisms.aft import aft_full as aft_full
-from fast_attention.mechanisms.aft import aft_simple as aft_simple
-from fast_attention.mechanisms.aft_local import aft_local as aft_local
-from fast_attention.mechanisms.log import log_attention as log_attention
 from fast_attention.ops.manhattan import absolute_manhattan as absolute_manhattan
 from fast_attention.ops.manhattan import laplacian_manhattan as laplacian_manhattan
 from fast_attention.ops.manhattan import signed_manhattan as signed_manhattan

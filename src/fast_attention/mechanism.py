@@ -306,7 +306,7 @@ def check_key_mask(key_mask: Tensor, batch: tuple[int, ...], keys: int) -> None:
     if key_mask.dtype != torch.bool:
         raise ValueError(f"key_mask must be boolean (True = may be seen); got {key_mask.dtype}")
     shape = tuple(key_mask.shape)
-    fits = len(shape) <= len(batch) + 1 and shape[-1:] == (keys,)
-    fits = fits and all(a in (1, b) for a, b in zip(reversed(shape[:-1]), reversed(batch), strict=False))
+    fits = 0 < len(shape) <= len(batch) + 1 and shape[-1] == keys  # no tuples: a traced size is in none
+    fits = fits and all(a == 1 or a == b for a, b in zip(reversed(shape[:-1]), reversed(batch), strict=False))
     if not fits:
         raise ValueError(f"key_mask has shape {shape}; it must be {(*batch, keys)}: one flag per key, no head axis")

@@ -32,8 +32,7 @@ def favor(
         weights = [trigonometric(m, x[i], y[j], W, b) for j in seen]
         total: Any = sum(weights)
         if m.clamp is not None and seen:
-            # the scale of the bound is held fixed under differentiation, the query's own factor is not
-            largest = max(float((y[j] @ y[j] / 2).detach()) for j in seen)
+            largest = torch.stack([y[j] @ y[j] / 2 for j in seen]).max()
             least = m.clamp * (x[i] @ x[i] / 2 + largest).exp()
             total = torch.where(total < least, least, total)
         rows.append(average(weights, [v[j] for j in seen], v[0], total))

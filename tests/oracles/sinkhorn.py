@@ -59,7 +59,8 @@ def attend(q: Tensor, places: list[Place], v: Tensor) -> Tensor:
     scores = [(q * key).sum() / math.sqrt(len(q)) for key, _, _ in places]
     top = max(float(score.detach()) for score in scores)
     weights = [share * (score - top).exp() for score, (_, _, share) in zip(scores, places, strict=True)]
-    return sum(weight * value for weight, (_, value, _) in zip(weights, places, strict=True)) / sum(weights)
+    out = sum((weight * value for weight, (_, value, _) in zip(weights, places, strict=True)), torch.zeros_like(v[0]))
+    return out / sum(weights)
 
 
 def cut(m: Any, keys: int, key_mask: Tensor | None) -> list[list[int]]:

@@ -29,10 +29,10 @@ def score(m: Any, q: Tensor, k: Tensor, w: Any, head: int, i: int, j: int) -> Te
         return (q[i] * k[j]).sum() / math.sqrt(q.shape[1])
     assert kind == "MixtureSynthesizer"
     shares = w.alpha[head].exp() / w.alpha[head].exp().sum()
-    return sum(
-        share * score(part, q, k, own, head, i, j)
-        for share, part, own in zip(shares, m.components, w.parts, strict=True)
-    )
+    total = 0 * q[i].sum()
+    for share, part, own in zip(shares, m.components, w.parts, strict=True):
+        total = total + share * score(part, q, k, own, head, i, j)
+    return total
 
 
 def synthesizer(

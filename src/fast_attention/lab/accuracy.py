@@ -44,7 +44,7 @@ def accuracy(mechanism: Any, layers: list[Layer], setting: Setting, *, matrix: b
 
 def relative_rms(ours: Tensor, truth: Tensor) -> list[float]:
     """``||ours - truth|| / ||truth||`` of every head of (1, H, L, E)."""
-    difference = (ours.double() - truth.double()).square().sum((-2, -1))
+    difference = (ours.to(truth.device).double() - truth.double()).square().sum((-2, -1))
     return (difference / truth.double().square().sum((-2, -1)).clamp_min(1e-300)).sqrt()[0].tolist()
 
 
@@ -84,7 +84,8 @@ def _apply(mechanism: Any, layer: Layer, v: Tensor, setting: Setting) -> Tensor:
 
 @torch.no_grad()
 def _truth(against: str, layer: Layer, v: Tensor, setting: Setting) -> Tensor:
-    q, k, v = (x.to(setting.device, torch.float64) for x in (layer.q, layer.k, v))
+    place = "cpu" if setting.device.type == "mps" else setting.device  # mps has no float64
+    q, k, v = (x.to(place, torch.float64) for x in (layer.q, layer.k, v))
     if against == "Softmax":
         return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
     exact: Any = catalogue.default(against)

@@ -42,8 +42,10 @@ def mechanisms(texts: list[str]) -> list[Any]:
         for part in _split(text):
             try:
                 found.append(catalogue.parse(part))
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 raise InputError(str(error)) from error
+            except TypeError as error:
+                raise InputError(f"{part}: a setting has a value of the wrong kind ({error})") from error
     return list(dict.fromkeys(found))
 
 

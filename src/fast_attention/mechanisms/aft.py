@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops import biased, pool
+from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pool import Pool, same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least
@@ -55,10 +56,11 @@ def aft_full(
     """
     length, keys = q.shape[-2], k.shape[-2]
     scores, both = pool.terms(k, v, key_mask)
+    longest, bias = bias.shape[0], stretch(stretch(bias, keys if is_causal else length, axis=0), keys, axis=1)
     if is_causal:
-        sums = biased.full_causal(bias[:keys, :keys], scores, both, longest=bias.shape[0])
+        sums = biased.full_causal(bias, scores, both, longest=longest)
         return q.sigmoid() * pool.aligned(pool.mean(sums, v.shape[-1]), length)
-    return q.sigmoid() * pool.mean(biased.full(bias[:length, :keys], scores, both), v.shape[-1])
+    return q.sigmoid() * pool.mean(biased.full(bias, scores, both), v.shape[-1])
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,7 +174,7 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
     ) -> Tensor:
         """``aft_full`` with the learned bias."""
         same_width(self, k, v)
-        length = max(q.shape[-2], k.shape[-2])
-        self.within(length, w[0].shape[0])
-        bias = w.bias if isinstance(w, PositionBias) else w.rows[:length] @ w.columns[:length].mT
+        self.within(q.shape[-2], w[0].shape[0])
+        self.within(k.shape[-2], w[0].shape[0])
+        bias = w.bias if isinstance(w, PositionBias) else w.rows @ w.columns.mT
         return aft_full(q, k, v, bias, is_causal=is_causal, key_mask=key_mask)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops import biased, pool
+from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pool import same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import FLOOR
@@ -121,7 +122,7 @@ class AFTLocal(Attention[Band, WindowState]):
         """``aft_local`` with the learned bias."""
         same_width(self, k, v)
         self.within(k.shape[-2], w.band.shape[0])
-        band = w.band[None, : k.shape[-2]]
+        band = stretch(w.band, k.shape[-2], axis=0)[None]
         return aft_local(q, k, v, band, strict=self.strict, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
@@ -132,7 +133,7 @@ class AFTLocal(Attention[Band, WindowState]):
         same_width(self, k, v)
         start = 0 if state is None else state.position
         self.within(start + k.shape[-2], w.band.shape[0])
-        band = w.band[None, start : start + k.shape[-2]]
+        band = stretch(w.band, k.shape[-2], axis=0, start=start)[None]
         return advanced(q, k, v, band, state, strict=self.strict, key_mask=key_mask)
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops import linear
@@ -41,20 +42,26 @@ def favor_attention(
     gets zeros.
     """
     phi = _map(projection, phase)
-    sums = linear.attend(phi(q).values, linear.masked_keys(phi, k, key_mask), v, is_causal=is_causal)
-    return linear.normalise(_clamped(sums, projection, phase, clamp))
+    keys = linear.masked_keys(phi, k, key_mask)
+    sums = linear.attend(phi(q).values, keys, v, is_causal=is_causal)
+    if clamp is not None:
+        assert keys.log_scale is not None
+        largest = keys.log_scale.amax(-1, keepdim=True)
+        if is_causal:
+            largest = F.pad(keys.log_scale.cummax(-1).values, (q.shape[-2] - k.shape[-2], 0))
+        sums = _clamped(sums, largest, projection, phase, clamp)
+    return linear.normalise(sums)
 
 
 def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Features]:
     return lambda x: trigonometric(x * x.shape[-1] ** -0.25, projection, phase)
 
 
-def _clamped(sums: Sums, projection: Tensor, phase: Tensor | None, clamp: float | None) -> Sums:
-    if clamp is None:
-        return sums
-    rows = projection.shape[-2]  # the features in hand lack their factor m^(-1/2), or (2/m)^(1/2)
-    least = clamp * (rows if phase is None else rows / 2)
-    return Sums(sums.numerator, sums.denominator.clamp(min=least))
+def _clamped(sums: Sums, largest: Tensor, projection: Tensor, phase: Tensor | None, clamp: float) -> Sums:
+    # the sums lack the features' factor, 1/m or 2/m, and are in units of e^largest, held fixed under differentiation
+    rows = projection.shape[-2] if phase is None else projection.shape[-2] / 2
+    least = clamp * rows * (largest - largest.detach()).exp()
+    return Sums(sums.numerator, torch.maximum(sums.denominator, least))
 
 
 class TrigonometricWeights(NamedTuple):
@@ -76,7 +83,7 @@ class Favor(Attention[TrigonometricWeights, LinearState]):
         features: ``"sincos"``, or ``"phase"`` for the cosine with a random phase, never better per feature.
         orthogonal: Rows orthogonal within blocks of ``head_dim`` rows rather than independent; lower variance.
         clamp: Least value of a denominator, in units of ``e^((||q||^2 + ||k||^2) / (2 sqrt(width)))`` of the query and
-            the longest key it sees; None leaves denominators alone. Gradients take those units as constants.
+            the longest key it sees; None leaves denominators alone.
     """
 
     num_features: int = 256
@@ -131,8 +138,14 @@ class Favor(Attention[TrigonometricWeights, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         phi = _map(*w)
-        sums, state = linear.advance(phi(q).values, linear.masked_keys(phi, k, key_mask), v, state)
-        return linear.normalise(_clamped(sums, *w, self.clamp)), state
+        keys = linear.masked_keys(phi, k, key_mask)
+        sums, after = linear.advance(phi(q).values, keys, v, state)
+        if self.clamp is not None:
+            assert keys.log_scale is not None
+            largest = keys.log_scale.cummax(-1).values
+            largest = largest if state is None else torch.maximum(largest, state.top[..., None])
+            sums = _clamped(sums, largest, *w, self.clamp)
+        return linear.normalise(sums), after
 
     @in_float32
     def summarise(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops.hash_memory import HashMemory, remember, step
+from fast_attention.ops.hash_memory import HashMemory, copied, remember, step
 from fast_attention.ops.hashing import arrange, buckets, hashed_sums
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least, one_of
@@ -80,7 +80,7 @@ def _advance(
         out = m._attend(q, v, rotations, True, key_mask)
         held = torch.where(seen[..., None, :], bucket, number)
         return out, remember(keys, v, held, number=number, size=m.bucket_size)
-    memory = HashMemory(*(part.clone() for part in memory))  # a state is a value: the caller's stays as it is
+    memory = copied(memory)  # a state is a value: the caller's stays as it is
     tokens = zip(*(x.split(1, -2) for x in (m.scale * q, keys, v)), bucket.split(1, -1), seen.split(1, -1), strict=True)
     outs = [step(a, k, b, h, s, memory, distinct=m.correct_duplicates) for a, k, b, h, s in tokens]
     return torch.cat(outs, -2), memory

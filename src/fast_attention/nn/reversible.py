@@ -173,7 +173,7 @@ class Settings(NamedTuple):
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> torch.autocast:
-        """The same once more, without autocast's cache: its copies, made without a graph, would pass for good ones."""
+        """The same once more, without autocast's cache, which would hold the cast weights of all blocks together."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 

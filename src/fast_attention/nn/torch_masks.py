@@ -88,8 +88,7 @@ def _equals_causal(attn_mask: Tensor, hint: bool) -> bool:
     length, keys = attn_mask.shape[-2:]
     if torch.compiler.is_compiling():
         return hint and length == keys
-    hidden = ~masks.causal(length, keys, attn_mask.device)
+    causal = masks.causal(length, keys, attn_mask.device)
     if attn_mask.dtype == torch.bool:
-        return bool((attn_mask == hidden).all())
-    expected = torch.zeros(length, keys, dtype=attn_mask.dtype, device=attn_mask.device)
-    return bool((attn_mask == expected.masked_fill(hidden, float("-inf"))).all())
+        return bool((attn_mask != causal).all())
+    return bool(torch.where(causal, attn_mask == 0, attn_mask == float("-inf")).all())

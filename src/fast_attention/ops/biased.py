@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops.blocks import join, pad_length, split
+from fast_attention.ops.blocks import join, split, stretch
 from fast_attention.ops.pool import weighed
 from fast_attention.ops.scan import FLOOR, decayed_sums, prefix_sums, running_max, spread
 
@@ -46,19 +46,22 @@ def full_causal(
     ``longest`` bounds the length: an exported graph, which may not ask for the length, halves that often.
     """
     length, rounds = bias.shape[-1], 0
-    while SIDE << rounds < (longest if torch.compiler.is_exporting() else length):
+    size = longest if torch.compiler.is_exporting() else length
+    while SIDE << rounds < size:
         rounds += 1
     count = 1 << rounds
+    side = -(-size // count)
+    missing = side * count - length
     bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), FLOOR)
     weights = (bias - bias.detach().amax(-1, keepdim=True)).exp()
-    top = pad_length(running_max(scores.detach()), count)
-    weights = pad_length(pad_length(weights, count), count, axis=-1)
-    scores, both = pad_length(scores, count, value=FLOOR), pad_length(both, count)
+    weights = F.pad(weights, (0, missing, 0, missing))
+    top, both = (F.pad(x, (0, 0, 0, missing)) for x in (running_max(scores.detach()), both))
+    scores = F.pad(scores, (0, 0, 0, missing), value=FLOOR)
     corners = _corners(weights[None, None], count)[0]
-    blocks = [x.unflatten(-2, (count, -1)) for x in (scores, both, top)]
+    blocks = [x.unflatten(-2, (count, side)) for x in (scores, both, top)]
     inside = _triangle(corners, *blocks, size=SIDE, diagonal=True)
     across = _halves(weights[None, None], *(x[..., None, :, :] for x in (scores, both, top)), rounds=rounds)
-    return (inside.flatten(-3, -2) + across[..., 0, :, :])[..., :length, :]
+    return stretch(inside.flatten(-3, -2) + across[..., 0, :, :], length, axis=-2)
 
 
 def windowed(
@@ -143,9 +146,13 @@ def _square(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor) -> Tenso
     """``sum_c W_ac exp(s_c - top_a) both_c`` over whole pieces: their maximum is a unit that serves every query."""
     unit = scores.detach().amax(-2, keepdim=True)
     fading = spread((unit - top).clamp(max=0.0).exp(), both.shape[-1])
-    # an einsum, for a product that broadcasts would copy the weights for every sequence
+    terms = weighed(scores, both, unit)
+    if torch.compiler.is_exporting():  # of folded axes only the last, the blocks, can be proved to unfold again
+        first, second = (-3, -4) if weights.ndim == 5 else (-3, -3)
+        return (weights.transpose(first, second) @ terms.transpose(first, second)).transpose(first, second) * fading
+    # a product that broadcasts would copy the weights for every sequence
     blocks = "hnac,...hncd->...hnad" if weights.ndim == 4 else "hnpac,...hnpcd->...hnpad"
-    return torch.einsum(blocks, weights, weighed(scores, both, unit)) * fading
+    return torch.einsum(blocks, weights, terms) * fading
 
 
 def _corners(weights: Tensor, count: int, *, below: bool = False) -> Tensor:

@@ -43,27 +43,34 @@ def remember(k: Tokens, v: Tokens, bucket: Int[Tensor, "..."], *, number: int, s
     return HashMemory(stored(k[..., None, :, :]), stored(v[..., None, :, :]), place, filled[..., :-1], length)
 
 
+def copied(memory: HashMemory) -> HashMemory:
+    """A copy that ``step`` may write into."""
+    return HashMemory(*(part.clone(memory_format=torch.contiguous_format) for part in memory))
+
+
 def step(
     q: Tokens, k: Tokens, v: Tokens, bucket: Int[Tensor, "..."], seen: Bool[Tensor, "..."], memory: HashMemory,
     *, distinct: bool,
 ) -> Tensor:  # fmt: skip
     """The output (..., H, 1, Ev) of the next token, with buckets (..., H, rounds, 1). Writes ``memory`` in place."""
-    slots = memory.place.shape[-1]
-    rank, lane = memory.filled.gather(-1, bucket), bucket[..., None]
-    place = memory.place.take_along_dim(lane, -2)[..., 0, :]
+    lead, (number, slots) = bucket.shape[:-1], memory.place.shape[-2:]
+    lane = (torch.arange(lead.numel(), device=q.device).view(*lead, 1) * number + bucket).flatten()
+    rank = memory.filled.gather(-1, bucket)
+    keys, values, place = (part.flatten(0, len(lead)).index_select(0, lane).unflatten(0, lead) for part in memory[:3])
     ranks_held = rank - 1 - (rank - 1 - torch.arange(slots, device=q.device)) % slots
     reached = (place >= 0) & (ranks_held // (slots // 2) >= rank // (slots // 2) - 1)
     if distinct:
         reached = reached & ~_named_before(place, reached)
-    keys, values = (x.take_along_dim(lane[..., None], -3)[..., 0, :, :].flatten(-3, -2) for x in memory[:2])
     reached = reached.flatten(-2)[..., None, :]
-    out = masks.masked_softmax(q @ keys.mT, reached) @ values
+    out = masks.masked_softmax(q @ keys.flatten(-3, -2).mT, reached) @ values.flatten(-3, -2)
     out = torch.where(reached.any(-1, keepdim=True), out, v).masked_fill(~seen[..., None], 0.0)
-    at, written = bucket * slots + rank % slots, seen[..., None, :]
-    for room, new in ((memory.k, k), (memory.v, v), (memory.place[..., None], memory.length)):
-        flat, index = room.flatten(-3, -2), at[..., None].expand(*at.shape, room.shape[-1])
-        new = new if new.ndim == 0 else new[..., None, :, :]
-        flat.scatter_(-2, index, torch.where(written[..., None], new, flat.gather(-2, index)))
+    slot, written = rank % slots, seen[..., None, :]
+    for room, held, new in zip(
+        memory, (keys, values, place[..., None]), (k, v, memory.length.view(1, 1)), strict=False
+    ):
+        old = held.gather(-2, slot[..., None].expand(*slot.shape, held.shape[-1]))
+        new = torch.where(written[..., None], new[..., None, :, :], old).reshape(-1, held.shape[-1])
+        room.view(-1, held.shape[-1]).index_copy_(0, lane * slots + slot.flatten(), new)
     memory.filled.scatter_add_(-1, bucket, written.expand_as(bucket).long())
     memory.length.add_(1)
     return out

@@ -84,8 +84,8 @@ def hashed_sums(
         told = [
             permuted(code[..., None], order) for code in (codes[: this + 1] if distinct else codes[this : this + 1])
         ]
-        moved = (permuted(x, order) for x in (q, k, v))
-        parts = _one_round(*moved, told, size=size, ranked=ranked, is_causal=is_causal)
+        a, b, c = (permuted(x, order) for x in (q, k, v))
+        parts = _one_round(a, b, c, told, size=size, ranked=ranked, is_causal=is_causal)
         sums.append([permuted(part, back) for part in parts])
     numerator, denominator, tops = (torch.stack(parts) for parts in zip(*sums, strict=True))
     top = tops.amax(0)

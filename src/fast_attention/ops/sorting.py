@@ -23,7 +23,7 @@ Sums = Callable[[Tensor, Tensor], Tensor]
 def absolute(
     l: Float[Tensor, "*batch length #weights"], x: Float[Tensor, "*batch length width"]
 ) -> Float[Tensor, "*batch length width"]:
-    """``y_i = sum_j |l_j - l_i| x_j`` for ascending l: ``l_i (2 P_i - P_n) + R_n - 2 R_i``, prefix sums P of x, R of l x."""
+    """``y_i = sum_j |l_j - l_i| x_j`` for ascending l: ``l_i (2 P_i - P_n) + R_n - 2 R_i``, P and R sum x and l x."""
     middle = l.shape[-2] // 2
     wide = spread(l - l[..., middle : middle + 1, :].detach(), x.shape[-1])  # large l would cancel
     count, moment = prefix_sums(x), prefix_sums(wide * x)

@@ -1,0 +1,207 @@
+"""The command line: what a stranger types, and one clear line for what cannot be had."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fast_attention import catalogue
+from fast_attention.cli import main
+from fast_attention.lab.commands import _repeat
+
+GAUSSIAN = ["compare", "--model", "gaussian", "--lengths", "16", "32", "--threads", "1", "--budget", "20"]
+TWO = ["--mechanisms", "LinearAttention", "FavorPlus(num_features=16)"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code, out, err
+
+
+BAD = {
+    "unknown mechanism": (["compare", "--mechanisms", "FavorPlos"], "Did you mean FavorPlus"),
+    "unknown setting": (["compare", "--mechanisms", "FavorPlus(features_=3)"], "has no setting"),
+    "wrong setting": (["compare", "--mechanisms", "FavorPlus(num_features=0)"], "num_features must be at least"),
+    "wrong type": (["compare", "--mechanisms", "FavorPlus(num_features='many')"], "num_features"),
+    "not a mechanism": (["compare", "--mechanisms", "import os"], "is not a mechanism"),
+    "length 0": (["compare", "--lengths", "0"], "--lengths 0"),
+    "length words": (["compare", "--lengths", "128", "many"], "--lengths"),
+    "device": (["compare", "--device", "abacus"], "there is: cpu"),
+    "dtype": (["compare", "--dtype", "float8"], "choose one of float32"),
+    "head": (["compare", "--head", "two"], "LAYER,HEAD"),
+    "no such head": ([*GAUSSIAN, *TWO, "--head", "3,0"], "layers go from 0 to 2"),
+    "missing text": (["compare", "--text", "nowhere.txt"], "nowhere.txt: No such file"),
+    "missing fasta": (["compare", "--fasta", "nowhere.fasta"], "nowhere.fasta: No such file"),
+    "text and fasta": (["compare", "--text", "a", "--fasta", "b"], "not both"),
+    "gaussian reads nothing": (["compare", "--model", "gaussian", "--text", "a"], "reads nothing"),
+    "broken model": (["compare", "--model", "."], "holds no config.json"),
+    "out is a file": (["compare", "--model", "gaussian", "--out", "file"], "--out file"),
+    "unknown option": (["compare", "--lenghts", "3"], "No such option"),
+    "unknown command": (["compere"], "No such command"),
+    "unknown in list": (["list", "FavorPlos"], "Did you mean FavorPlus"),
+    "unknown in check": (["check", "FavorPlos"], "Did you mean FavorPlus"),
+    "no factory": (["check", "nowhere:attention"], "No module named 'nowhere'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(
+    case: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    arguments, said = BAD[case]
+    code, out, err = run(capsys, *arguments)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert code == 2, err
+    assert out == ""
+    assert len(lines) == 1, err
+    assert lines[0].startswith("fast-attention: ")
+    assert said in lines[0]
+
+
+def test_a_broken_fasta_file_is_told_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.fasta").write_text(">one\nMKV\nM4V\n")
+    code, _, err = run(capsys, "compare", "--fasta", str(tmp_path / "a.fasta"), "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert err == f"fast-attention: {tmp_path / 'a.fasta'}, line 3: '4' in column 2 is not a residue letter\n"
+
+
+def test_compare_prints_a_table_and_leaves_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, *GAUSSIAN, *TWO, "--out", str(tmp_path))
+    assert code == 0
+    assert "exact attention" in out
+    assert "FavorPlus(num_features=16)" in out
+    assert "another function" in out
+    assert str(tmp_path / "report.html") in err
+    held = json.loads((tmp_path / "records.json").read_text())
+    assert held["meta"]["status"] == "complete"
+    assert held["meta"]["threads"] == 1
+    assert {row["status"] for row in held["rows"]} == {"measured"}
+    assert (tmp_path / "report.html").read_text().endswith("</html>\n")
+
+
+def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["--json", "--no-backward", "--causal", "--dtype", "bfloat16", "--head", "1,2"]
+    code, out, _ = run(capsys, *GAUSSIAN, *TWO, *options, "--out", str(tmp_path))
+    assert code == 0
+    held = json.loads(out)
+    assert held["meta"]["causal"] is True
+    assert held["meta"]["dtype"] == "bfloat16"
+    assert len(held["rows"]) == 2 * 3
+    assert all(row["training_ms"] is None for row in held["rows"])
+    assert "layer 1" not in (tmp_path / "report.html").read_text()
+    assert "sd 1.0, head 2" in (tmp_path / "report.html").read_text()
+
+
+def test_sigint_leaves_a_valid_partial_report(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fast_attention.cli", "compare", "--model", "gaussian", "--threads", "1"]
+    command += ["--lengths", "16", "4096", "--budget", "300", *TWO, "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    records, deadline = tmp_path / "records.json", time.monotonic() + 120
+    while time.monotonic() < deadline and not (records.exists() and '"status": "measured"' in records.read_text()):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "exact attention" in out
+    held = json.loads(records.read_text())
+    assert held["meta"]["status"] == "interrupted"
+    assert {row["length"] for row in held["rows"] if row["status"] == "measured"} >= {16}
+    page = (tmp_path / "report.html").read_text()
+    assert "This comparison was interrupted" in page
+    assert page.endswith("</html>\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html"]
+
+
+def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert all(name in out for name in catalogue.names())
+    code, out, _ = run(capsys, "list", "--json")
+    held = json.loads(out)
+    assert [each["name"] for each in held] == catalogue.names()
+    assert {each["name"]: each["settings"] for each in held}["Softmax"] == {"scale": None}
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_list_tells_all_about_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list", name)
+    traits = catalogue.default(name).traits
+    assert code == 0
+    for words in (traits.formula, traits.paper, traits.cost, "settings:", "cannot:", f"order={traits.order}"):
+        assert words in out
+
+
+def test_check_tells_kept_from_broken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaky.py").write_text(
+        "def attention():\n"
+        "    def attend(q, k, v, is_causal=False):\n"
+        "        return (q @ k.mT).softmax(-1) @ v\n"
+        "    return attend\n"
+    )
+    code, out, _ = run(capsys, "check", "leaky:attention", "--json")
+    assert code == 1
+    findings = {finding["law"]: finding["status"] for finding in json.loads(out)}
+    assert findings["the future never moves the past"] == "broken"
+    assert findings["any length"] == "kept"
+    code, out, _ = run(capsys, "check", "leaky:attention")
+    assert code == 1
+    assert "broken" in out
+
+
+def test_help_is_for_strangers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(command in out for command in ("compare", "list", "check"))
+    code, out, _ = run(capsys, "compare", "--help")
+    assert code == 0
+    assert all(option in out for option in ("--model", "--fasta", "--lengths", "--seed", "--out", "--json"))
+
+
+def test_options_that_take_many_values() -> None:
+    given = ["compare", "--lengths", "1", "2", "--seed", "3", "--mechanisms", "A", "B(x=1)", "--lengths", "4"]
+    assert _repeat(given) == [
+        "compare", "--lengths", "1", "--lengths", "2", "--seed", "3", "--mechanisms", "A", "--mechanisms", "B(x=1)",
+        "--lengths", "4",
+    ]  # fmt: skip
+
+
+def test_importing_the_library_needs_no_extra() -> None:
+    code = (
+        "import sys, fast_attention, fast_attention.data, fast_attention.cli\n"
+        "print([m for m in ('typer', 'rich', 'transformers', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
+def test_a_missing_extra_is_one_line(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom fast_attention.cli import main; main(['list'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "pip install 'fast-attention[lab]'" in done.stderr
+
+
+def test_missing_transformers_names_its_extra(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['transformers'] = None\nfrom fast_attention.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "compare", "--out", str(tmp_path), "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "fast-attention: reading a model needs transformers: pip install 'fast-attention[hf]'\n"

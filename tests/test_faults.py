@@ -1,0 +1,106 @@
+"""The suite can fail: faults seeded into a copy of the source are all found by the tests named beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class Fault(NamedTuple):
+    """``old`` becomes ``new`` in a source file; ``tests`` (pytest arguments) must then fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+ORACLE, LAW = "tests/test_oracles.py -k ", "tests/test_contract.py -k "
+FAULTS = [
+    Fault(
+        "causal edge shifted by one", "ops/masks.py", "[None, :] <= rows", "[None, :] <= rows + 1",
+        ORACLE + "ReLUAttention",
+    ),
+    Fault(
+        "a fully masked row keeps its weights", "ops/masks.py",
+        ".softmax(-1).masked_fill(~mask, 0.0)", ".softmax(-1)", LAW + "nothing",
+    ),
+    Fault("masked rows are kept", "ops/masks.py", "return values if key_mask is None else", "return values if True else",
+          LAW + "'padding and Linformer'"),
+    Fault("sums stay in half precision", "ops/precision.py", "return value.float() if", "return value if",
+          LAW + "'precision and (LinearAttention or AFTSimple)'"),
+    Fault("the gate lets non-causal mechanisms through", "mechanism.py", "if is_causal and not traits.causal:",
+          "if False:", LAW + "'refusals and Linformer'"),
+    Fault("a refusal names no mechanism", "mechanism.py", 'f"{self!r} does not support', 'f"it does not support',
+          LAW + "'refusals and Linformer'"),
+    Fault("redraw leaves the old draws", "nn/bound.py", "self.get_buffer(name).copy_(fresh)", "pass",
+          LAW + "'weights_are and FavorPlus'"),
+    Fault("the diagonal is lost in linear attention", "ops/linear.py", ".triu(1)\n    within", ".triu(0)\n    within",
+          ORACLE + "LinearAttention"),
+    Fault("a chunk sees one token of the future", "ops/linear.py", ".triu(1)\n    within", ".triu(2)\n    within",
+          LAW + "'future and LinearAttention'"),
+    Fault("the past is not rescaled to the running maximum", "ops/linear.py",
+          "carry = (past[..., :-1, None] - running).exp()", "carry = torch.ones_like(running)",
+          "tests/test_favor.py"),
+    Fault("states combine without rescaling", "ops/linear.py",
+          "a, b = (earlier.top - top).exp()[..., None], (later.top - top).exp()[..., None]",
+          "a, b = torch.ones_like(top)[..., None], torch.ones_like(top)[..., None]", LAW + "'combine and FavorPlus'"),
+    Fault("masked keys take part in the maximum", "ops/linear.py", "keys.log_scale.masked_fill(~key_mask, _floor(values))",
+          "keys.log_scale", "tests/test_favor.py"),
+    Fault("the sign fix of the orthogonal draws is gone", "ops/random_features.py",
+          "Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]", "Q = Q * 1.0", "tests/test_favor.py"),
+    Fault("half the squared norm is forgotten", "ops/random_features.py", "half = x.square().sum(-1) / 2\n    top",
+          "half = x.square().sum(-1)\n    top", ORACLE + "FavorPlus"),
+    Fault("the window is one key short", "ops/banded.py", "distance >= -left", "distance > -left", ORACLE + "'Local()'"),
+    Fault("decoding forgets the oldest key of the window", "mechanisms/local.py", "return out, _last(near, left)",
+          "return out, _last(near, left - 1)", LAW + "'decode and Local'"),
+    Fault("decayed sums do not decay between blocks", "ops/scan.py",
+          "join(inside + spread(_fading(before_level, level), x.shape[-1]) * before, length)",
+          "join(inside + before, length)", "tests/test_aft.py"),
+    Fault("the running maximum sees the whole block", "ops/scan.py", "return x.cummax(-2).values",
+          "return x.amax(-2, keepdim=True).expand_as(x)", "tests/test_aft.py"),
+    Fault("the sorted form forgets what lies above", "ops/sorting.py", "wide * (2 * count - count[..., -1:, :])",
+          "wide * (2 * count)", ORACLE + "Manhattan"),
+    Fault("pools merge without rescaling", "ops/pool.py", "(pool.top - top).exp()", "torch.ones_like(top)",
+          LAW + "'combine and AFTSimple'"),
+    Fault("sinkhorn's causal sorting sees its own block", "ops/transport.py", "(place < place[:, None])",
+          "(place <= place[:, None])", LAW + "'future and Sinkhorn'"),
+    Fault("sinkhorn's summary holds the whole block", "ops/transport.py", ".cumsum(-2) + keys[..., 0, :]",
+          ".cumsum(-2) + keys.sum(-2)", LAW + "'future and Sinkhorn'"),
+    Fault("gMLP mixes the future", "mechanisms/gmlp.py", "(W.tril() if is_causal else W)", "W", LAW + "'future and GMLP'"),
+    Fault("FNet mirrors the wrong way", "mechanisms/fnet.py", ".flip(-2, -1).roll(1, -2)", ".flip(-1)", ORACLE + "FNet"),
+    Fault("a key counts once per round", "ops/hashing.py", "codes[: this + 1] if distinct else codes[this : this + 1]",
+          "codes[this : this + 1]", ORACLE + "LSH"),
+    Fault("chunks are counted along the whole sequence", "ops/hashing.py", "(ranks(held) if ranked else place)", "place",
+          LAW + "'future and LSH'"),
+    Fault("a block drawn twice counts twice", "ops/gathered.py", "fresh = (table >= 0) & ~", "fresh = (table >= 0) | ~",
+          ORACLE + "BigBird"),
+    Fault("key padding is not turned round", "nn/torch_masks.py", "return Seen(is_causal, ~padding_mask, attn_mask)",
+          "return Seen(is_causal, padding_mask, attn_mask)", "tests/test_multihead.py"),
+    Fault("dropout is drawn anew in the backward pass", "nn/reversible.py", "REVERSIBLE_OLD", "REVERSIBLE_NEW",
+          "tests/test_reversible.py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_seeded_fault_is_found(fault: Fault, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.gz"))
+    path = tmp_path / "src" / "fast_attention" / fault.file
+    text = path.read_text()
+    assert text.count(fault.old) == 1, f"{fault.old!r} stands {text.count(fault.old)} times in {fault.file}"
+    path.write_text(text.replace(fault.old, fault.new))
+    arguments = [part.strip("'") for part in fault.tests.split(" ", 2)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    run = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, f"not found by {fault.tests}:\n{run.stdout[-2000:]}{run.stderr[-500:]}"

@@ -1,0 +1,190 @@
+"""Local attention beyond the oracle: exact special cases at many lengths, any mask, decoding, limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fast_attention import BlockLocal, Bound, Local, Shape, Softmax, catalogue
+from fast_attention.functional import block_local_attention, local_attention
+from tests.cases import qkv, some_keys
+
+LENGTHS = (1, 5, 16, 33, 97)
+VALUES = [Local(window=5), Local(window=(4, 2)), BlockLocal(block_size=6), BlockLocal(block_size=4, before=2, after=0)]
+
+
+def near(m: Any, length: int, keys: int, is_causal: bool, device: Any) -> Tensor:
+    """The dense mask (length, keys) by the positions."""
+    i = torch.arange(length, device=device)[:, None] + keys - length
+    j = torch.arange(keys, device=device)[None, :]
+    if isinstance(m, Local):
+        left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
+        mask = (j >= i - left) & (j <= i + right)
+    else:
+        apart = j.div(m.block_size, rounding_mode="floor") - i.div(m.block_size, rounding_mode="floor")
+        mask = (apart >= -m.before) & (apart <= m.after)
+    return mask & (j <= i) if is_causal else mask
+
+
+def same(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_11_is_softmax_under_the_mask_of_its_band(m: Any, is_causal: bool, device: torch.device) -> None:
+    for length, keys in [(n, n) for n in LENGTHS] + [(20, 61), (61, 20), (1, 40)]:
+        q, k, v = qkv(length, keys, device=device)
+        key_mask = some_keys(2, keys, device)
+        for seen in (None, key_mask):
+            mask = near(m, length, keys, is_causal, device).expand(2, 1, length, keys)
+            mask = mask if seen is None else mask & seen[:, None, None]
+            same(m(q, k, v, is_causal=is_causal, key_mask=seen), F.scaled_dot_product_attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_11_a_window_over_everything_is_softmax(is_causal: bool, device: torch.device) -> None:
+    for length in LENGTHS:
+        q, k, v = qkv(length, device=device)
+        whole = Softmax()(q, k, v, is_causal=is_causal)
+        wide = (
+            Local(length - 1),
+            Local(10**9),
+            BlockLocal(length),
+            BlockLocal(length + 7, 0, 0),
+            BlockLocal(5, 20, 20),
+        )
+        for m in wide:
+            same(m(q, k, v, is_causal=is_causal), whole)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 50])
+def test_the_size_of_blocks_of_queries_moves_nothing(block: int, device: torch.device) -> None:
+    q, k, v = qkv(41, device=device)
+    same(local_attention(q, k, v, window=(6, 3), block=block), local_attention(q, k, v, window=(6, 3)))
+
+
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_any_mask_and_its_gradient(m: Any, device: torch.device) -> None:
+    q, k, v = qkv(31, device=device)
+    band, key_mask = near(m, 31, 31, False, device), some_keys(2, 31, device)
+    for shape in ((31, 31), (2, 1, 31, 31), (2, 2, 31, 31), (1, 31), (2, 1, 1, 31)):
+        bias = torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
+        seen = band & key_mask[:, None, None]
+        dense = bias.expand(2, 2, 31, 31).masked_fill(~seen, float("-inf"))
+        ours = m(q, k, v, key_mask=key_mask, attn_mask=bias)
+        theirs = F.scaled_dot_product_attention(q, k, v, dense)
+        same(ours, theirs)
+        same(*(torch.autograd.grad(out.square().sum(), bias)[0] for out in (ours, theirs)))
+        allowed = bias > -0.5
+        same(m(q, k, v, attn_mask=allowed), F.scaled_dot_product_attention(q, k, v, allowed & band))
+
+
+def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> None:
+    q, k, _ = qkv(9, batch=1, heads=1, device=device)
+    v, m = torch.eye(9, dtype=torch.float64).to(device)[None, None], Local(window=2)
+    weights = m(q, k, v)
+    draws = torch.stack([m(q, k, v, dropout=0.25) for _ in range(3000)])
+    zero = (draws == 0) & (weights > 0)
+    kept = draws / weights.masked_fill(weights == 0, 1.0)
+    assert (zero | ((kept - 1 / 0.75).abs() < 1e-9) | (weights == 0)).all()
+    assert abs(zero.double().mean().item() / (weights > 0).double().mean().item() - 0.25) < 0.01
+    assert (draws.mean(0) - weights).abs().max() < 0.06
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_20_decode_in_any_split_is_one_pass(m: Any, masked: bool, device: torch.device) -> None:
+    length = 53
+    q, k, v = qkv(length, device=device)
+    key_mask = some_keys(2, length, device) if masked else None
+    whole = m(q, k, v, is_causal=True, key_mask=key_mask)
+    longest = 5 if isinstance(m, Local) else (m.before + 1) * m.block_size
+    for sizes in ([length], [1] * length, [7, 1, 20, 25], [2, 50, 1], [26, 27]):
+        state, outs, start = None, [], 0
+        for size in sizes:
+            now = slice(start, start + size)
+            seen = None if key_mask is None else key_mask[:, now]
+            out, state = m.decode(q[:, :, now], k[:, :, now], v[:, :, now], (), state, key_mask=seen)
+            outs.append(out)
+            start += size
+            assert state is not None
+            assert state.k.shape[-2] <= longest
+            assert state.k.untyped_storage().nbytes() <= 2 * 2 * longest * 8 * 8
+        same(torch.cat(outs, -2), whole)
+
+
+def test_a_state_can_be_continued_twice(device: torch.device) -> None:
+    q, k, v = qkv(20, device=device)
+    m = Local(window=4)
+    _, state = m.decode(q[:, :, :9], k[:, :, :9], v[:, :, :9])
+    once = m.decode(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], (), state)[0]
+    m.decode(v[:, :, 9:], v[:, :, 9:], v[:, :, 9:], (), state)
+    same(m.decode(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], (), state)[0], once)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_low_precision(m: Any, dtype: torch.dtype, device: torch.device) -> None:
+    exact = qkv(45, device=device)
+    low = [x.to(dtype) for x in exact]
+    out = m(*low, is_causal=True)
+    assert out.dtype == dtype
+    error = (out.double() - m(*[x.double() for x in low], is_causal=True)).abs().max().item()
+    assert error < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_nothing_to_see_gives_zeros_and_extremes_stay_finite(m: Any, is_causal: bool, device: torch.device) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(37, device=device, dtype=torch.float32))
+    key_mask = torch.ones(2, 37, dtype=torch.bool, device=device)
+    key_mask[0], key_mask[1, 3:30] = False, False
+    out = m(100 * q, 100 * k, v, is_causal=is_causal, key_mask=key_mask)
+    assert (out[0] == 0).all()
+    assert (out[1, :, 15] == 0).all()
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert (grads[2][0] == 0).all()
+
+
+def test_settings_are_checked() -> None:
+    for text in ("Local(window=-1)", "Local(window=(1, -2))", "Local(window=(1, 2, 3))", "Local(window=1.5)"):
+        with pytest.raises(ValueError, match="window"):
+            catalogue.parse(text)
+    for setting, value in (("block_size", 0), ("before", -1), ("after", -1)):
+        with pytest.raises(ValueError, match=setting):
+            catalogue.parse(f"BlockLocal({setting}={value})")
+    assert catalogue.parse("Local(window=(3, 0))") == Local(window=(3, 0))
+    assert repr(Local(window=64)) == "Local(window=64)"
+
+
+def test_the_reformers_local_layer(device: torch.device) -> None:
+    """Blocks of 64, one before, none after: what transformers' Reformer calls local_num_chunks_before and _after."""
+    q, k, v = qkv(150, device=device)
+    same(block_local_attention(q, k, v, is_causal=True), block_local_attention(q, k, v, after=0, is_causal=True))
+
+
+class Fixed(nn.Module):
+    def __init__(self, mechanism: Any) -> None:
+        super().__init__()
+        self.bound = Bound(mechanism, Shape(2, 8))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.bound(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("m", [Local(window=5), Local(), BlockLocal()], ids=repr)
+def test_compile_and_export(m: Any, device: torch.device) -> None:
+    module, length = Fixed(m).to(device), torch.export.Dim("length", min=2, max=256)
+    program = torch.export.export(module, qkv(37, device=device), dynamic_shapes=({2: length},) * 3).module()
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
+    for other in (2, 37, 64, 201):
+        inputs = qkv(other, device=device)
+        same(program(*inputs), module(*inputs))
+        same(compiled(*inputs), module(*inputs))

@@ -1,0 +1,225 @@
+"""FNet, gMLP and MLP-Mixer: the identities of mathematics section 13, items 18 and 19."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention import GMLP, Bound, FNet, MLPMixer, Shape, Unsupported
+from fast_attention.functional import fourier_mix, gated_mlp, token_mlp
+from fast_attention.mechanisms.gmlp import spatial_weights
+from fast_attention.mechanisms.mlp_mixer import TokenMLP
+from tests.cases import bind, some_keys
+
+LEARNED: list[Any] = [
+    GMLP(),
+    GMLP(expansion=2, attention_dim=8),
+    GMLP(toeplitz=True),
+    MLPMixer(),
+    MLPMixer(token_hidden=None),
+]
+
+
+def tokens(length: int, width: int = 16, device: Any = "cpu", dtype: Any = torch.float64) -> Tensor:
+    return torch.randn(2, length, width, dtype=dtype).to(device)
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def fourier_matrix(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    place = torch.arange(size, dtype=torch.float64, device=device)
+    angle = -2 * math.pi * place * place[:, None] / size
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 16), (2, 6), (13, 16), (16, 7), (64, 1), (97, 31)])
+def test_fnet_is_two_matrix_products(length: int, width: int, device: torch.device) -> None:
+    """y = Cs X Ch - Ss X Sh, and torch's fft2, for odd and even sizes alike."""
+    x = tokens(length, width, device)
+    (cos_s, sin_s), (cos_h, sin_h) = fourier_matrix(length, device), fourier_matrix(width, device)
+    y = fourier_mix(x)
+    close(y, cos_s @ x @ cos_h - sin_s @ x @ sin_h, 1e-10)
+    close(y, torch.fft.fft2(x).real, 1e-10)
+    close(fourier_mix(x, norm="ortho"), y / math.sqrt(length * width), 1e-10)
+
+
+def test_fnet_twice_is_a_mean_with_the_mirror_image(device: torch.device) -> None:
+    """Re F(Re F x) = (N D / 2)(x[n, h] + x[-n, -h])."""
+    x = tokens(13, 10, device)
+    mirror = x.flip(-2, -1).roll((1, 1), (-2, -1))
+    close(fourier_mix(fourier_mix(x)), 13 * 10 / 2 * (x + mirror), 1e-10)
+    close(fourier_mix(fourier_mix(x, norm="ortho"), norm="ortho"), (x + mirror) / 2, 1e-10)
+
+
+def test_fnet_never_gains_more_than_its_sizes(device: torch.device) -> None:
+    """||y||^2 <= N D ||x||^2, and no gain at all when orthonormal; the bound is met by a constant."""
+    x = tokens(24, 16, device)
+    assert fourier_mix(x).square().sum() <= 24 * 16 * x.square().sum()
+    assert fourier_mix(x, norm="ortho").square().sum() <= x.square().sum()
+    constant = torch.ones_like(x)
+    close(fourier_mix(constant, norm="ortho").square().sum(), constant.square().sum(), 1e-10)
+
+
+def test_fnet_takes_the_real_part_last(device: torch.device) -> None:
+    """Either transform may come first; taking the real part between them is another map."""
+    x = tokens(12, 10, device)
+    close(torch.fft.fft(torch.fft.fft(x, dim=-2), dim=-1).real, fourier_mix(x), 1e-10)
+    between = torch.fft.fft(torch.fft.fft(x, dim=-1).real, dim=-2).real
+    assert (between - fourier_mix(x)).abs().max() > 1
+
+
+def test_fnet_refuses_what_a_transform_cannot_do() -> None:
+    x = tokens(9)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    with pytest.raises(Unsupported, match=r"FNet\(\) does not support is_causal=True"):
+        FNet()(x, is_causal=True)
+    with pytest.raises(Unsupported, match=r"FNet\(\) does not support a key_mask"):
+        FNet()(x, key_mask=mask)
+    with pytest.raises(ValueError, match="norm must be one of 'backward', 'ortho'"):
+        FNet(norm="forward")  # type: ignore[arg-type]
+    padded = torch.cat([x, torch.zeros_like(x[:, :3])], 1)
+    assert (fourier_mix(padded)[:, :9] - fourier_mix(x)).abs().max() > 1, "why: zeros are not nothing"
+
+
+def plain(x: Tensor, w: Any) -> Tensor:
+    """The feed-forward layer that a gMLP with an open gate is."""
+    return F.gelu(x @ w.U + w.U_bias).chunk(2, -1)[0] @ w.V + w.V_bias
+
+
+def test_gmlp_with_an_open_gate_is_a_feed_forward_layer(device: torch.device) -> None:
+    """W = 0, b = 1 gives s(Z) = Z1; as built, W is so near zero that it starts there."""
+    x = tokens(13, device=device)
+    bound = bind(GMLP(), device=device)
+    open_gate = bound.w._replace(W=torch.zeros_like(bound.w.W), b=torch.ones_like(bound.w.b))
+    close(gated_mlp(x, open_gate), plain(x, bound.w))
+    for toeplitz in (False, True):
+        fresh = Bound(GMLP(toeplitz=toeplitz), Shape(2, 8, 32)).to(device, torch.float64)
+        assert (fresh(x) - plain(x, fresh.w)).abs().max() < 1e-2 * plain(x, fresh.w).abs().max()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gmlp_toeplitz_is_the_full_matrix_with_constant_diagonals(is_causal: bool, device: torch.device) -> None:
+    x, bound = tokens(13, device=device), bind(GMLP(toeplitz=True), device=device)
+    full = spatial_weights(bound.w.W, 32)
+    for offset in range(-31, 32):
+        assert torch.unique(full.diagonal(offset)).tolist() == [float(bound.w.W[offset + 31].detach())]
+    close(gated_mlp(x, bound.w._replace(W=full), is_causal=is_causal), bound(x, is_causal=is_causal))
+
+
+def test_gmlp_causal_is_the_lower_triangle(device: torch.device) -> None:
+    x, bound = tokens(13, device=device), bind(GMLP(), device=device)
+    close(bound(x, is_causal=True), gated_mlp(x, bound.w._replace(W=bound.w.W.tril())))
+    assert (bound(x) - bound(x, is_causal=True)).abs().max() > 1e-2
+
+
+def test_amlp_adds_attention_to_the_gate(device: torch.device) -> None:
+    """With no output it is the gMLP; with W = 0 and b = 0 the attention alone is the gate."""
+    x, bound = tokens(13, device=device), bind(GMLP(attention_dim=8), device=device)
+    w = bound.w
+    silent = w._replace(tiny=w.tiny._replace(O=torch.zeros_like(w.tiny.O)))
+    close(gated_mlp(x, silent), gated_mlp(x, w._replace(tiny=None)))
+    q, k, v = (x @ w.tiny.QKV).chunk(3, -1)
+    gate = F.scaled_dot_product_attention(q, k, v, is_causal=True) @ w.tiny.O
+    alone = w._replace(W=torch.zeros_like(w.W), b=torch.zeros_like(w.b))
+    expected = F.gelu(x @ w.U + w.U_bias).chunk(2, -1)[0] * gate @ w.V + w.V_bias
+    close(gated_mlp(x, alone, is_causal=True), expected)
+
+
+def test_mixer_in_its_linear_range_is_a_matrix(device: torch.device) -> None:
+    """Far up, gelu is the identity: W2 W1 = A mixes by A, causally with triangles."""
+    x, far = tokens(7, device=device), 1e3
+    W1, W2 = torch.randn(2, 7, 7, dtype=x.dtype, device=device)
+    b1 = torch.full((7,), far, dtype=x.dtype, device=device)
+    close(token_mlp(x, TokenMLP(W1, b1, W2, -W2 @ b1)), W2 @ W1 @ x, 1e-9)
+    W1, W2 = W1.tril(), W2.tril()
+    w = TokenMLP(W1, b1, W2, -W2 @ b1)
+    close(token_mlp(x, w, is_causal=True), (W2 @ W1).tril() @ x, 1e-9)
+    close(token_mlp(x, w), (W2 @ W1).tril() @ x, 1e-9)
+
+
+def test_mixer_shares_its_weights_over_channels(device: torch.device) -> None:
+    x, bound = tokens(13, device=device), bind(MLPMixer(token_hidden=5), device=device)
+    order = torch.randperm(16)
+    close(bound(x[..., order]), bound(x)[..., order])
+
+
+def test_mixer_is_causal_only_with_a_unit_for_every_token(device: torch.device) -> None:
+    x = tokens(13, device=device)
+    assert not MLPMixer(token_hidden=64).traits.causal
+    with pytest.raises(Unsupported, match=r"traits\.causal"):
+        bind(MLPMixer(token_hidden=64), device=device)(x, is_causal=True)
+    bound = bind(MLPMixer(token_hidden=None), device=device)
+    reach = torch.autograd.functional.jacobian(lambda y: bound(y, is_causal=True).sum((0, 2)), x).abs().sum((1, 3))
+    assert bool(((reach > 0) == torch.ones(13, 13, device=device).tril().bool()).all())
+
+
+@pytest.mark.parametrize("mechanism", LEARNED, ids=repr)
+def test_padding_is_a_shorter_sequence(mechanism: Any, device: torch.device) -> None:
+    """For every visible token, whatever the masked ones hold; also with holes, and causally."""
+    bound, x = bind(mechanism, device=device), tokens(19, device=device)
+    for is_causal in [False] + [True] * mechanism.traits.causal:
+        mask = (torch.arange(19, device=device) < 11).expand(2, -1)
+        loud = x.masked_fill(~mask[..., None], 1e30)
+        close(bound(loud, key_mask=mask, is_causal=is_causal)[:, :11], bound(x[:, :11], is_causal=is_causal), 1e-10)
+        holes = some_keys(2, 19, device)
+        loud = x.masked_fill(~holes[..., None], -1e30).requires_grad_()
+        out = bound(loud, key_mask=holes, is_causal=is_causal)
+        close(out[holes], bound(x, key_mask=holes, is_causal=is_causal)[holes], 1e-10)
+        (grad,) = torch.autograd.grad(out.square().sum(), loud)
+        assert bool((grad[~holes] == 0).all())
+
+
+@pytest.mark.parametrize("mechanism", LEARNED, ids=repr)
+def test_shorter_sequences_use_the_corner_of_the_weights(mechanism: Any, device: torch.device) -> None:
+    long, x = bind(mechanism, max_len=24, device=device), tokens(24, device=device)
+    if mechanism.traits.causal:
+        close(long(x, is_causal=True)[:, :13], long(x[:, :13], is_causal=True))
+    with pytest.raises(ValueError, match="max_len=24 tokens and got 25"):
+        long(tokens(25, device=device))
+
+
+@pytest.mark.parametrize("mechanism", [FNet(), *LEARNED], ids=repr)
+def test_low_precision_and_extremes(mechanism: Any, device: torch.device) -> None:
+    bound = bind(mechanism, max_len=128, device=device)
+    for is_causal in [False] + [True] * mechanism.traits.causal:
+        for dtype in (torch.bfloat16, torch.float16):
+            x = tokens(97, device=device, dtype=dtype)
+            high = bound.to(torch.float64)(x.double(), is_causal=is_causal)
+            low = bound.to(torch.float32)(x, is_causal=is_causal)
+            assert low.dtype == dtype
+            assert (low.double() - high).abs().max() < 1e-2 * high.abs().max()
+        for scale in (1e4, 0.0):
+            x = (scale * tokens(97, device=device, dtype=torch.float32)).requires_grad_()
+            out = bound(x, is_causal=is_causal)
+            (grad,) = torch.autograd.grad(out.sum(), x)
+            assert bool(out.isfinite().all())
+            assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("mechanism", [FNet(), *LEARNED], ids=repr)
+def test_compiles_for_any_length(mechanism: Any) -> None:
+    torch.compiler.reset()
+    bound = bind(mechanism)
+    run: Any = torch.compile(bound, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 9, 31):
+        x = tokens(length)
+        kwargs: Any = {"key_mask": some_keys(2, length)} if mechanism.traits.padding else {}
+        close(run(x, **kwargs), bound(x, **kwargs))
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="expansion must be at least 1"):
+        GMLP(expansion=0)
+    with pytest.raises(ValueError, match="attention_dim must be at least 0"):
+        GMLP(attention_dim=-1)
+    with pytest.raises(ValueError, match="token_hidden must be at least 1"):
+        MLPMixer(token_hidden=0)
+    with pytest.raises(Unsupported, match="does not support decoding"):
+        bind(GMLP()).decode(*(torch.randn(1, 1, 2, 16),) * 3)

@@ -1,0 +1,180 @@
+"""Softmax and ReLU attention: the identities of mathematics section 13, items 1 to 3, and what masks do to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import Attention, ReLUAttention, Softmax, catalogue
+from fast_attention.functional import relu_attention, softmax_attention
+from tests.cases import qkv, some_keys
+
+RELUS = [
+    "ReLUAttention()",
+    "ReLUAttention(norm='length')",
+    "ReLUAttention(norm='none', power=2)",
+    "ReLUAttention(eps=0.0)",
+]
+ALL = ["Softmax()", *RELUS]
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def named(text: str) -> Any:
+    mechanism = catalogue.parse(text)
+    assert isinstance(mechanism, Attention)
+    return mechanism
+
+
+def test_softmax_does_not_change_where_scores_shift(device: torch.device) -> None:
+    """Item 1: a constant on a row of scores, K + 1 u^T, a joint permutation of keys and values."""
+    q, k, v = qkv(9, 13, device=device)
+    out = softmax_attention(q, k, v)
+    close(softmax_attention(q, k, v, attn_mask=torch.randn(9, 1, device=device).expand(9, 13)), out)
+    close(softmax_attention(q, k + torch.randn(8, dtype=k.dtype, device=device), v), out)
+    order = torch.randperm(13)
+    close(softmax_attention(q, k[:, :, order], v[:, :, order]), out)
+
+
+def test_softmax_stays_in_the_convex_hull_of_the_values(device: torch.device) -> None:
+    q, k, v = qkv(9, 13, device=device, scale=3.0)
+    out = softmax_attention(q, k, v)
+    assert bool((out <= v.amax(-2, keepdim=True) + 1e-12).all())
+    assert bool((out >= v.amin(-2, keepdim=True) - 1e-12).all())
+
+
+def test_the_lectures_column_form_is_the_row_form_with_scale_one(device: torch.device) -> None:
+    """Item 2: tokens as columns, A = K^T Q, softmax over each column, O = V A' (Young and Shen 2024, section 2)."""
+    q, k, v = qkv(7, device=device)
+    Q, K, V = q.mT, k.mT, v.mT
+    A = (K.mT @ Q).softmax(-2)
+    close((V @ A).mT, Softmax(scale=1.0)(q, k, v))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_relu_does_not_change_with_the_length_of_a_query(power: Any, device: torch.device) -> None:
+    """Item 3, first half: q -> c q leaves the sum-normalised form alone when eps = 0."""
+    q, k, v = qkv(9, 13, device=device)
+    for factor in (1e-3, 7.0, 1e3):
+        close(relu_attention(factor * q, k, v, power=power, eps=0.0), relu_attention(q, k, v, power=power, eps=0.0))
+    assert (relu_attention(7 * q, k, v, norm="none") - relu_attention(q, k, v, norm="none")).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("text", RELUS)
+def test_relu_without_a_positive_score_gives_zeros(text: str, device: torch.device) -> None:
+    """Item 3, second half, with finite gradients."""
+    q, k, v = (x.abs().requires_grad_() for x in qkv(5, 7, device=device))
+    out = named(text)(-q, k, v)
+    assert torch.equal(out, torch.zeros_like(out))
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+
+
+def test_relu_rows_are_weights_and_mostly_nothing(device: torch.device) -> None:
+    q, k, _ = qkv(64, device=device)
+    eye = torch.eye(64, dtype=q.dtype, device=device).expand(2, 2, 64, 64)
+    matrix = ReLUAttention(eps=0.0)(q, k, eye)
+    close(matrix.sum(-1), torch.ones_like(matrix[..., 0]))
+    assert bool((matrix >= 0).all())
+    assert 0.4 < (matrix == 0).double().mean() < 0.6
+
+
+def test_relu_length_counts_the_keys_that_may_be_seen(device: torch.device) -> None:
+    q, k, v = qkv(13, device=device)
+    sums = relu_attention(q, k, v, norm="none", is_causal=True)
+    counts = torch.arange(1, 14, dtype=v.dtype, device=device)[:, None]
+    close(relu_attention(q, k, v, norm="length", is_causal=True), sums / counts)
+    mask = some_keys(2, 13, device)[:, None]
+    sums = relu_attention(q, k, v, norm="none", key_mask=mask)
+    close(relu_attention(q, k, v, norm="length", key_mask=mask), sums / mask.sum(-1)[..., None, None])
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_masks_remove_and_biases_add(text: str, device: torch.device) -> None:
+    """A boolean mask, -inf, and a key mask remove alike; a finite bias is added to the scores."""
+    mechanism, (q, k, v) = named(text), qkv(6, 11, device=device)
+    keep = some_keys(1, 11, device)[0]
+    removed = mechanism(q, k, v, attn_mask=keep.expand(6, 11))
+    close(mechanism(q, k, v, attn_mask=torch.zeros(6, 11, device=device).masked_fill(~keep, float("-inf"))), removed)
+    close(mechanism(q, k, v, key_mask=keep.expand(2, 11)), removed)
+    bias = torch.randn(2, 1, 6, 11, dtype=q.dtype, device=device)
+    scores = q @ k.mT / 8**0.5 + bias
+    if text == "Softmax()":
+        close(mechanism(q, k, v, attn_mask=bias), scores.softmax(-1) @ v)
+    else:
+        weights = scores.relu() ** mechanism.power
+        norm = {"sum": weights.sum(-1, keepdim=True) + mechanism.eps, "length": 11, "none": 1}[mechanism.norm]
+        close(mechanism(q, k, v, attn_mask=bias), weights / norm @ v)
+    both = mechanism(q, k, v, attn_mask=keep.expand(6, 11), is_causal=True)
+    close(both, mechanism(q, k, v, key_mask=keep.expand(2, 11), is_causal=True))
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_dropout_keeps_the_mean(text: str, device: torch.device) -> None:
+    mechanism, (q, k, v) = named(text), qkv(8, 16, device=device)
+    out = mechanism(q, k, v)
+    drawn = torch.stack([mechanism(q, k, v, dropout=0.3) for _ in range(600)])
+    assert not torch.equal(drawn[0], drawn[1])
+    error = (drawn.mean(0) - out).abs() / (drawn.std(0) / 600**0.5 + 1e-12)
+    assert error.mean() < 1.2, "mean of |z| is 0.8 where the mean is kept"
+
+
+@pytest.mark.parametrize("text", ALL)
+@pytest.mark.parametrize("masked", [False, True])
+def test_decode_in_any_split_is_one_pass(text: str, masked: bool, device: torch.device) -> None:
+    mechanism, (q, k, v) = named(text), qkv(19, device=device)
+    mask = some_keys(2, 19, device) if masked else None
+    whole = mechanism(q, k, v, is_causal=True, key_mask=mask)
+    for sizes in ([1] * 19, [7, 1, 11], [19]):
+        state, parts = None, []
+        for at, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
+            now = slice(at, at + size)
+            seen = None if mask is None else mask[:, now]
+            part, state = mechanism.decode(q[:, :, now], k[:, :, now], v[:, :, now], (), state, key_mask=seen)
+            parts.append(part)
+        close(torch.cat(parts, -2), whole)
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_low_precision_is_computed_in_high(text: str, device: torch.device) -> None:
+    q, k, v = (x.bfloat16() for x in qkv(67, device=device))
+    for is_causal in (False, True):
+        low = named(text)(q, k, v, is_causal=is_causal)
+        high = named(text)(q.double(), k.double(), v.double(), is_causal=is_causal)
+        assert low.dtype == torch.bfloat16
+        assert (low.double() - high).abs().max() < 2e-2 * high.abs().max()
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_extreme_logits_and_empty_rows_are_finite(text: str, device: torch.device) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(33, device=device, dtype=torch.float32))
+    mask = torch.ones(2, 33, dtype=torch.bool, device=device)
+    mask[0], mask[1, :4] = False, False
+    for is_causal in (False, True):
+        out = named(text)(100 * q, 100 * k, v, is_causal=is_causal, key_mask=mask)
+        assert torch.equal(out[0], torch.zeros_like(out[0]))
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert all(bool(x.isfinite().all()) for x in (out, *grads))
+
+
+@pytest.mark.parametrize("text", ["ReLUAttention()", "ReLUAttention(norm='length', power=2)"])
+def test_compiles_for_any_length(text: str) -> None:
+    torch.compiler.reset()
+    run: Any = torch.compile(named(text).__call__, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 9, 31):
+        q, k, v = qkv(length)
+        mask = some_keys(2, length)
+        close(run(q, k, v, is_causal=True, key_mask=mask), named(text)(q, k, v, is_causal=True, key_mask=mask))
+
+
+@pytest.mark.parametrize("settings", [{"norm": "mean"}, {"power": 3}, {"eps": -1.0}])
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"ReLUAttention\({next(iter(settings))}="):
+        ReLUAttention(**settings)

@@ -1,0 +1,209 @@
+"""Synthesizers: what their scores are (mathematics section 13, item 16), and masks, slices and decoding of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import (
+    DenseSynthesizer,
+    DotProduct,
+    FactorizedDenseSynthesizer,
+    FactorizedRandomSynthesizer,
+    MixtureSynthesizer,
+    RandomSynthesizer,
+    Shape,
+    Softmax,
+    Unsupported,
+)
+from fast_attention.functional import softmax_attention, synthesizer_attention
+from tests.cases import bind, qkv, some_keys
+
+DENSE = [DenseSynthesizer(), FactorizedDenseSynthesizer(), FactorizedDenseSynthesizer(factor=5)]
+RANDOM = [RandomSynthesizer(), RandomSynthesizer(trainable=False), FactorizedRandomSynthesizer()]
+MIXTURES = [MixtureSynthesizer(), MixtureSynthesizer(components=(DenseSynthesizer(), FactorizedRandomSynthesizer()))]
+ALL: list[Any] = [*DENSE, *RANDOM, *MIXTURES]
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def eye(size: int, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=torch.float64, device=device).expand(2, 2, size, size)
+
+
+def test_random_mixes_by_one_row_stochastic_matrix(device: torch.device) -> None:
+    """The same for every input: softmax(R), or softmax(R1 R2^T)."""
+    q, k, v = qkv(13, device=device)
+    for mechanism in RANDOM:
+        bound = bind(mechanism, device=device)
+        R = bound.w.R if isinstance(mechanism, RandomSynthesizer) else bound.w.R1 @ bound.w.R2.mT
+        matrix = R[:, :13, :13].softmax(-1)
+        close(bound(q, k, v), matrix @ v)
+        close(bound(-q, 9 * k, v), matrix @ v)
+        close(bound(q, k, eye(13, device)).sum(-1), torch.ones(2, 2, 13, dtype=v.dtype, device=device))
+
+
+def test_a_random_synthesizer_can_be_any_mixing_matrix(device: torch.device) -> None:
+    """R = log A gives A, for any row-stochastic A: a linear MLP-Mixer with W2 W1 = A."""
+    v = qkv(7, device=device)[2]
+    W1, W2 = torch.rand(2, 5, 7, dtype=v.dtype, device=device), torch.rand(2, 7, 5, dtype=v.dtype, device=device)
+    A = W2 @ W1
+    A = A / A.sum(-1, keepdim=True)
+    close(synthesizer_attention(v, A.log()), A @ v)
+
+
+def test_dense_without_its_first_layer_has_one_row_for_all(device: torch.device) -> None:
+    q, k, _ = qkv(11, device=device)
+    bound = bind(DenseSynthesizer(), device=device)
+    matrix = bound(-q.abs(), k, eye(11, device))
+    close(matrix, bound.w.b[:, None, :11].softmax(-1).expand(2, 2, 11, 11))
+    moved = bound(q, 5 * k, eye(11, device))
+    close(moved, bound(q, k, eye(11, device)))
+    assert (moved[..., 0, :] - moved[..., 1, :]).abs().max() > 1e-2, "rows are a token's own"
+
+
+def test_factorised_dense_indexes_an_outer_product(device: torch.device) -> None:
+    """Key j = ja b + jb has score A_ja B_jb, in the repeat and tile form of the paper too."""
+    q, k, _ = qkv(29, device=device)
+    bound = bind(FactorizedDenseSynthesizer(factor=4), max_len=30, device=device)
+    A, B = ((q.relu() @ layer.W + layer.b[:, None]) for layer in bound.w)
+    assert (A.shape[-1], B.shape[-1]) == (4, 8)
+    scores = A.repeat_interleave(8, -1) * B.repeat(1, 1, 1, 4)
+    close(bound(q, k, eye(29, device)), scores[..., :29].softmax(-1))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_mixture_with_one_share_is_its_component(which: int, device: torch.device) -> None:
+    parts = (DenseSynthesizer(), RandomSynthesizer(), DotProduct())
+    mixture, (q, k, v) = bind(MixtureSynthesizer(components=parts), device=device), qkv(9, device=device)
+    with torch.no_grad():
+        mixture.w.alpha.fill_(-1e4)[:, which] = 0.0
+    alone: Any = Softmax() if which == 2 else parts[which]
+    close(mixture(q, k, v), alone(q, k, v, mixture.w.parts[which]))
+    close(mixture(q, k, v, is_causal=True), alone(q, k, v, mixture.w.parts[which], is_causal=True))
+
+
+def test_a_mixture_takes_the_traits_of_its_components() -> None:
+    plain = MixtureSynthesizer(components=(DotProduct(),))
+    assert (plain.traits.reads, plain.traits.bounded, plain.traits.cross) == ("qkv", False, True)
+    assert MixtureSynthesizer(components=(RandomSynthesizer(), FactorizedRandomSynthesizer())).traits.reads == "v"
+    dense = MixtureSynthesizer(components=(DenseSynthesizer(), RandomSynthesizer(trainable=False))).traits
+    assert (dense.reads, dense.cross, dense.random, dense.bounded) == ("qv", False, True, True)
+    q, k, v = qkv(7)
+    close(plain(q, k, v, plain.weights(Shape(2, 8))), softmax_attention(q, k, v))
+    for bad in ((), (Softmax(),)):
+        with pytest.raises(ValueError, match="components must be one or more Synthesizers and DotProduct"):
+            MixtureSynthesizer(components=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=repr)
+def test_shorter_sequences_use_the_corner_of_the_weights(mechanism: Any, device: torch.device) -> None:
+    """Cutting the weights to the length changes nothing; excess length is refused."""
+    bound, (q, k, v) = bind(mechanism, max_len=20, device=device), qkv(13, device=device)
+    padded = [torch.cat([x, torch.randn_like(x[:, :, :7])], -2) for x in (q, k, v)]
+    close(bound(*padded, is_causal=True)[:, :, :13], bound(q, k, v, is_causal=True))
+    mask = (torch.arange(20, device=device) < 13).expand(2, -1)
+    close(bound(*padded, key_mask=mask)[:, :, :13], bound(q, k, v))
+    with pytest.raises(ValueError, match="max_len="):
+        bound(*qkv(31, device=device))
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=repr)
+def test_masks_and_biases(mechanism: Any, device: torch.device) -> None:
+    bound, (q, k, v) = bind(mechanism, device=device), qkv(11, device=device)
+    matrix, keep = bound(q, k, eye(11, device)), some_keys(1, 11, device)[0]
+    left = matrix * keep
+    left = left / left.sum(-1, keepdim=True)
+    close(bound(q, k, v, attn_mask=keep.expand(11, 11)), left @ v)
+    close(bound(q, k, v, attn_mask=torch.zeros(11, 11, device=device).masked_fill(~keep, float("-inf"))), left @ v)
+    close(bound(q, k, v, key_mask=keep.expand(2, 11)), left @ v)
+    bias = torch.randn(2, 1, 11, 11, dtype=v.dtype, device=device)
+    close(bound(q, k, v, attn_mask=bias), (matrix.log() + bias).softmax(-1) @ v)
+    drawn = bound(q, k, v, dropout=0.5)
+    assert not torch.equal(drawn[0], bound(q, k, v)[0])
+    twice = bound(*(x[:1].expand(2, -1, -1, -1) for x in (q, k, v)), dropout=0.5)
+    assert not torch.equal(twice[0], twice[1]), "every sequence drops its own"
+
+
+def test_random_crosses_and_dense_refuses(device: torch.device) -> None:
+    q, k, v = qkv(5, 9, device=device)
+    for mechanism in RANDOM:
+        bound = bind(mechanism, device=device)
+        R = bound.w.R if isinstance(mechanism, RandomSynthesizer) else bound.w.R1 @ bound.w.R2.mT
+        close(bound(q, k, v), R[:, :5, :9].softmax(-1) @ v)
+    with pytest.raises(Unsupported, match=r"traits\.cross"):
+        bind(DenseSynthesizer(), device=device)(q, k, v)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mechanism", ALL, ids=repr)
+def test_decode_in_any_split_is_one_pass(mechanism: Any, masked: bool, device: torch.device) -> None:
+    bound, (q, k, v) = bind(mechanism, device=device), qkv(19, device=device)
+    mask = some_keys(2, 19, device) if masked else None
+    whole = bound(q, k, v, is_causal=True, key_mask=mask)
+    for sizes in ([1] * 19, [3, 4, 1, 11], [18, 1]):
+        state, parts = None, []
+        for at, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
+            now = slice(at, at + size)
+            seen = None if mask is None else mask[:, now]
+            part, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
+            parts.append(part)
+        close(torch.cat(parts, -2), whole)
+
+
+def test_decoding_keeps_only_what_is_read(device: torch.device) -> None:
+    q, k, v = qkv(5, device=device)
+    for mechanism in ALL:
+        state = bind(mechanism, device=device).decode(q, k, v)[1]
+        assert state.k.shape[-1] == (8 if mechanism.traits.reads == "qkv" else 0)
+
+
+def test_weights_start_where_scores_have_order_one() -> None:
+    shape = Shape(4, 64, 200)
+    assert abs(float(RandomSynthesizer().weights(shape).R.detach().var()) - 1) < 0.02
+    R1, R2 = (x.detach() for x in FactorizedRandomSynthesizer().weights(shape))
+    assert abs(float((R1 @ R2.mT).var()) - 1) < 0.2
+    layer = DenseSynthesizer().weights(shape)
+    assert abs(float((torch.randn(4, 100, 64).relu() @ layer.W.detach()).var()) - 0.5) < 0.1
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=repr)
+def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.device) -> None:
+    bound = bind(mechanism, max_len=128, device=device)
+    mask = some_keys(2, 97, device)
+    mask[1] = False
+    for is_causal in (False, True):
+        q, k, v = (x.bfloat16() for x in qkv(97, device=device))
+        high = bound.to(torch.float64)(q.double(), k.double(), v.double(), is_causal=is_causal)
+        low = bound.to(torch.float32)(q, k, v, is_causal=is_causal)
+        assert low.dtype == torch.bfloat16
+        assert (low.double() - high).abs().max() < 1e-2 * high.abs().max()
+        q, k, v = (x.requires_grad_() for x in qkv(97, device=device, dtype=torch.float32))
+        out = bound(1e4 * q, 100 * k, v, key_mask=mask, is_causal=is_causal)
+        assert torch.equal(out[1], torch.zeros_like(out[1]))
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v, *bound.parameters()), allow_unused=True)
+        assert all(bool(x.isfinite().all()) for x in (out, *grads) if x is not None)
+
+
+@pytest.mark.parametrize("mechanism", [*DENSE[:2], RANDOM[0], MIXTURES[0]], ids=repr)
+def test_compiles_for_any_length(mechanism: Any) -> None:
+    torch.compiler.reset()
+    bound = bind(mechanism)
+    run: Any = torch.compile(bound, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 9, 31):
+        q, k, v = qkv(length)
+        mask = some_keys(2, length)
+        kwargs: Any = {"key_mask": mask, "is_causal": True}
+        close(run(q, k, v, **kwargs), bound(q, k, v, **kwargs))
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="factor must be at least 1"):
+        FactorizedDenseSynthesizer(factor=0)
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        FactorizedRandomSynthesizer(rank=0)
