@@ -100,7 +100,12 @@ def test_seeded_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     path.write_text(text.replace(fault.old, fault.new))
     arguments = [part.strip("'") for part in fault.tests.split(" ", 2)]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "src"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     environment.pop("PYTEST_XDIST_WORKER", None)
     run = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 1, f"not found by {fault.tests}:\n{run.stdout[-2000:]}{run.stderr[-500:]}"

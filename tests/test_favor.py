@@ -347,7 +347,7 @@ def test_refused_settings(text: str, match: str) -> None:
 
 def test_compile_and_export() -> None:
     bound = bind("FavorPlus(num_features=16)", dtype=torch.float32)
-    compiled = torch.compile(bound, fullgraph=True, backend="eager", dynamic=True)
+    compiled = torch.compile(bound, fullgraph=True, backend="eager")
     length, example = torch.export.Dim("length", min=2, max=100_000), qkv(13, dtype=torch.float32)
     shapes = {"inputs": ({2: length},) * 3, "is_causal": None}
     program = torch.export.export(bound, example, {"is_causal": True}, dynamic_shapes=shapes).module()

@@ -1,19 +1,40 @@
-"""fast-attention: every fast attention mechanism, as a value you can trust, swap in and choose with open eyes."""
+"""fast-attention: every fast attention mechanism, as a value you can trust, swap in and choose with open eyes.
+
+This file is the page of contents. Start with ``attention(q, k, v, "LinearAttention")`` on tensors, ``MultiheadAttention``
+or ``TokenMixer`` in a model, ``catalogue.names()`` for what there is, ``conformance.check`` for what it keeps.
+"""
+# ruff: noqa: I001
 
 __version__ = "0.1.0"
 
-from fast_attention import catalogue as catalogue
-from fast_attention import functional as functional
+from fast_attention.mechanism import Attention as Attention, Mixer as Mixer
+from fast_attention.mechanism import Shape as Shape, Traits as Traits, Unsupported as Unsupported
+
+from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUAttention
+from fast_attention.mechanisms import LogAttention as LogAttention, Manhattan as Manhattan
+from fast_attention.mechanisms import PositiveSoftplus as PositiveSoftplus, PositiveExp as PositiveExp
+from fast_attention.mechanisms import PositiveElu as PositiveElu, PositiveRelu as PositiveRelu
+from fast_attention.mechanisms import LinearAttention as LinearAttention, Favor as Favor, FavorPlus as FavorPlus
+from fast_attention.mechanisms import Linformer as Linformer, LearnedProjection as LearnedProjection
+from fast_attention.mechanisms import MeanPool as MeanPool, MaxPool as MaxPool, Convolution as Convolution
+from fast_attention.mechanisms import Local as Local, BlockLocal as BlockLocal, BigBird as BigBird, LSH as LSH
+from fast_attention.mechanisms import Sinkhorn as Sinkhorn, SortCut as SortCut
+from fast_attention.mechanisms import DenseSynthesizer as DenseSynthesizer, RandomSynthesizer as RandomSynthesizer
+from fast_attention.mechanisms import FactorizedDenseSynthesizer as FactorizedDenseSynthesizer
+from fast_attention.mechanisms import FactorizedRandomSynthesizer as FactorizedRandomSynthesizer
+from fast_attention.mechanisms import MixtureSynthesizer as MixtureSynthesizer, DotProduct as DotProduct
+from fast_attention.mechanisms import AFTFull as AFTFull, AFTLocal as AFTLocal
+from fast_attention.mechanisms import AFTSimple as AFTSimple, AFTConv as AFTConv
+from fast_attention.mechanisms import FNet as FNet, GMLP as GMLP, MLPMixer as MLPMixer
+from fast_attention.ops import features as features
+
+from fast_attention import catalogue as catalogue, functional as functional
 from fast_attention.functional import attention as attention
-from fast_attention.mechanism import Attention as Attention
-from fast_attention.mechanism import Mixer as Mixer
-from fast_attention.mechanism import Shape as Shape
-from fast_attention.mechanism import Traits as Traits
-from fast_attention.mechanism import Unsupported as Unsupported
-from fast_attention.mechanisms import *  # noqa: F403
+
 from fast_attention.nn.bound import Bound as Bound
-from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForward
 from fast_attention.nn.multihead import MultiheadAttention as MultiheadAttention
-from fast_attention.nn.reversible import Reversible as Reversible
-from fast_attention.nn.reversible import ReversibleSequence as ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer as TokenMixer
+from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForward
+from fast_attention.nn.reversible import Reversible as Reversible, ReversibleSequence as ReversibleSequence
+
+from fast_attention import conformance as conformance

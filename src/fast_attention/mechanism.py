@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from fast_attention.ops import masks
 from fast_attention.ops.value import Value
 
 W = TypeVar("W")
@@ -228,8 +229,7 @@ class Attention(Mechanism[W, S]):
                 raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: give all three the same dtype")
         if k.shape[-2] != v.shape[-2]:
             raise ValueError(f"k has {k.shape[-2]} tokens and v has {v.shape[-2]}: every key needs its value")
-        traits = self.traits
-        if q.shape[-1] != k.shape[-1] and traits.reads == "qkv":
+        if (traits := self.traits).reads == "qkv" and q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q has width {q.shape[-1]} and k has width {k.shape[-1]}: they must be equal")
         if q.shape[-2] != k.shape[-2] and not traits.cross:
             raise self.refuse(f"cross attention ({q.shape[-2]} queries, {k.shape[-2]} keys)", "cross")
@@ -238,7 +238,7 @@ class Attention(Mechanism[W, S]):
         if key_mask is not None:
             if not traits.padding:
                 raise self.refuse("a key_mask", "padding")
-            check_key_mask(key_mask, tuple(q.shape[:-3]), k.shape[-2])
+            masks.check(key_mask, tuple(q.shape[:-3]), k.shape[-2])
 
 
 class MaskedAttention(Attention[W, S]):
@@ -296,17 +296,6 @@ class Mixer(Mechanism[W, S]):
         if key_mask is not None:
             if not self.traits.padding:
                 raise self.refuse("a key_mask", "padding")
-            check_key_mask(key_mask, tuple(x.shape[:-2]), x.shape[-2])
+            masks.check(key_mask, tuple(x.shape[:-2]), x.shape[-2])
         self._check_weights(w)
         return self.mix(x, w, is_causal=is_causal, key_mask=key_mask)  # type: ignore[arg-type]
-
-
-def check_key_mask(key_mask: Tensor, batch: tuple[int, ...], keys: int) -> None:
-    """Raise a ``ValueError`` unless ``key_mask`` is boolean and broadcasts to (*batch, keys)."""
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be boolean (True = may be seen); got {key_mask.dtype}")
-    shape = tuple(key_mask.shape)
-    fits = 0 < len(shape) <= len(batch) + 1 and shape[-1] == keys  # no tuples: a traced size is in none
-    fits = fits and all(a == 1 or a == b for a, b in zip(reversed(shape[:-1]), reversed(batch), strict=False))
-    if not fits:
-        raise ValueError(f"key_mask has shape {shape}; it must be {(*batch, keys)}: one flag per key, no head axis")

@@ -44,3 +44,14 @@ def merge(attn_mask: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     if attn_mask.dtype == torch.bool:
         return attn_mask & mask
     return attn_mask.to(dtype).masked_fill(~mask, float("-inf"))
+
+
+def check(key_mask: Tensor, batch: tuple[int, ...], keys: int) -> None:
+    """Raise a ``ValueError`` unless ``key_mask`` is boolean and broadcasts to (*batch, keys)."""
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean (True = may be seen); got {key_mask.dtype}")
+    shape = tuple(key_mask.shape)
+    fits = 0 < len(shape) <= len(batch) + 1 and shape[-1] == keys  # no tuples: a traced size is in none
+    fits = fits and all(a == 1 or a == b for a, b in zip(reversed(shape[:-1]), reversed(batch), strict=False))
+    if not fits:
+        raise ValueError(f"key_mask has shape {shape}; it must be {(*batch, keys)}: one flag per key, no head axis")
