@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fast_attention import Bound, Mixer, Shape, catalogue
 from fast_attention.lab import capture, compare, corpus, measure, pictures, race, report, tables, verdicts
-from fast_attention.lab.accuracy import accuracy, relative_rms, typical_head
+from fast_attention.lab.accuracy import Scene, measurable, one, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
@@ -128,7 +128,7 @@ def test_minilm_reads_the_shipped_text_and_proteins() -> None:
     layers, _ = source.layers(64)
     assert (source.heads, source.head_dim, source.context, len(layers)) == (12, 32, 512, 6)
     assert 6 < layers[2].q.norm(dim=-1).mean() < 11  # trained weights: random ones give 0.1
-    found = accuracy(catalogue.parse("Local(window=64)"), layers, setting(12, 32), matrix=False)
+    found = Scene(layers, setting(12, 32)).error(catalogue.parse("Local(window=64)"), matrix=False)
     assert max(max(row) for row in found.output) < 1e-4, "a window as wide as the text is exact"
     source.corpus = corpus.read(fasta="sample")
     assert source.layers(64)[1] == "the first 64 tokens of sp|Q99ZW2|CAS9_STRP1"
@@ -143,10 +143,10 @@ def test_error_is_relative_rms_head_by_head(device: torch.device) -> None:
     truth = torch.randn(1, 3, 5, 4)
     wrong = truth.clone()
     wrong[0, 1] *= 1.5
-    torch.testing.assert_close(torch.tensor(relative_rms(wrong, truth)), torch.tensor([0.0, 0.5, 0.0]))
+    torch.testing.assert_close(torch.tensor(relative_rms(wrong, truth)), torch.tensor([[0.0, 0.5, 0.0]]))
     layers, _ = Gaussian(4, 16).layers(24)
     mechanism = catalogue.parse("FavorPlus(num_features=64)")
-    found = accuracy(mechanism, layers, setting(head_dim=16, device=device), matrix=True)
+    found = Scene(layers, setting(head_dim=16, device=device)).error(mechanism, matrix=True)
     torch.manual_seed(0)
     bound = Bound(mechanism, Shape(4, 16, 24)).to(device)
     q, k, v = (x.to(device) for x in layers[1][1:4])
@@ -157,21 +157,31 @@ def test_error_is_relative_rms_head_by_head(device: torch.device) -> None:
     assert [len(row) for row in found.matrix] == [4, 4, 4]
     medians = [sorted(row)[2] for row in found.output]
     assert medians[0] < medians[1] < medians[2], "larger logits are harder"
-    exact_window = accuracy(catalogue.parse("Local(window=24)"), layers, setting(head_dim=16), matrix=True)
+    exact_window = Scene(layers, setting(head_dim=16)).error(catalogue.parse("Local(window=24)"), matrix=True)
     assert max(max(row) for row in [*exact_window.output, *(exact_window.matrix or [])]) < 1e-5
 
 
 def test_causal_error_is_against_causal_attention() -> None:
     layers, _ = Gaussian(2, 16).layers(24)
-    found = accuracy(catalogue.parse("Local(window=24)"), layers, setting(2, 16, is_causal=True), matrix=True)
+    found = Scene(layers, setting(2, 16, is_causal=True)).error(catalogue.parse("Local(window=24)"), matrix=True)
     assert max(max(row) for row in [*found.output, *(found.matrix or [])]) < 1e-5
-    bidirectional = accuracy(catalogue.parse("BigBird()"), layers, setting(2, 16), matrix=False)
-    assert not bidirectional.note
 
 
 def test_the_typical_head_is_neither_sharp_nor_flat() -> None:
     layers, _ = Gaussian(1, 32).layers(32)
-    assert typical_head(layers, setting(1, 32)) == (1, 0)
+    assert Scene(layers, setting(1, 32)).typical_head() == (1, 0)
+
+
+def test_layers_of_different_shapes_stay_apart_and_in_order() -> None:
+    layers = [Gaussian(2, 16, seed=1).layers(8)[0][0], *Gaussian(4, 8).layers(8)[0]]
+    scene = Scene(layers, setting())
+    assert [len(batch[0]) for batch in scene.batches] == [1, 3]
+    found = scene.error(catalogue.parse("Local(window=2)"), matrix=True)
+    assert [len(row) for row in found.output] == [2, 4, 4, 4]
+    assert found.matrix is not None
+    exact = (layers[2].q @ layers[2].k.mT / 8**0.5).softmax(-1)[0, 3]
+    torch.testing.assert_close(one(scene.truths(matrix=True), 2, 3), exact)
+    assert not measurable(catalogue.parse("Linformer()"))
 
 
 def plan(*mechanisms: str, lengths: tuple[int, ...] = (16, 32), **options: Any) -> compare.Plan:
@@ -231,8 +241,9 @@ def test_a_comparison_measures_everything(complete: Record) -> None:
     assert linear[1]
     assert linear[0].state_bytes == linear[1].state_bytes, "constant state"
     assert [error.mechanism for error in complete.errors] == [FEW[0]] * 2, "an error for approximations only"
-    assert complete.errors[0].matrix is None
-    assert complete.errors[1].matrix is not None
+    assert [error.length for error in complete.errors] == [32, 16]
+    assert complete.errors[0].matrix is not None
+    assert complete.errors[1].matrix is None
     assert complete.matrices is not None
     assert list(complete.matrices.approximate) == [FEW[0]]
 
@@ -386,7 +397,8 @@ def test_the_crossover_holds_at_every_greater_length() -> None:
     where = verdicts.crossing(made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2}), "Local()")
     assert where == pytest.approx(256 * 2**0.5)
     assert verdicts.wins(made_up({128: 4, 256: 2, 512: 2, 1024: 1.5}), "Local()") == "never up to 1,024"
-    assert verdicts.wins(made_up({128: 4, 256: 2}), "Local()") == "not timed beyond 256"
+    assert verdicts.wins(made_up({128: 4, 256: 0.5}), "Local()") == "not timed beyond 256"
+    assert verdicts.wins(made_up({128: 4, 256: 2}), "Local()") == "not up to 256"
 
 
 def test_verdicts_in_words() -> None:
@@ -419,7 +431,12 @@ def test_pictures_stand_for_themselves() -> None:
     picture = pictures.growth(record, lambda cell: cell.forward_ms, "ms", 'a "quoted" <text>', "forward")
     assert 'aria-label="a &quot;quoted&quot; &lt;text>"' in picture.svg
     assert ">362<" in picture.svg, "the crossover is written at its line"
-    heat = pictures.heat(record.errors, ["layer 0", "layer 1"])
+    record.errors[0].output.append([0.35])
+    heat = pictures.heat(record.errors, ["layer 0", "layer 1", "layer 2"])
+    assert ">(1 heads)<" in heat.svg
+    many = Record(record.meta, [Cell(f"Local(window={n})", 8, "measured", forward_ms=n) for n in range(1, 9)])
+    drawn = pictures.growth(many, lambda cell: cell.forward_ms, "ms", "alt").svg
+    assert all(f">window={n}<" in drawn for n in range(1, 9)), "no variant is left out"
     assert "Local() median 30 %, worst 40 %" in heat.alt
 
 

@@ -60,14 +60,14 @@ FAULTS = [
           "Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]", "Q = Q * 1.0", "tests/test_favor.py"),
     Fault("half the squared norm is forgotten", "ops/random_features.py", "half = x.square().sum(-1) / 2\n    top",
           "half = x.square().sum(-1)\n    top", ORACLE + "FavorPlus"),
-    Fault("the window is one key short", "ops/banded.py", "distance >= -left", "distance > -left", ORACLE + "'Local()'"),
+    Fault("the window is one key short", "ops/banded.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/local.py", "return out, _last(near, left)",
           "return out, _last(near, left - 1)", LAW + "'decode and Local'"),
     Fault("decayed sums do not decay between blocks", "ops/scan.py",
           "join(inside + spread(_fading(before_level, level), x.shape[-1]) * before, length)",
-          "join(inside + before, length)", "tests/test_aft.py"),
+          "join(inside + before, length)", "tests/test_contract.py -k AFTSimple"),
     Fault("the running maximum sees the whole block", "ops/scan.py", "return x.cummax(-2).values",
-          "return x.amax(-2, keepdim=True).expand_as(x)", "tests/test_aft.py"),
+          "return x.amax(-2, keepdim=True).expand_as(x)", "tests/test_contract.py -k AFTSimple"),
     Fault("the sorted form forgets what lies above", "ops/sorting.py", "wide * (2 * count - count[..., -1:, :])",
           "wide * (2 * count)", ORACLE + "Manhattan"),
     Fault("pools merge without rescaling", "ops/pool.py", "(pool.top - top).exp()", "torch.ones_like(top)",
@@ -86,7 +86,7 @@ FAULTS = [
           ORACLE + "BigBird"),
     Fault("key padding is not turned round", "nn/torch_masks.py", "return Seen(is_causal, ~padding_mask, attn_mask)",
           "return Seen(is_causal, padding_mask, attn_mask)", "tests/test_multihead.py"),
-    Fault("dropout is drawn anew in the backward pass", "nn/reversible.py", "REVERSIBLE_OLD", "REVERSIBLE_NEW",
+    Fault("dropout is drawn anew in the backward pass", "nn/reversible.py", "torch.set_rng_state(self.cpu)", "pass",
           "tests/test_reversible.py"),
 ]  # fmt: skip
 
@@ -100,12 +100,8 @@ def test_seeded_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     path.write_text(text.replace(fault.old, fault.new))
     arguments = [part.strip("'") for part in fault.tests.split(" ", 2)]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tmp_path / "src"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["OMP_NUM_THREADS"] = "1"
     environment.pop("PYTEST_XDIST_WORKER", None)
     run = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 1, f"not found by {fault.tests}:\n{run.stdout[-2000:]}{run.stderr[-500:]}"

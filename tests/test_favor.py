@@ -267,6 +267,19 @@ def test_clamp() -> None:
     assert clamped.abs().max() < plain.abs().max()
 
 
+@pytest.mark.parametrize("text", ["Favor(num_features=16, clamp=0.5)", "FavorPlus(num_features=16)"])
+def test_gradients_through_a_stretch(text: str) -> None:
+    """Of the later outputs by the later keys, as in one pass: the units that clamp reads may lie in the state."""
+    bound = bind(text)
+    q, k, v = (2 * t for t in qkv(30))
+    later, probe = k[:, :, 20:].clone().requires_grad_(), torch.randn(2, 2, 10, D, dtype=torch.float64)
+    whole = bound(q, torch.cat([k[:, :, :20], later], -2), v, is_causal=True)[:, :, 20:]
+    _, state = bound.decode(q[:, :, :20], k[:, :, :20], v[:, :, :20])
+    stretch, _ = bound.decode(q[:, :, 20:], later, v[:, :, 20:], state)
+    theirs, ours = (torch.autograd.grad((out * probe).sum(), later)[0] for out in (whole, stretch))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
 def test_weights_are_drawn_per_head_saved_and_redrawn() -> None:
     for text in ("FavorPlus(num_features=20)", "Favor(num_features=20, features='phase')"):
         bound = Bound(text, Shape(3, D))

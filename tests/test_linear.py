@@ -100,6 +100,27 @@ def test_state_sums(count: int, level: float | None) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("constant", [-1e5, 1e5])
+def test_units_are_those_of_the_keys_seen(constant: float) -> None:
+    """A common scale cancels (identity 8): neither masked keys nor the padding of a block set a unit."""
+    q, keys, v = features(150, 150, spread=1.0)
+    key_mask = torch.rand(2, 150) > 0.4
+    results = []
+    for added in (0.0, constant):
+        scale = keys.log_scale + added * key_mask
+        every = linear.masked_keys(lambda k: Features(k, scale), keys.values, key_mask)
+        outs, state = [], None
+        for now in (slice(0, 100), slice(100, 150)):
+            stretch = Features(every.values[:, now], every.log_scale[:, now])
+            sums, state = linear.advance(q[:, now], stretch, v[:, now], state, chunk=64)
+            outs.append(linear.normalise(sums))
+        whole = linear.attend(q, every, v, is_causal=False)
+        results.append([*outs, linear.normalise(whole)])
+    for near, far in zip(*results, strict=True):
+        torch.testing.assert_close(far, near, rtol=1e-9, atol=1e-9)
+        assert near.any(-1).all(-1).any()
+
+
 @pytest.mark.parametrize("factor", [6.0, 300.0, 1e6])
 def test_a_huge_key_leaves_the_rest_of_its_block(factor: float) -> None:
     """Causal in value, not only in dependence: nothing before it underflows, to the last bit, in float32."""

@@ -14,7 +14,14 @@ from fast_attention.functional import block_local_attention, local_attention
 from tests.cases import qkv, some_keys
 
 LENGTHS = (1, 5, 16, 33, 97)
-VALUES = [Local(window=5), Local(window=(4, 2)), BlockLocal(block_size=6), BlockLocal(block_size=4, before=2, after=0)]
+VALUES = [
+    Local(window=5),
+    Local(window=(4, 2)),
+    Local(window=(0, 3)),
+    BlockLocal(block_size=6),
+    BlockLocal(block_size=4, before=2, after=0),
+    BlockLocal(block_size=2, before=0, after=2),
+]
 
 
 def near(m: Any, length: int, keys: int, is_causal: bool, device: Any) -> Tensor:

@@ -286,8 +286,7 @@ class Mixer(Mechanism[W, S]):
             Tokens (..., N, E) in the dtype of ``x``.
 
         Raises:
-            Unsupported: The mechanism's traits deny what was asked.
-            ValueError: Sizes or weights do not fit.
+            Unsupported, ValueError: As for an attention.
         """
         if x.ndim < 2:
             raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")

@@ -57,11 +57,10 @@ def block_local(
 ORACLES = {"Local": local, "BlockLocal": block_local}
 VARIANTS = [
     "Local(window=3)",
-    "Local(window=0)",
     "Local(window=(2, 1))",
-    "Local(window=(0, 4), scale=0.5)",
+    "Local(window=(1, 4), scale=0.5)",
     "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)",
-    "BlockLocal(block_size=2, before=0, after=2, scale=1.0)",
+    "BlockLocal(block_size=4, before=0, after=2, scale=1.0)",
     "BlockLocal(block_size=5, before=0, after=0)",
 ]

@@ -15,83 +15,89 @@ from fast_attention.lab.records import Error
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 
-LONGEST_MATRIX = 512
-
 
 def measurable(mechanism: Any) -> bool:
     """Whether its error against exact attention means anything: it approximates, and nothing must be learned first."""
     return isinstance(mechanism, Attention) and mechanism.traits.approximates is not None
 
 
-def accuracy(mechanism: Any, layers: list[Layer], setting: Setting, *, matrix: bool) -> Error:
-    """Relative RMS error of the output (and of the matrix, up to 512 tokens) for every layer and head.
-
-    The mechanism runs in the setting's dtype; what it is compared with runs in float64 on the same tensors.
-    """
-    length = layers[0].q.shape[-2]
-    error = Error(repr(mechanism), length, mechanism.traits.approximates)
-    error.matrix = [] if matrix and mechanism.traits.matrix and length <= LONGEST_MATRIX else None
-    try:
-        for layer in layers:
-            ours, truth = _pair(mechanism, layer, layer.v, setting)
-            error.output.append(relative_rms(ours, truth))
-            if error.matrix is not None:
-                error.matrix.append(relative_rms(*_pair(mechanism, layer, _identity(layer), setting)))
-    except (Unsupported, ValueError, RuntimeError) as problem:
-        error.output, error.matrix, error.note = [], None, str(problem).splitlines()[0]
-    return error
-
-
-def relative_rms(ours: Tensor, truth: Tensor) -> list[float]:
-    """``||ours - truth|| / ||truth||`` of every head of (1, H, L, E)."""
+def relative_rms(ours: Tensor, truth: Tensor) -> list[list[float]]:
+    """``||ours - truth|| / ||truth||`` of every head of every layer of (layers, H, L, E)."""
     difference = (ours.to(truth.device).double() - truth.double()).square().sum((-2, -1))
-    return (difference / truth.double().square().sum((-2, -1)).clamp_min(1e-300)).sqrt()[0].tolist()
+    return (difference / truth.double().square().sum((-2, -1)).clamp_min(1e-300)).sqrt().tolist()
 
 
-def matrix_of(mechanism: Any, layer: Layer, head: int, setting: Setting) -> Tensor:
-    """The attention matrix (L, L) of one head, on the CPU: what attending to the identity gives."""
-    return _apply(mechanism, layer, _identity(layer), setting)[0, head].float().cpu()
+class Scene:
+    """The tensors of all layers at one length, and what exact attention makes of them, computed once in float64.
+
+    Mechanisms run in the setting's dtype. Layers of equal shape are one batch.
+    """
+
+    def __init__(self, layers: list[Layer], setting: Setting) -> None:
+        self.layers, self.setting = layers, setting
+        self.length = layers[0].q.shape[-2]
+        self.batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        for layer in layers:
+            tensors = (layer.q, layer.k, layer.v)
+            if self.batches and all(a.shape[1:] == b.shape[1:] for a, b in zip(tensors, self.batches[-1], strict=True)):
+                q, k, v = (torch.cat([a, b]) for a, b in zip(self.batches[-1], tensors, strict=True))
+                self.batches[-1] = (q, k, v)
+            else:
+                self.batches.append(tensors)
+        self._truths: dict[tuple[str, bool], list[Tensor]] = {}
+
+    def error(self, mechanism: Any, *, matrix: bool) -> Error:
+        """Relative RMS error of the outputs, and of the attention matrices if asked for and there are any."""
+        against = mechanism.traits.approximates
+        error = Error(repr(mechanism), self.length, against)
+        try:
+            for ours, truth in zip(self.ours(mechanism), self.truths(against), strict=True):
+                error.output += relative_rms(ours, truth)
+            if matrix and mechanism.traits.matrix:
+                pairs = zip(self.ours(mechanism, matrix=True), self.truths(against, matrix=True), strict=True)
+                error.matrix = [row for ours, truth in pairs for row in relative_rms(ours, truth)]
+        except (Unsupported, ValueError, RuntimeError) as problem:
+            error.output, error.matrix, error.note = [], None, str(problem).splitlines()[0]
+        return error
+
+    @torch.no_grad()
+    def ours(self, mechanism: Any, *, matrix: bool = False) -> list[Tensor]:
+        """What the mechanism makes of every batch; of the identity as values: its attention matrices."""
+        found = []
+        for q, k, v in self.batches:
+            inputs = [x.to(self.setting.device, self.setting.dtype) for x in (q, k, _identity(q) if matrix else v)]
+            torch.manual_seed(self.setting.seed)
+            bound = Bound(mechanism, Shape(q.shape[1], q.shape[3], max_len=self.length))
+            bound.to(self.setting.device, self.setting.dtype)
+            found.append(bound(*inputs, is_causal=self.setting.is_causal))
+        return found
+
+    @torch.no_grad()
+    def truths(self, against: str = "Softmax", *, matrix: bool = False) -> list[Tensor]:
+        """What exact attention (the mechanism called ``against``) makes of every batch."""
+        if (against, matrix) not in self._truths:
+            place = "cpu" if self.setting.device.type == "mps" else self.setting.device  # mps has no float64
+            found = []
+            for q, k, v in self.batches:
+                inputs = [x.to(place, torch.float64) for x in (q, k, _identity(q) if matrix else v)]
+                exact: Any = F.scaled_dot_product_attention if against == "Softmax" else catalogue.default(against)
+                found.append(exact(*inputs, is_causal=self.setting.is_causal))
+            self._truths[against, matrix] = found
+        return self._truths[against, matrix]
+
+    def typical_head(self) -> tuple[int, int]:
+        """Layer and head whose exact attention has the median entropy: neither the sharpest nor the flattest."""
+        rows = [torch.special.entr(matrices).sum(-1).mean(-1).tolist() for matrices in self.truths(matrix=True)]
+        entropies = [row for batch in rows for row in batch]
+        ranked = sorted((value, number, head) for number, row in enumerate(entropies) for head, value in enumerate(row))
+        return ranked[len(ranked) // 2][1:]
 
 
-def exact_matrix(layer: Layer, head: int, setting: Setting) -> Tensor:
-    """Softmax attention's matrix (L, L) of one head."""
-    return _truth("Softmax", layer, _identity(layer), setting)[0, head].float().cpu()
+def one(batches: list[Tensor], number: int, head: int) -> Tensor:
+    """The matrix (L, L) of one layer and head, on the CPU."""
+    matrices = [matrix for batch in batches for matrix in batch]
+    return matrices[number][head].float().cpu()
 
 
-def typical_head(layers: list[Layer], setting: Setting) -> tuple[int, int]:
-    """Layer and head whose exact attention has the median entropy: neither the sharpest nor the flattest."""
-    entropies = []
-    for number, layer in enumerate(layers):
-        matrix = _truth("Softmax", layer, _identity(layer), setting)[0]
-        found = torch.special.entr(matrix).sum(-1).mean(-1)
-        entropies += [(value, number, head) for head, value in enumerate(found.tolist())]
-    _, number, head = sorted(entropies)[len(entropies) // 2]
-    return number, head
-
-
-@torch.no_grad()
-def _pair(mechanism: Any, layer: Layer, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    return _apply(mechanism, layer, v, setting), _truth(mechanism.traits.approximates, layer, v, setting)
-
-
-@torch.no_grad()
-def _apply(mechanism: Any, layer: Layer, v: Tensor, setting: Setting) -> Tensor:
-    q, k, v = (x.to(setting.device, setting.dtype) for x in (layer.q, layer.k, v))
-    torch.manual_seed(setting.seed)
-    bound = Bound(mechanism, Shape(q.shape[1], q.shape[3], max_len=q.shape[2])).to(setting.device, setting.dtype)
-    return bound(q, k, v, is_causal=setting.is_causal)
-
-
-@torch.no_grad()
-def _truth(against: str, layer: Layer, v: Tensor, setting: Setting) -> Tensor:
-    place = "cpu" if setting.device.type == "mps" else setting.device  # mps has no float64
-    q, k, v = (x.to(place, torch.float64) for x in (layer.q, layer.k, v))
-    if against == "Softmax":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
-    exact: Any = catalogue.default(against)
-    return exact(q, k, v, is_causal=setting.is_causal)
-
-
-def _identity(layer: Layer) -> Tensor:
-    heads, length = layer.q.shape[1:3]
-    return torch.eye(length).expand(1, heads, length, length)
+def _identity(q: Tensor) -> Tensor:
+    return torch.eye(q.shape[-2]).expand(*q.shape[:-1], q.shape[-2])

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fast_attention import catalogue, conformance
-from fast_attention.lab import capture, compare, corpus, inputs, records, report, tables, verdicts
+from fast_attention.lab import capture, compare, corpus, inputs, measure, records, report, tables, verdicts
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import Record
@@ -88,8 +88,10 @@ def compare_command(
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
-    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all timing; what does not fit is said so.")] = 200,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 240,
     head: Annotated[str | None, typer.Option(help="LAYER,HEAD whose attention matrices are drawn.")] = None,
     seed: Annotated[int, typer.Option(help="For weights, random features and Gaussian tensors.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
@@ -99,7 +101,7 @@ def compare_command(
 
     [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
     """
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or measure.useful_threads())
     where, kind = inputs.device(device), inputs.dtype(dtype)
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
     sizes, drawn = inputs.lengths(lengths or list(compare.LENGTHS)), inputs.head(head)

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from fast_attention import catalogue
-from fast_attention.lab.accuracy import LONGEST_MATRIX, accuracy, exact_matrix, matrix_of, measurable, typical_head
+from fast_attention.lab.accuracy import Scene, measurable, one
 from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.race import MOST_ROUNDS, Race
-from fast_attention.lab.records import EXACT, Cell, Matrices, Record
+from fast_attention.lab.records import EXACT, Cell, Error, Matrices, Record
 from fast_attention.mechanism import Unsupported
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
-LOOK = 256  # tokens of the matrices to look at
+LOOK = 256  # tokens of the matrices to look at, at most
+LONGEST_MATRIX = 512  # tokens of the matrices to measure, at most
+SHARE_OF_ERRORS = 0.3  # of the budget
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 VARIANTS = (
     "FavorPlus(num_features=64)",
@@ -31,7 +33,8 @@ VARIANTS = (
 def default_mechanisms() -> list[Any]:
     """Every mechanism of the catalogue but exact attention itself, and a few more settings worth seeing."""
     chosen = [catalogue.default(name) for name in catalogue.names() if name != "Softmax"]
-    return list(dict.fromkeys([*chosen, *map(catalogue.parse, VARIANTS)]))
+    variants = list(map(catalogue.parse, VARIANTS))
+    return [each for m in chosen for each in (m, *(v for v in variants if type(v) is type(m)))]
 
 
 def _nothing(*_: object) -> None:
@@ -46,13 +49,13 @@ class Plan:
     mechanisms: list[Any]
     lengths: list[int]
     setting: Setting
-    budget: float  # seconds for all timing
+    budget: float  # seconds
     head: tuple[int, int] | None = None  # layer and head whose matrices are drawn; None: a typical one
 
     @property
     def steps(self) -> int:
         """How often ``watch`` will be called."""
-        errors = len(self.error_lengths) * len(self.mechanisms)
+        errors = (len(self.error_lengths) + 1) * len(self.mechanisms)
         return errors + len(self.lengths) * (len(self.mechanisms) + 1 + MOST_ROUNDS)
 
     @property
@@ -74,11 +77,12 @@ def compare(
         save: Called after the errors and after every length.
     """
     began = time.perf_counter()
-    record.matrices = _matrices(plan)
-    _errors(plan, record, watch)
+    until = began + plan.budget * SHARE_OF_ERRORS
+    record.matrices = _matrices(plan, watch)
+    _errors(plan, record, watch, until)
     record.meta["seconds_for_errors"] = round(time.perf_counter() - began, 1)
     save()
-    left = plan.budget
+    left = plan.budget - min(time.perf_counter(), until) + began
     for number, length in enumerate(plan.lengths):
         started = time.perf_counter()
         share = left * (length + FIXED) / sum(later + FIXED for later in plan.lengths[number:])
@@ -88,43 +92,49 @@ def compare(
         save()
 
 
-def _errors(plan: Plan, record: Record, watch: Callable[[str], None]) -> None:
-    """Errors at every length the model can read; of the matrix at the greatest such length of at most 512."""
+def _errors(plan: Plan, record: Record, watch: Callable[[str], None], until: float) -> None:
+    """Errors at every length the model can read, the greatest first; what the time does not allow says so."""
     read: dict[int, str] = {}
     record.meta["error_tensors"] = read
     with_matrix = max((length for length in plan.error_lengths if length <= LONGEST_MATRIX), default=0)
-    for length in plan.error_lengths:
+    for length in reversed(plan.error_lengths):
         layers, what = plan.source.layers(length)
-        actual = layers[0].q.shape[-2]
-        fresh = actual not in read
-        read[actual] = what
+        scene = Scene(layers, plan.setting)
+        fresh = scene.length not in read
+        read[scene.length] = what
         record.meta["layers"] = [layer.name for layer in layers]
         for mechanism in plan.mechanisms:
-            watch(f"error at {actual:,} tokens: {mechanism!r}")
-            if measurable(mechanism) and fresh:
-                matrix = length == with_matrix
-                record.errors.append(accuracy(mechanism, layers, plan.setting, matrix=matrix))
+            watch(f"error at {scene.length:,} tokens: {mechanism!r}")
+            if not (measurable(mechanism) and fresh):
+                continue
+            if time.perf_counter() > until and length != plan.error_lengths[-1]:
+                note = "over budget: the time for errors was spent"
+                record.errors.append(Error(repr(mechanism), scene.length, mechanism.traits.approximates, note=note))
+            else:
+                record.errors.append(scene.error(mechanism, matrix=length == with_matrix))
 
 
-def _matrices(plan: Plan) -> Matrices:
+def _matrices(plan: Plan, watch: Callable[[str], None]) -> Matrices:
     """The matrices of the chosen head, or of the head whose exact attention has the median entropy.
 
     Raises:
         InputError: The chosen layer or head is not there.
     """
     layers, _ = plan.source.layers(min(LOOK, plan.error_lengths[-1]))
-    number, head = plan.head or typical_head(layers, plan.setting)
+    scene = Scene(layers, plan.setting)
+    number, head = plan.head or scene.typical_head()
     if not (0 <= number < len(layers) and 0 <= head < plan.source.heads):
         raise InputError(
             f"--head {number},{head}: layers go from 0 to {len(layers) - 1}, heads from 0 to {plan.source.heads - 1}"
         )
-    layer, shown = layers[number], {}
+    shown = {}
     for mechanism in plan.mechanisms:
+        watch(f"matrix: {mechanism!r}")
         if measurable(mechanism) and mechanism.traits.matrix:
             with contextlib.suppress(Unsupported, ValueError, RuntimeError):  # the table of errors says why
-                shown[repr(mechanism)] = matrix_of(mechanism, layer, head, plan.setting)
-    where = f"{layer.name}, head {head}, {layer.q.shape[-2]} tokens"
-    return Matrices(where, exact_matrix(layer, head, plan.setting), shown)
+                shown[repr(mechanism)] = one(scene.ours(mechanism, matrix=True), number, head)
+    where = f"{layers[number].name}, head {head}, {scene.length} tokens"
+    return Matrices(where, one(scene.truths(matrix=True), number, head), shown)
 
 
 def finish(plan: Plan, record: Record, status: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -161,6 +162,26 @@ def timing(samples: list[float], reference: list[float]) -> Timing:
     shared = min(len(samples), len(reference))
     ratios = [mine / theirs for mine, theirs in zip(samples[:shared], reference[:shared], strict=True)]
     return Timing(statistics.median(samples), statistics.median(ratios), min(samples) / min(reference), shared)
+
+
+def useful_threads() -> int:
+    """All cores, unless that is slower here and now than half of them or one: on a busy machine threads wait.
+
+    Leaves torch's number of threads at the answer.
+    """
+    cores = os.cpu_count() or 1
+    q = torch.randn(3, 8, 256, 32)
+    times: dict[int, list[float]] = {count: [] for count in sorted({cores, max(cores // 2, 1), 1}, reverse=True)}
+    for _ in range(15):
+        for count, found in times.items():
+            torch.set_num_threads(count)
+            start = time.perf_counter()
+            F.scaled_dot_product_attention(q, q, q).exp().sum()
+            found.append(time.perf_counter() - start)
+    medians = {count: statistics.median(found) for count, found in times.items()}
+    chosen = next(count for count, median in medians.items() if median <= medians[1])
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 def memory_at_hand(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from fast_attention.lab.records import EXACT, Cell, Error, Record
 from fast_attention.lab.verdicts import Pass, crossing, percent
 
 INK, PALE, WIN = "#1f2933", "#9aa5b1", "#d9f2e3"
-COLOURS = ("#0b69a3", "#d64545", "#8d5fd3", "#b7791f")
+COLOURS = ("#0b69a3", "#d64545", "#8d5fd3", "#b7791f", "#2f855a", "#718096")
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fast-attention",
@@ -94,8 +95,9 @@ def _panel(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths, exact = _line(record, EXACT, quantity)
+    ticks = [cell.length for cell in record.cells if cell.mechanism == EXACT]
     axes.plot(lengths, exact, color=INK, linewidth=1.6, label="exact" if len(names) > 1 else None)
-    for colour, name in zip(COLOURS, names, strict=False):
+    for colour, name in zip(itertools.cycle(COLOURS), names, strict=False):
         own, values = _line(record, name, quantity)
         settings = name[len(family) + 1 : -1] or "default"
         axes.plot(own, values, color=colour, linewidth=1.6, marker="o", markersize=3, label=settings)
@@ -110,8 +112,9 @@ def _panel(
         if where is not None:
             axes.axvline(where, color=colour, linewidth=0.8, linestyle=":")
             label = f"{where:,.0f}" if where > min(own) else f"≤ {where:,.0f}"
-            axes.annotate(label, (where, 0.98), xycoords=("data", "axes fraction"), fontsize=7, color=colour, va="top")
-    ticks = [cell.length for cell in record.cells if cell.mechanism == EXACT]
+            late = math.log(where / min(own)) > 0.7 * math.log(max(ticks) / min(ticks))
+            place: Any = {"xy": (where, 0.98), "xycoords": ("data", "axes fraction"), "va": "top"}
+            axes.annotate(label, **place, fontsize=7, color=colour, ha="right" if late else "left")
     axes.set_xticks(ticks, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in ticks])
     axes.minorticks_off()
     axes.grid(color="#e4e7eb", linewidth=0.5)
@@ -122,7 +125,8 @@ def _panel(
 
 def heat(errors: list[Error], layers: list[str]) -> Picture:
     """Output error of every approximation (a row) in every head of every layer (columns), on a logarithmic scale."""
-    heads = len(errors[0].output[0])
+    heads = [len(row) for row in errors[0].output]
+    edges = list(itertools.accumulate(heads, initial=0))
     table = np.array([[value for row in error.output for value in row] for error in errors], dtype=float)
     table = np.clip(np.nan_to_num(table, nan=np.inf), 1e-3, 10.0)
     alt = "Relative output error of every approximation in every head: " + "; ".join(
@@ -136,10 +140,10 @@ def heat(errors: list[Error], layers: list[str]) -> Picture:
         norm = matplotlib.colors.LogNorm(1e-2, 3.0)
         image = axes.imshow(table, aspect="auto", cmap="YlOrRd", norm=norm, interpolation="nearest")
         axes.set_yticks(range(len(errors)), [error.mechanism for error in errors])
-        centres = [heads * number + (heads - 1) / 2 for number in range(len(layers))]
-        axes.set_xticks(centres, [f"{layer}\n({heads} heads)" for layer in layers])
-        for number in range(1, len(layers)):
-            axes.axvline(heads * number - 0.5, color="white", linewidth=2)
+        centres = [(before + after - 1) / 2 for before, after in itertools.pairwise(edges)]
+        axes.set_xticks(centres, [f"{layer}\n({count} heads)" for layer, count in zip(layers, heads, strict=True)])
+        for edge in edges[1:-1]:
+            axes.axvline(edge - 0.5, color="white", linewidth=2)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         right = axes.secondary_yaxis("right")

@@ -82,13 +82,17 @@ time.</p>"""
 
 def _table(record: Record) -> str:
     lengths = record.meta["lengths"]
-    heads = ["mechanism", "error, median head", "error, worst head", "matrix error, median head"]
+    heads = ["mechanism", "error, median head", "error, worst head", f"matrix error at {_matrix_length(record)}"]
     heads += [f"speed at {length:,}" for length in lengths] + ["wins forward", "wins training"]
     heads += [f"peak memory at {lengths[-1]:,}", "operations", "decoding state", "weights"]
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in heads)
     rows = "".join(_row(record, name) for name in (EXACT, *record.mechanisms))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return _section("Table", _READING, f"<div class=wide>{table}</div>")
+
+
+def _matrix_length(record: Record) -> str:
+    return next((f"{error.length:,}" for error in record.errors if error.matrix), "-")
 
 
 def _row(record: Record, name: str) -> str:

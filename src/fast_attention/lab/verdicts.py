@@ -89,7 +89,10 @@ def wins(record: Record, name: str, which: Pass = "forward") -> str:
         return "not timed"
     if won is not None:
         return f"from {won:,}"
-    return f"never up to {end:,}" if end in measured else f"not timed beyond {max(measured):,}"
+    if end in measured:
+        return f"never up to {end:,}"
+    last = max(measured)
+    return f"not up to {last:,}" if measured[last] >= 1.0 else f"not timed beyond {last:,}"
 
 
 def sentence(record: Record, mechanism: Any) -> str:
@@ -114,6 +117,8 @@ def _speed(record: Record, name: str) -> str:
 
 def speed(ratio: float) -> str:
     """A time ratio in words."""
+    if 0.95 < ratio < 1.05:
+        return "about as fast"
     return f"{1 / ratio:.2g} times as fast" if ratio < 1 else f"{ratio:.2g} times as slow"
 
 

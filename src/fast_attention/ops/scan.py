@@ -64,7 +64,7 @@ def _decayed(x: Tensor, level: Tensor, rounds: int | None) -> Tensor:
     if rounds == 0:
         return _all_pairs(x, level)
     level = split(level, STEPS)
-    inside = _walked(split(x, STEPS), level)
+    inside = (_walked if rounds is None else _all_pairs)(split(x, STEPS), level)
     ends = level[..., -1, :]
     totals = _decayed(inside[..., -1, :], ends, None if rounds is None else rounds - 1)
     before, before_level = _shifted(totals)[..., None, :], _shifted(ends)[..., None, :]
