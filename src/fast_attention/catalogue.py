@@ -89,7 +89,10 @@ def _make(name: str, args: list[Any], settings: dict[str, Any], text: str) -> An
             raise ValueError(f"{text!r}: {name} has no setting {setting!r}; its settings are: {listed}")
     if len(args) > len(known):
         raise ValueError(f"{text!r}: {name} has {len(known)} settings and got {len(args)} values")
-    return _VALUES[name](*args, **settings)
+    try:
+        return _VALUES[name](*args, **settings)
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}") from error
 
 
 def _nearest(name: str, among: dict[str, Any]) -> str:

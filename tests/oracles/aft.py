@@ -78,7 +78,7 @@ VARIANTS = [
     "AFTLocal(window=1)",
     "AFTLocal(window=3)",
     "AFTLocal(window=4)",
-    "AFTLocal(window=1, strict=True)",
+    "AFTLocal(window=2, strict=True)",
     "AFTLocal(window=3, strict=True)",
     "AFTLocal(window=6, strict=True)",
     "AFTConv(kernel_size=3)",

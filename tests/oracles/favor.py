@@ -81,7 +81,7 @@ def favor_plus(
 
 ORACLES = {"Favor": favor, "FavorPlus": favor_plus}
 VARIANTS = [
-    "Favor(num_features=40, features='phase')",
+    "Favor(features='phase')",
     "Favor(num_features=11, orthogonal=False, clamp=0.5)",
     "FavorPlus(num_features=5)",
     "FavorPlus(num_features=19, features='hyperbolic', orthogonal=False)",

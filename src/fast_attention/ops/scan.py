@@ -6,7 +6,7 @@ All work on the last axis but one, in blocks: a few steps over all blocks at onc
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -51,7 +51,7 @@ def decayed_sums(
     return _decayed(x, level, 3 if torch.compiler.is_compiling() else None)
 
 
-def spread(factor: Float[Tensor, "*batch length #weights"], width: int) -> Float[Tensor, "*batch length #width"]:
+def spread(factor: Shaped[Tensor, "*batch weights"], width: int) -> Shaped[Tensor, "*batch wide"]:
     """A factor per channel as one that fits ``width`` channels: as it is, or twice where they are two halves."""
     return factor if factor.shape[-1] in (1, width) else torch.cat([factor, factor], -1)
 

@@ -31,10 +31,12 @@ def one_of(owner: object, setting: str, value: object, choices: object) -> None:
         raise ValueError(f"{type(owner).__name__}({setting}={value!r}): {setting} must be one of {listed}")
 
 
-def at_least(owner: object, setting: str, value: float, least: float) -> None:
-    """Raise a ``ValueError`` unless ``value >= least``."""
-    if not value >= least:
-        raise ValueError(f"{type(owner).__name__}({setting}={value!r}): {setting} must be at least {least}")
+def at_least(owner: object, setting: str, value: object, least: int | float) -> None:
+    """Raise a ``ValueError`` unless ``value`` is a number, a whole one where ``least`` is, and at least that."""
+    kinds, words = ((int,), "a whole number") if isinstance(least, int) else ((int, float), "a number")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
+        said = f"{type(owner).__name__}({setting}={value!r})"
+        raise ValueError(f"{said}: {setting} must be {words}, at least {least}")
 
 
 __all__ = ["Value", "at_least", "one_of"]
