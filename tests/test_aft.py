@@ -137,7 +137,7 @@ def test_keys_may_jump_by_300_in_either_direction(name: str, is_causal: bool, de
     n = 71
     low, exact = (bind(name, max_len=80, device=device, dtype=dtype) for dtype in (torch.float32, torch.float64))
     q, k, v = qkv(n, device=device, dtype=torch.float32)
-    k = k + 300.0 * torch.randint(-1, 2, (2, 2, n, 1), device=device)
+    k = k + 300.0 * torch.randint(-1, 2, (2, 2, n, 8), device=device)
     key_mask = some_keys(2, n, device)
     for mask in (None, key_mask):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -169,7 +169,9 @@ def test_scans_at_every_depth(device: torch.device) -> None:
         torch.testing.assert_close(prefix_sums(x), x.cumsum(-2), rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(running_max(x), x.cummax(-2).values, rtol=0, atol=0)
     x, level = torch.randn(1, 40, 2, dtype=torch.float64), torch.rand(1, 40, 2, dtype=torch.float64).cumsum(-2)
-    assert torch.autograd.gradcheck(decayed_sums, (x.requires_grad_(), level.requires_grad_()), check_batched_grad=False)
+    assert torch.autograd.gradcheck(
+        decayed_sums, (x.requires_grad_(), level.requires_grad_()), check_batched_grad=False
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -179,7 +181,7 @@ def test_decode_in_any_split_is_one_pass(name: str, masked: bool, device: torch.
     n = 40
     bound = bind(name, max_len=n, device=device)
     q, k, v = qkv(n, device=device)
-    k = k + 300.0 * torch.randint(-1, 2, (2, 2, n, 1), device=device)
+    k = k + 300.0 * torch.randint(-1, 2, (2, 2, n, 8), device=device)
     mask = some_keys(2, n, device) if masked else None
     if mask is not None:
         mask[0, :9] = False
@@ -204,8 +206,7 @@ def test_pools_combine_associatively_with_empty_ones(device: torch.device) -> No
     cuts = [slice(0, 10), slice(10, 20), slice(20, 30)]
     for order in ([0, 1, 2], [1, 0, 2], [0, 0, 1]):
         a, b, c = (
-            m.summarise(k[:, :, cuts[i]], v[:, :, cuts[i]], (), key_mask=masks[j][:, None])
-            for i, j in enumerate(order)
+            m.summarise(k[:, :, cuts[i]], v[:, :, cuts[i]], (), key_mask=masks[j][:, None]) for i, j in enumerate(order)
         )
         left, right = m.combine(m.combine(a, b), c), m.combine(a, m.combine(b, c))
         for x, y in zip(left, right, strict=True):

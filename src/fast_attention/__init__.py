@@ -1,7 +1,8 @@
 """fast-attention: every fast attention mechanism, as a value you can trust, swap in and choose with open eyes.
 
-This file is the page of contents. Start with ``attention(q, k, v, "LinearAttention")`` on tensors, ``MultiheadAttention``
-or ``TokenMixer`` in a model, ``catalogue.names()`` for what there is, ``conformance.check`` for what it keeps.
+This file is the page of contents. Start with ``attention(q, k, v, "LinearAttention")`` on tensors,
+``MultiheadAttention`` or ``TokenMixer`` in a model, ``catalogue.names()`` for what there is, ``conformance.check`` for
+what it keeps.
 """
 # ruff: noqa: I001
 

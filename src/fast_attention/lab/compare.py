@@ -14,7 +14,7 @@ from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.race import MOST_ROUNDS, Race
-from fast_attention.lab.records import EXACT, Cell, Error, Matrices, Record
+from fast_attention.lab.records import EXACT, Cell, Error, Matrices, Record, load_average
 from fast_attention.mechanism import Unsupported
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
@@ -147,4 +147,5 @@ def finish(plan: Plan, record: Record, status: str) -> None:
     for cell in record.cells:
         if cell.status == "not reached":
             cell.note = f"the comparison was {status} before"
+    record.meta["load_average_after"] = load_average()
     record.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")

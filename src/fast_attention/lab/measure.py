@@ -149,10 +149,11 @@ def repeats_for(estimate: float) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians over the rounds; ratios are to the reference, round by round."""
+    """Seconds, median and least over the rounds; ratios are to the reference, the median of each round's."""
 
     median: float
     ratio: float
+    best: float
     best_ratio: float
     rounds: int
 
@@ -161,7 +162,8 @@ def timing(samples: list[float], reference: list[float]) -> Timing:
     """Summarise the samples of one competitor against the reference's samples of the same rounds."""
     shared = min(len(samples), len(reference))
     ratios = [mine / theirs for mine, theirs in zip(samples[:shared], reference[:shared], strict=True)]
-    return Timing(statistics.median(samples), statistics.median(ratios), min(samples) / min(reference), shared)
+    best = min(samples)
+    return Timing(statistics.median(samples), statistics.median(ratios), best, best / min(reference), shared)
 
 
 def useful_threads() -> int:

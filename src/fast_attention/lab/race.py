@@ -16,7 +16,7 @@ from fast_attention.mechanism import Unsupported
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 SLOW = 0.1  # seconds: a call this long is warm after one
-PATIENCE = 4  # a cell may take this many times its even share of the time before it is over budget
+PASSES = FEWEST_ROUNDS + 3  # with the warm-up and the two that are watched for memory and operations
 
 
 @dataclass
@@ -50,27 +50,30 @@ class Race:
     def run(self) -> None:
         """Measure everyone."""
         tensors = self.setting.tensors(self.length)
-        self.enter(EXACT, 2.0, lambda: measure.exact(self.setting, tensors))
-        for mechanism in self.mechanisms:
-            make = lambda m=mechanism: measure.competitor(m, self.setting, tensors)  # noqa: E731
-            self.enter(repr(mechanism), mechanism.traits.order, make)
+        self.enter(EXACT, lambda: measure.exact(self.setting, tensors))
+        for mechanism, reason in self.admitted():
+            if reason:
+                self.watch(f"{self.length:,} tokens: {mechanism!r}")
+                self.record.cells.append(Cell(repr(mechanism), self.length, "over budget", reason))
+            else:
+                self.enter(repr(mechanism), lambda m=mechanism: measure.competitor(m, self.setting, tensors))
         self.race()
         self.runners.clear()
         gc.collect()
 
-    def enter(self, name: str, order: float, make: Callable[[], Competitor]) -> None:
-        """Build a competitor, warm it up and weigh it; one that cannot run or would take too long says so."""
+    def enter(self, name: str, make: Callable[[], Competitor]) -> None:
+        """Build a competitor, warm it up and weigh it; one that cannot run says so."""
         self.watch(f"{self.length:,} tokens: {name}")
         cell = Cell(name, self.length)
         self.record.cells.append(cell)
-        reason = "" if name == EXACT else self.too_much(name, order)
-        if reason:
-            cell.status, cell.note = "over budget", reason
+        if self.spent > 1.5 * self.share and name != EXACT:
+            cell.status = "over budget"
+            cell.note = f"the {self.share:.0f} s for {self.length:,} tokens were spent before its turn"
             return
         try:
-            runner, setting = make(), self.setting
-            self.estimates[name] = _warm(runner, setting)
-            for cost, value in measure.costs(runner, setting).items():
+            runner = make()
+            self.estimates[name] = _warm(runner, self.setting)
+            for cost, value in measure.costs(runner, self.setting).items():
                 setattr(cell, cost, value)
             self.runners[name] = runner
         except Unsupported as error:
@@ -80,23 +83,36 @@ class Race:
         if name == EXACT and cell.status == "failed":
             raise InputError(f"exact attention itself fails at {self.length} tokens: {cell.note}")
 
-    def too_much(self, name: str, order: float) -> str:
-        """Why this cell is not worth its time or memory, foretold from the shorter lengths; empty if it is."""
-        if self.spent > 1.5 * self.share:
-            return f"the {self.share:.0f} s for {self.length:,} tokens were spent before its turn"
-        cells = [c for c in self.record.cells if c.mechanism == name and c.forward_ms is not None]
-        if not cells:
-            return ""
-        before = max(cells, key=lambda cell: cell.length)
-        grown = (self.length / before.length) ** max(order, 1.0)
-        foretold = ((before.forward_ms or 0.0) + (before.training_ms or 0.0)) / 1000 * grown
-        allowed = PATIENCE * self.share / (len(self.mechanisms) + 1) / (FEWEST_ROUNDS + 3)
-        if foretold > allowed:
-            return f"one pass would take about {foretold:.1f} s, more than the {allowed:.1f} s that the budget allows"
-        bytes_before = max(before.training_bytes or 0, before.forward_bytes or 0) + (before.weight_bytes or 0)
-        if bytes_before * grown > measure.memory_at_hand(self.setting.device) / 2:
-            return f"it would take about {bytes_before * grown / 2**30:.1f} GiB, more than half of the free memory"
-        return ""
+    def admitted(self) -> list[tuple[Any, str]]:
+        """The mechanisms, the quickest first, each with why it is not worth its time or memory, or nothing.
+
+        Times and memory are foretold from the greatest length before; what is not known yet is tried.
+        """
+        foretold = {mechanism: self.foretell(mechanism) for mechanism in self.mechanisms}
+        ranked = sorted(self.mechanisms, key=lambda mechanism: foretold[mechanism][0])
+        room, found = measure.memory_at_hand(self.setting.device) / 2, []
+        left = self.share
+        for mechanism in ranked:
+            seconds, size = foretold[mechanism]
+            left -= seconds * PASSES
+            if size > room:
+                reason = f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
+            elif left < 0:
+                reason = f"about {seconds:.1f} s a pass: the quicker ones fill the {self.share:.0f} s for this length"
+            else:
+                reason = ""
+            found.append((mechanism, reason))
+        return found
+
+    def foretell(self, mechanism: Any) -> tuple[float, float]:
+        """Seconds of one pass of each kind, and bytes, from the greatest length at which it was measured."""
+        own = [c for c in self.record.cells if c.mechanism == repr(mechanism) and c.forward_best_ms is not None]
+        if not own:
+            return 0.0, 0.0
+        before = max(own, key=lambda cell: cell.length)
+        grown = (self.length / before.length) ** max(mechanism.traits.order, 1.0)
+        size = (before.peak_bytes or 0) + (before.weight_bytes or 0)
+        return ((before.forward_best_ms or 0.0) + (before.training_best_ms or 0.0)) / 1000 * grown, size * grown
 
     def race(self) -> None:
         """Rounds in which everyone runs once in turn, until the time is spent; an interruption keeps whole rounds."""
@@ -129,11 +145,11 @@ class Race:
         found = measure.timing(forward[name], forward[EXACT])
         cell.status, cell.rounds = "measured", found.rounds
         cell.forward_ms, cell.forward_ratio = found.median * 1000, found.ratio
-        cell.forward_best_ratio = found.best_ratio
+        cell.forward_best_ms, cell.forward_best_ratio = found.best * 1000, found.best_ratio
         if training[name] and training[EXACT]:
             found = measure.timing(training[name], training[EXACT])
             cell.training_ms, cell.training_ratio = found.median * 1000, found.ratio
-            cell.training_best_ratio = found.best_ratio
+            cell.training_best_ms, cell.training_best_ratio = found.best * 1000, found.best_ratio
 
 
 def _warm(runner: Competitor, setting: Setting) -> tuple[float, float]:

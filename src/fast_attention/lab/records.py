@@ -31,9 +31,11 @@ class Cell:
     note: str = ""
     rounds: int = 0
     forward_ms: float | None = None
+    forward_best_ms: float | None = None
     forward_ratio: float | None = None  # to exact attention in the same round, median over rounds; < 1 is faster
     forward_best_ratio: float | None = None  # fastest against fastest
     training_ms: float | None = None  # forward and backward
+    training_best_ms: float | None = None
     training_ratio: float | None = None
     training_best_ratio: float | None = None
     forward_bytes: int | None = None  # peak beyond the inputs
@@ -148,8 +150,13 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": [round(load, 2) for load in os.getloadavg()] if sys.platform != "win32" else None,
+        "load_average": load_average(),
     }
+
+
+def load_average() -> list[float] | None:
+    """How many processes wanted the cores over the last 1, 5 and 15 minutes, this one among them."""
+    return [round(load, 2) for load in os.getloadavg()] if sys.platform != "win32" else None
 
 
 def _processor() -> str:

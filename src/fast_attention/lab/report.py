@@ -48,15 +48,15 @@ def _run(record: Record) -> str:
         "Direction": "causal" if meta["causal"] else "bidirectional",
         "Exact attention": "torch's fused scaled_dot_product_attention, in the same process and the same rounds",
         "Machine": f"{meta['hardware']}, {meta['device']}, {meta['threads']} of {meta['cores']} threads, "
-        f"load average {meta['load_average']} at the start",
+        f"load average {meta['load_average']} before and {meta['load_average_after']} after",
         "Versions": f"fast-attention {meta['fast_attention']} ({meta['commit'] or 'no commit known'}), "
         f"torch {meta['torch']}, Python {meta['python']}, {meta['platform']}",
         "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}, seed {meta['seed']}",
     }
     status = meta["status"]
     warning = "" if status == "complete" else f"<p class=warn>This comparison was {escape(status)}: it is partial.</p>"
-    load = (meta["load_average"] or [0.0])[0]
-    if load > meta["cores"]:
+    load = max((meta[when] or [0.0])[0] for when in ("load_average", "load_average_after"))
+    if load > meta["cores"] + 0.5:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
         warning += f"<p class=warn>{escape(busy)}</p>"
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())

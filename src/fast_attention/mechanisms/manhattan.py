@@ -175,4 +175,9 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         if self.query_dim == 0:
             return out
         gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
+        if gate.shape[-1] not in (1, out.shape[-1]):
+            raise ValueError(
+                f"{self!r} gates every channel by its own channel of the queries: got queries of width {q.shape[-1]} "
+                f"and values of width {out.shape[-1]}"
+            )
         return gate.sigmoid() * out
