@@ -23,7 +23,7 @@ STREAMING = ["AFTSimple()", "AFTLocal(window=1)", "AFTLocal(window=5)", "AFTLoca
 def dense(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, *, is_causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Every channel's softmax over positions, all n x n x d weights of it; w (..., n, n), -inf where nothing is seen."""
+    """Every channel's softmax over positions, all n x n x d weights; w (..., n, n), -inf where nothing is seen."""
     n = k.shape[-2]
     hidden = w == float("-inf")
     if is_causal:
@@ -57,7 +57,7 @@ def biases(bound: Bound, n: int) -> Tensor:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_form_is_a_softmax_per_channel_at_odd_lengths(name: str, is_causal: bool) -> None:
-    """13.17: sigmoid(q) * softmax_j(k + w) v, beyond every block (32 of the triangles, 16 and 256 of the scans)."""
+    """13.17: sigmoid(q) * softmax_j(k + w) v, beyond the blocks (triangles 32, scans 16, 256)."""
     for n in (31, 33, 97, 271):
         bound = bind(name, head_dim=3, max_len=300)
         q, k, v = qkv(n, width=3, batch=1)

@@ -34,9 +34,9 @@ def test_names_values_and_instances_are_accepted() -> None:
         ("Softmax(scale=1 + 1)", "settings are numbers"),
         ("__import__('os').system('true')", "settings are numbers"),
         ("3", "is not a mechanism"),
-        ("FavorPlus(num_features='a')", "num_features must be a whole number, at least 1"),
-        ("FavorPlus(num_features=1.5)", "num_features must be a whole number, at least 1"),
-        ("LinearAttention(eps=-1)", "eps must be a number, at least 0.0"),
+        ("FavorPlus(num_features='a')", "num_features must be at least 1, a whole number"),
+        ("FavorPlus(num_features=1.5)", "num_features must be at least 1, a whole number"),
+        ("LinearAttention(eps=-1)", "eps must be at least 0.0, a number"),
         ("LinearAttention(feature_map=Custom())", "function"),
     ],
 )

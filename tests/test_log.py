@@ -241,7 +241,7 @@ def test_settings_and_sizes_are_checked() -> None:
         ("LogAttention(score='logdot', normalize='none')", "only normalize"),
         ("LogAttention(temperature=2.0)", "a temperature needs"),
         ("LogAttention(score='logdot', normalize='softmax', temperature=2.0)", "a temperature needs"),
-        ("LogAttention(normalize='softmax', temperature=0.0)", "above 0"),
+        ("LogAttention(normalize='softmax', temperature=0.0)", "at least 1e-06"),
         ("LogAttention(feature_map=EluPlusOne())", "positive map such as PositiveSoftplus"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.functional import absolute_manhattan, laplacian_manhattan, signed_manhattan, vector_manhattan
+from fast_attention.functional import (
+    absolute_manhattan,
+    laplacian_manhattan,
+    manhattan_attention,
+    signed_manhattan,
+    vector_manhattan,
+)
 from fast_attention.ops import sorting
 from fast_attention.ops.positive import PositiveElu, PositiveExp, PositiveRelu, PositiveSoftplus
 from tests.cases import bind, qkv, some_keys
@@ -156,6 +162,8 @@ def test_scalar_keys_and_gates() -> None:
         m: Any = catalogue.parse(f"Manhattan({text})")
         assert m.traits.reads == "qkv"
         torch.testing.assert_close(m(q, k, v), gate.sigmoid() * out)
+        again = manhattan_attention(q, k, v, query_dim=m.query_dim)
+        torch.testing.assert_close(again, m(q, k, v), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -289,8 +297,8 @@ def test_settings_and_sizes_are_checked() -> None:
         ("Manhattan(reference='first', distance='l1')", 'reference="first" needs distance="signed"'),
         ("Manhattan(reference='first', normalize='l1')", 'reference="first" needs distance="signed"'),
         ("Manhattan(temperature=2.0)", "a temperature needs"),
-        ("Manhattan(distance='laplacian', temperature=0.0)", "above 0"),
-        ("Manhattan(feature_map=PositiveRelu(eps=0.0))", "eps must be above 0"),
+        ("Manhattan(distance='laplacian', temperature=0.0)", "at least 1e-06"),
+        ("Manhattan(feature_map=PositiveRelu(eps=0.0))", "eps must be a number, at least 1e-30"),
         ("Manhattan(feature_map=PositiveSoftplus(eps=-1.0))", "at least 0"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -298,4 +306,7 @@ def test_settings_and_sizes_are_checked() -> None:
     q, k, v = qkv(6)
     m: Any = catalogue.parse("Manhattan()")
     with pytest.raises(ValueError, match="keys of width 8 and values of width 4"):
+        m(q, k, v[..., :4])
+    m = catalogue.parse("Manhattan(query_dim=None, key_dim=1)")
+    with pytest.raises(ValueError, match="queries of width 8 and values of width 4"):
         m(q, k, v[..., :4])

@@ -23,6 +23,7 @@ from fast_attention.mechanisms.local import block_local_attention as block_local
 from fast_attention.mechanisms.local import local_attention as local_attention
 from fast_attention.mechanisms.log import log_attention as log_attention
 from fast_attention.mechanisms.lsh import lsh_attention as lsh_attention
+from fast_attention.mechanisms.manhattan import manhattan_attention as manhattan_attention
 from fast_attention.mechanisms.mlp_mixer import token_mlp as token_mlp
 from fast_attention.mechanisms.relu import relu_attention as relu_attention
 from fast_attention.mechanisms.sinkhorn import sinkhorn_attention as sinkhorn_attention

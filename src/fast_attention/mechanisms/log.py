@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,20 +11,18 @@ from torch import Tensor
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.ops import additive, linear, pool
 from fast_attention.ops.additive import KeySums
-from fast_attention.ops.features import Features
 from fast_attention.ops.linear import LinearState
 from fast_attention.ops.pool import Pool, same_width
 from fast_attention.ops.positive import Positive, PositiveSoftplus
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
-from fast_attention.ops.value import one_of
+from fast_attention.ops.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
 Normalize = Literal["sum", "softmax", "none"]
 EPS = 1e-6  # added to the denominators of logdot, as in linear attention
 
 
-@in_float32
 def log_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -49,22 +46,11 @@ def log_attention(
     - "softmax": ``sum_j h(k_j)^(1/temperature) v_j / sum_j h(k_j)^(1/temperature)``, where a_i cancels;
     - score "logdot", "softmax": ``s = log(h(q_i) . h(k_j))``, linear attention with the feature map h.
 
-    Keys of "channel" are as wide as the values or 1 wide. A query that sees nothing gets zeros.
+    Keys of "channel" are as wide as the values or 1 wide. A query that sees nothing gets zeros. Raises a ``ValueError``
+    for settings that do not go together (see ``LogAttention``).
     """
-    length, width = q.shape[-2], v.shape[-1]
-    if score == "logdot":
-        keys = linear.masked_keys(_features(feature_map), k, key_mask)
-        sums = linear.attend(feature_map(q), keys, v, is_causal=is_causal)
-        return linear.normalise(sums, EPS)
-    b = _part(k, feature_map, score, normalize)
-    if normalize == "softmax":
-        terms = pool.terms(b / temperature, v, key_mask)
-        if is_causal:
-            return pool.aligned(pool.mean(pool.running(*terms).sums, width), length)
-        return pool.mean(pool.pooled(*terms).sums, width).expand(*q.shape[:-1], width).contiguous()
-    rows = additive.terms(b, v, key_mask)
-    rows = pool.aligned(prefix_sums(rows), length) if is_causal else rows.sum(-2, keepdim=True)
-    return additive.read(_part(q, feature_map, score, normalize), rows, width, normalized=normalize == "sum")
+    m = LogAttention(score, normalize, feature_map, temperature)
+    return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,8 +69,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             ``"softmax"`` of ``log h(q) + log h(k)``; ``"none"``: these scores as they are.
         feature_map: h, which makes queries and keys positive: ``PositiveSoftplus()``, ``PositiveExp()``,
             ``PositiveElu()`` or ``PositiveRelu()``.
-        temperature: Divides the scores before the softmax, which then weighs by ``h(k)^(1/temperature)``; above 0.
-            Only for ``normalize="softmax"`` and not for ``"logdot"``.
+        temperature: Divides the scores before the softmax, which then weighs by ``h(k)^(1/temperature)``; at least
+            1e-6. Only for ``normalize="softmax"`` and not for ``"logdot"``.
 
     Raises:
         ValueError: ``score="logdot"`` without ``normalize="softmax"``, or a temperature where there is none.
@@ -107,8 +93,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             )
         if self.temperature != 1.0 and (self.score == "logdot" or self.normalize != "softmax"):
             raise ValueError(f'{self!r}: a temperature needs normalize="softmax" and score="channel" or "sum"')
-        if not self.temperature > 0:
-            raise ValueError(f"{self!r}: temperature must be above 0")
+        at_least(self, "temperature", self.temperature, 1e-6)
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
@@ -130,15 +115,23 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             matrix=self.score != "channel",
         )
 
+    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
-        """``log_attention`` with these settings."""
-        self._check_width(k, v)
-        return log_attention(
-            q, k, v, score=self.score, normalize=self.normalize, feature_map=self.feature_map,
-            temperature=self.temperature, is_causal=is_causal, key_mask=key_mask,
-        )  # fmt: skip
+        """Linear attention, a softmax pool or three sums, as the settings have it."""
+        if self.score == "logdot":
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
+            return linear.normalise(linear.attend(self.feature_map(q), keys, v, is_causal=is_causal), EPS)
+        length, width = q.shape[-2], v.shape[-1]
+        if self.normalize == "softmax":
+            terms = self._pool_terms(k, v, key_mask)
+            if is_causal:
+                return pool.aligned(pool.mean(pool.running(*terms).sums, width), length)
+            return pool.mean(pool.pooled(*terms).sums, width).expand(*q.shape[:-1], width).contiguous()
+        rows = additive.terms(self._part(k, v), v, key_mask)
+        rows = pool.aligned(prefix_sums(rows), length) if is_causal else rows.sum(-2, keepdim=True)
+        return additive.read(self._part(q, v), rows, width, normalized=self.normalize == "sum")
 
     @in_float32
     def advance(
@@ -146,23 +139,20 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Pool | KeySums | LinearState]:  # fmt: skip
         """Outputs of the stretch, and the sums over all keys up to its end."""
-        self._check_width(k, v)
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
-            keys = linear.masked_keys(_features(self.feature_map), k, key_mask)
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
             sums, after = linear.advance(self.feature_map(q), keys, v, state)
             return linear.normalise(sums, EPS), after
-        b = _part(k, self.feature_map, self.score, self.normalize)
         if self.normalize == "softmax":
             assert state is None or isinstance(state, Pool)
-            rows = pool.running(*pool.behind(state, *pool.terms(b / self.temperature, v, key_mask)))
+            rows = pool.running(*pool.behind(state, *self._pool_terms(k, v, key_mask)))
             last = Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
             return pool.mean(rows.sums[..., 1:, :], v.shape[-1]), last
         assert state is None or isinstance(state, KeySums)
-        sums = prefix_sums(additive.terms(b, v, key_mask))
+        sums = prefix_sums(additive.terms(self._part(k, v), v, key_mask))
         sums = sums if state is None else sums + state.sums
-        a = _part(q, self.feature_map, self.score, self.normalize)
-        out = additive.read(a, sums, v.shape[-1], normalized=self.normalize == "sum")
+        out = additive.read(self._part(q, v), sums, v.shape[-1], normalized=self.normalize == "sum")
         return out, KeySums(sums[..., -1:, :])
 
     @in_float32
@@ -171,11 +161,10 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
     ) -> Pool | KeySums | LinearState:
         """The sums over a stretch."""
         if self.score == "logdot":
-            return linear.summarise(linear.masked_keys(_features(self.feature_map), k, key_mask), v)
-        b = _part(k, self.feature_map, self.score, self.normalize)
+            return linear.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
         if self.normalize == "softmax":
-            return pool.pooled(*pool.terms(b / self.temperature, v, key_mask))
-        return KeySums(additive.terms(b, v, key_mask).sum(-2, keepdim=True))
+            return pool.pooled(*self._pool_terms(k, v, key_mask))
+        return KeySums(additive.terms(self._part(k, v), v, key_mask).sum(-2, keepdim=True))
 
     def combine(
         self, earlier: Pool | KeySums | LinearState, later: Pool | KeySums | LinearState
@@ -190,16 +179,13 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
                 return KeySums(earlier.sums + later.sums)
         raise TypeError(f"{self!r} cannot combine a {type(earlier).__name__} with a {type(later).__name__}")
 
-    def _check_width(self, k: Tensor, v: Tensor) -> None:
-        if self.score == "channel":
-            same_width(self, k, v, or_one=True)
+    def _part(self, z: Tensor, v: Tensor) -> Tensor:
+        """What queries or keys contribute to the score."""
+        part = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
+        if self.score == "sum":
+            return part.sum(-1, keepdim=True)
+        same_width(self, z, v, or_one=True)
+        return part
 
-
-def _part(z: Tensor, feature_map: Positive, score: Score, normalize: Normalize) -> Tensor:
-    """What queries or keys contribute to the score."""
-    part = feature_map.log1p(z) if normalize == "sum" else feature_map.log(z)
-    return part.sum(-1, keepdim=True) if score == "sum" else part
-
-
-def _features(feature_map: Positive) -> Callable[[Tensor], Features]:
-    return lambda z: Features(feature_map(z))
+    def _pool_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return pool.terms(self._part(k, v) / self.temperature, v, key_mask)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
@@ -16,11 +17,35 @@ from fast_attention.ops.pool import same_width
 from fast_attention.ops.positive import Positive, PositiveSoftplus
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
-from fast_attention.ops.value import one_of
+from fast_attention.ops.value import at_least, one_of
 
 Distance = Literal["signed", "l1", "laplacian"]
 Normalize = Literal["mean", "none", "l1"]
 Reference = Literal["self", "first"]
+
+
+def manhattan_attention(
+    q: Float[Tensor, "*batch length queries"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    distance: Distance = "signed",
+    normalize: Normalize = "mean",
+    reference: Reference = "self",
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    query_dim: Literal[0, 1] | None = 0,
+    key_dim: Literal[1] | None = None,
+    temperature: float = 1.0,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``h(k_i) v_i + sum_j (log h(k_j) - log h(k_i)) v_j``, channel by channel ("Fast Attention", Eq. 12).
+
+    The sum runs over the keys that token i may see; the first term is dropped where its own key is masked. The settings
+    and the ``ValueError`` they may raise are those of ``Manhattan``.
+    """
+    m = Manhattan(distance, normalize, reference, feature_map, query_dim, key_dim, temperature)
+    return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,7 +73,7 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         query_dim: 0: no query, as printed. Ours: 1: a gate per token and head on the output, the sigmoid of the mean
             over the query's channels; None: a gate per channel, ``sigmoid(q_i)`` (queries as wide as values, or 1).
         key_dim: None: keys as they come; 1: one key per token and head, the mean over the key's channels before h.
-        temperature: Of ``"laplacian"``, in units of log k; above 0.
+        temperature: Of ``"laplacian"``, in units of log k; at least 1e-6.
 
     Raises:
         ValueError: Settings that do not go together, as said above.
@@ -73,8 +98,7 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
             raise ValueError(f'{self!r}: reference="first" needs distance="signed" and normalize="mean" or "none"')
         if self.temperature != 1.0 and self.distance != "laplacian":
             raise ValueError(f'{self!r}: a temperature needs distance="laplacian"')
-        if not self.temperature > 0:
-            raise ValueError(f"{self!r}: temperature must be above 0")
+        at_least(self, "temperature", self.temperature, 1e-6)
 
     @property
     def _linear(self) -> bool:
@@ -87,14 +111,11 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Sums for signed differences; sorts, and all keys as state, for absolute ones."""
-        weight = {
-            "signed": "(log k_j - log k_i)",
-            "l1": "|log k_j - log k_i|",
-            "laplacian": "exp(-|log k_j - log k_i| / t)",
-        }[self.distance]
+        difference = "log k_j - log k_i"
+        terms = {"signed": f"({difference})", "l1": f"|{difference}|", "laplacian": f"exp(-|{difference}| / t)"}
         return Traits(
             paper='Jiang and Zuo, "Fast Attention", Eqs. 11-12',
-            formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {weight} v_j",
+            formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {terms[self.distance]} v_j",
             cost="n d" if self._linear else "n log n d (causal: n log^2 n d)",
             order=1.0,
             reads="kv" if self.query_dim == 0 else "qkv",
@@ -175,9 +196,5 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         if self.query_dim == 0:
             return out
         gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
-        if gate.shape[-1] not in (1, out.shape[-1]):
-            raise ValueError(
-                f"{self!r} gates every channel by its own channel of the queries: got queries of width {q.shape[-1]} "
-                f"and values of width {out.shape[-1]}"
-            )
+        same_width(self, gate, out, name="queries", or_one=True)
         return gate.sigmoid() * out

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.banded import smaller
 from fast_attention.ops.blocks import join, split, stretch
 from fast_attention.ops.pool import weighed
 from fast_attention.ops.scan import FLOOR, decayed_sums, prefix_sums, running_max, spread
@@ -77,8 +78,9 @@ def windowed(
     ``band[..., i, o]`` is the bias of key ``i + o - taps // 2`` for query i; ``strict`` leaves out the keys outside the
     window. Time O(n taps d), memory O(n (taps + d log taps)), never n x n.
     """
-    length, size = scores.shape[-2], band.shape[-1] // 2 + 1
-    band = band[..., :size] if is_causal else band
+    length, reach = scores.shape[-2], band.shape[-1] // 2
+    size = smaller(reach + 1, length)
+    band = band[..., reach + 1 - size : reach + (1 if is_causal else size)]
     unit = band.detach().amax(-1, keepdim=True)
     unit = unit if strict else unit.clamp(min=0.0)
     weights = F.pad((band - unit).exp(), (0, 2 * size - 1 - band.shape[-1]))

@@ -96,12 +96,11 @@ def aligned(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Ten
     return F.pad(rows, (0, 0, length - rows.shape[-2], 0))
 
 
-def same_width(owner: object, k: Tensor, v: Tensor, *, or_one: bool = False) -> None:
-    """Raise a ``ValueError`` unless every channel of the values has its key (or, ``or_one``, all of them one key)."""
-    keys, values = k.shape[-1], v.shape[-1]
-    if keys != values and not (or_one and keys == 1):
-        also = " or the keys of width 1" if or_one else ""
+def same_width(owner: object, x: Tensor, v: Tensor, *, name: str = "keys", or_one: bool = False) -> None:
+    """Raise a ``ValueError`` unless every channel of the values has its own in ``x`` (or, ``or_one``, shares one)."""
+    got, values = x.shape[-1], v.shape[-1]
+    if got != values and not (or_one and got == 1):
         raise ValueError(
-            f"{owner!r} weighs every channel of the values by its own channel of the keys: the widths must be "
-            f"equal{also}; got keys of width {keys} and values of width {values}"
+            f"{owner!r} pairs every channel of the values with its own channel of the {name}: the widths must be equal"
+            f"{', or the first 1' if or_one else ''}; got {name} of width {got} and values of width {values}"
         )

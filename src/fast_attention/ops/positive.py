@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.features import Features
 from fast_attention.ops.value import Value, at_least
 
 EXACT = 40.0  # softplus(z) = z from here on, even in float64
@@ -33,6 +34,10 @@ class Positive(Value, ABC):
     def log1p(self, z: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """``log(1 + h(z))``, positive and finite for every finite z."""
         return torch.log1p(self(z))
+
+    def features(self, z: Float[Tensor, "*batch n d"]) -> Features:
+        """``h(z)`` as the feature map of linear attention."""
+        return Features(self(z))
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,8 +114,7 @@ class PositiveRelu(Positive):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if not self.eps > 0:
-            raise ValueError(f"{self!r}: eps must be above 0, for log h has to be finite")
+        at_least(self, "eps", self.eps, 1e-30)  # log h has to be finite
 
     def __call__(self, z: Tensor) -> Tensor:
         """``max(z, 0) + eps``."""

@@ -33,10 +33,10 @@ def one_of(owner: object, setting: str, value: object, choices: object) -> None:
 
 def at_least(owner: object, setting: str, value: object, least: int | float) -> None:
     """Raise a ``ValueError`` unless ``value`` is a number, a whole one where ``least`` is, and at least that."""
-    kinds, words = ((int,), "a whole number") if isinstance(least, int) else ((int, float), "a number")
+    kinds, words = ((int,), "whole number") if isinstance(least, int) else ((int, float), "number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
         said = f"{type(owner).__name__}({setting}={value!r})"
-        raise ValueError(f"{said}: {setting} must be {words}, at least {least}")
+        raise ValueError(f"{said}: {setting} must be at least {least}, a {words}")
 
 
 __all__ = ["Value", "at_least", "one_of"]
