@@ -70,7 +70,7 @@ def test_every_form_is_a_softmax_per_channel_at_odd_lengths(name: str, is_causal
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_special_cases_of_one_another(is_causal: bool, device: torch.device) -> None:
-    """13.17: zero bias = simple; window over everything = full; full-length kernel = Toeplitz bias; factors; d heads."""
+    """13.17: zero bias = simple; window over everything = full; full kernel = Toeplitz bias; factors; d heads."""
     n = 19
     q, k, v = qkv(n, device=device)
     w = torch.randn(n, n, dtype=torch.float64, device=device)
@@ -230,6 +230,30 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(name: str, device:
             assert bool((out[1, :, :4] == 0).all())
         grads = torch.autograd.grad(out.square().sum(), (q, k, v, *bound.parameters()), allow_unused=True)
         assert all(bool(g.isfinite().all()) for g in grads if g is not None)
+
+
+def test_biases_far_from_zero(device: torch.device) -> None:
+    """Only differences within what a row sees count: biases of the future do not, nor a level common to all."""
+    q, k, v = qkv(40, device=device, dtype=torch.float32)
+    w = torch.randn(40, 40, device=device)
+    future = torch.ones_like(w).triu(1)
+    causal = aft_full(q, k, v, w, is_causal=True)
+    torch.testing.assert_close(aft_full(q, k, v, w + 300 * future, is_causal=True), causal)
+    torch.testing.assert_close(aft_full(q, k, v, w - 300, is_causal=True), causal)
+    band = torch.randn(1, 40, 9, device=device)
+    for is_causal in (False, True):
+        strict = aft_local(q, k, v, band, strict=True, is_causal=is_causal)
+        for level in (-300.0, 300.0):
+            moved = aft_local(q, k, v, band + level, strict=True, is_causal=is_causal)
+            torch.testing.assert_close(moved, strict, rtol=1e-4, atol=1e-5)
+        inside = aft_local(q, k, v, band + 300, is_causal=is_causal)
+        torch.testing.assert_close(inside, strict, rtol=1e-4, atol=1e-5)
+        outside = aft_local(q, k, v, band - 300, is_causal=is_causal)
+        distance = (torch.arange(40)[None, :] - torch.arange(40)[:, None]).abs().to(device)
+        w = torch.full((40, 40), float("-inf"), device=device).masked_fill(distance > 4, 0.0)
+        exact = dense(q, k, v, w, is_causal=is_causal).float()
+        rows = slice(5, None)  # causally, the first rows see nothing but their window
+        torch.testing.assert_close(outside[:, :, rows], exact[:, :, rows], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -298,7 +298,7 @@ def test_settings_and_sizes_are_checked() -> None:
         ("Manhattan(reference='first', normalize='l1')", 'reference="first" needs distance="signed"'),
         ("Manhattan(temperature=2.0)", "a temperature needs"),
         ("Manhattan(distance='laplacian', temperature=0.0)", "at least 1e-06"),
-        ("Manhattan(feature_map=PositiveRelu(eps=0.0))", "eps must be a number, at least 1e-30"),
+        ("Manhattan(feature_map=PositiveRelu(eps=0.0))", "eps must be at least 1e-30"),
         ("Manhattan(feature_map=PositiveSoftplus(eps=-1.0))", "at least 0"),
     ):
         with pytest.raises(ValueError, match=said):

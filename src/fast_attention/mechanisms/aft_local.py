@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,7 +55,7 @@ class WindowState(NamedTuple):
 
     scores: Float[Tensor, "*batch window width"]
     both: Float[Tensor, "*batch window both"]
-    position: int  # tokens so far
+    position: Int[Tensor, ""]  # tokens so far
 
 
 def advanced(
@@ -66,7 +66,8 @@ def advanced(
     scores, both = pool.terms(k, v, key_mask)
     if state is None:
         start = (0, 0, window, 0)
-        scores, both, position = F.pad(scores, start, value=FLOOR), F.pad(both, start), 0
+        scores, both = F.pad(scores, start, value=FLOOR), F.pad(both, start)
+        position = torch.zeros((), dtype=torch.long, device=k.device)
     else:
         scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
         position = state.position
@@ -131,7 +132,7 @@ class AFTLocal(Attention[Band, WindowState]):
     ) -> tuple[Tensor, WindowState]:
         """Outputs of the stretch, and the last keys with the pool of those before them."""
         same_width(self, k, v)
-        start = 0 if state is None else state.position
+        start = 0 if state is None else int(state.position)
         self.within(start + k.shape[-2], w.band.shape[0])
         band = stretch(w.band, k.shape[-2], axis=0, start=start)[None]
         return advanced(q, k, v, band, state, strict=self.strict, key_mask=key_mask)

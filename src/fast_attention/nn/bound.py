@@ -111,9 +111,11 @@ class Bound(nn.Module):
         first, shape, wanted = inputs[0], self.shape, 3 if isinstance(self.mechanism, Attention) else 1
         if len(inputs) != wanted:
             raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
-        if isinstance(self.mechanism, Attention):
+        if self.mechanism.traits.bounded:
+            self.mechanism.within(inputs[-1].shape[-2], shape.max_len)
+        if wanted == 3:
             got = (first.shape[-3] if first.ndim > 2 else None, first.shape[-1])
-            if got != (shape.heads, shape.head_dim) and self.mechanism.traits.reads == "qkv":
+            if got != (shape.heads, shape.head_dim) and self.mechanism.traits.reads in ("qkv", "qv"):
                 raise ValueError(f"q has (heads, width) {got} and this module was built for {shape}")
         elif first.shape[-1] != shape.width:
             raise ValueError(f"x has width {first.shape[-1]} and this module was built for {shape.width} ({shape})")

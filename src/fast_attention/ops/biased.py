@@ -7,7 +7,7 @@ whole: the maximum of a piece is nowhere above a query's own. Triangles fall int
 constants to autograd: they cancel between numerator and denominator.
 
 Scores and ``both`` (values beside ones) are those of ``ops.pool.terms``. Results are exact as long as the biases of one
-row lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
+row, and the 0 outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def pad_length(x: Tensor, multiple: int, *, axis: int = -2, value: float = 0.0) -> Tensor:
+def pad_length(x: Tensor, multiple: int, *, axis: int = -2, value: bool | int | float = 0.0) -> Tensor:
     """``x`` with ``axis`` (-1 or -2) lengthened by ``value`` to the next multiple."""
     missing = -x.shape[axis] % multiple
     if not torch.compiler.is_compiling() and missing == 0:  # a traced length is a symbol: never ask it
@@ -24,7 +24,7 @@ def count(length: int, size: int) -> int:
     return length // size + 2 if torch.compiler.is_exporting() else (length + size - 1) // size
 
 
-def split(x: Tensor, size: int, *, value: float = 0.0) -> Tensor:
+def split(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:
     """(..., L, E) -> (..., ceil(L / size), size, E), padded by ``value`` at the end."""
     if not torch.compiler.is_exporting():
         return pad_length(x, size, value=value).unflatten(-2, (-1, size))
@@ -33,7 +33,7 @@ def split(x: Tensor, size: int, *, value: float = 0.0) -> Tensor:
     return x[..., place.clamp(max=length - 1), :].masked_fill((place >= length)[..., None], value)
 
 
-def split_row(x: Tensor, size: int, *, value: float = 0.0) -> Tensor:
+def split_row(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:
     """(..., L) -> (..., ceil(L / size), size), padded by ``value`` at the end."""
     return split(x[..., None], size, value=value)[..., 0]
 
