@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATE := $(shell date +%Y-%m-%d)
 
-.PHONY: demo test lint oracles gpu clean
+.PHONY: demo test lint oracles test-peers docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -23,6 +23,14 @@ oracles: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_oracles.py \
 		--jaxtyping-packages=fast_attention,beartype.beartype
 
+# The laws against four published packages, in an environment of their own.
+test-peers: .venv-peers/ready
+	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/test_peers.py
+
+docs: .venv/docs
+	$(BIN)/python docs/tables.py
+	$(BIN)/sphinx-build -W docs docs/_build
+
 # On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed: nothing is fetched.
 gpu:
 	@if ! $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
@@ -40,7 +48,7 @@ gpu:
 	fi
 
 clean:
-	rm -rf .venv report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers report out build dist .pytest_cache .ruff_cache
 
 .venv/python: constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -56,3 +64,12 @@ clean:
 .venv/dev: .venv/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@ .venv/demo
+
+.venv/docs: .venv/dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+.venv-peers/ready: pyproject.toml constraints.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e '.[peers]'
+	touch $@

@@ -303,6 +303,10 @@ def test_conv_starts_as_simple_and_its_kernel_is_normalised() -> None:
     band = conv_band(*w)[:, 0]
     torch.testing.assert_close(band.mean(-1), w.shift)
     torch.testing.assert_close(band.std(-1, correction=0), w.gain.abs())
+    flat = torch.ones(2, 11, dtype=torch.float64, requires_grad=True)
+    level = conv_band(flat, w.gain, w.shift)
+    torch.testing.assert_close(level, w.shift[:, None, None].expand(2, 1, 11))
+    assert bool(torch.autograd.grad(level.sum(), flat)[0].isfinite().all())
 
 
 def test_windows_take_linear_memory() -> None:

@@ -11,6 +11,7 @@ from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.aft import aft_full as aft_full
 from fast_attention.mechanisms.aft import aft_simple as aft_simple
 from fast_attention.mechanisms.aft_local import aft_local as aft_local
+from fast_attention.mechanisms.aft_local import conv_band as conv_band
 from fast_attention.mechanisms.bigbird import bigbird_attention as bigbird_attention
 from fast_attention.mechanisms.favor import favor_attention as favor_attention
 from fast_attention.mechanisms.favor_plus import favor_plus_attention as favor_plus_attention

@@ -46,8 +46,8 @@ def conv_band(
 ) -> Float[Tensor, "heads 1 taps"]:
     """``gain (w - mean w) / std w + shift``, head by head: AFT-conv's kernel (arXiv 2105.14103, section 3.4)."""
     centred = kernel - kernel.mean(-1, keepdim=True)
-    std = centred.square().mean(-1, keepdim=True).sqrt()
-    return (gain[:, None] * centred / std + shift[:, None])[:, None]
+    unit = F.normalize(centred, dim=-1) * kernel.shape[-1] ** 0.5  # of standard deviation 1; 0 for equal taps
+    return (gain[:, None] * unit + shift[:, None])[:, None]
 
 
 class WindowState(NamedTuple):
