@@ -157,11 +157,12 @@ def headline(record: Record) -> list[str]:
     said.append(f"At {end:,} tokens {fastest} is fastest: {speed(ratios(record, fastest)[end])} as exact attention.")
     accurate = [name for name in approximate if name in won]
     if accurate:
-        errors = {name: error.summary() for name in accurate if (error := record.error(name)) is not None}
-        best = min(accurate, key=lambda name: (errors[name] or (math.inf, math.inf))[0])
+        found = {name: error for name in accurate if (error := record.error(name)) is not None}
+        errors = {name: (error.summary() or (math.inf,))[0] for name, error in found.items()}
+        best = min(errors, key=lambda name: errors[name])
         said.append(
             f"Of the approximations that are faster there, {best} is the most accurate: median error "
-            f"{percent((errors[best] or (math.inf,))[0])}, {speed(ratios(record, best)[end])}."
+            f"{percent(errors[best])} at {found[best].length:,} tokens, {speed(ratios(record, best)[end])} at {end:,}."
         )
     elif approximate:
         said.append("No approximation that needs no training is faster than exact attention at these lengths.")
