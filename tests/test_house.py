@@ -112,7 +112,7 @@ def test_generated_tables_are_fresh() -> None:
 def test_the_readme_tree_is_true() -> None:
     tree = re.search(r"```\n(fast-attention/.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert tree, "README.md has a captioned tree"
-    named = set(re.findall(r"\b([\w.]+\.(?:py|md|toml|txt)|Makefile|[\w.]+/)(?=\s|$)", tree.group(1)))
+    named = set(re.findall(r"(?<![\w.-])([\w.-]+\.(?:py|md|toml|txt)|Makefile|[\w.-]+/)(?=\s|$)", tree.group(1)))
     for path in FILES:
         if path.name != "__init__.py":
             assert path.name in named or f"{path.parent.name}/" in named, f"{path} is not in README's tree"

@@ -111,8 +111,6 @@ class Bound(nn.Module):
         first, shape, wanted = inputs[0], self.shape, 3 if isinstance(self.mechanism, Attention) else 1
         if len(inputs) != wanted:
             raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
-        if self.mechanism.traits.bounded:
-            self.mechanism.within(inputs[-1].shape[-2], shape.max_len)
         if wanted == 3:
             got = (first.shape[-3] if first.ndim > 2 else None, first.shape[-1])
             if got != (shape.heads, shape.head_dim) and self.mechanism.traits.reads in ("qkv", "qv"):
