@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.ops import masks
+from fast_attention.ops.history import History, extend
 
 
 def softmax_attention(
@@ -40,16 +39,8 @@ def softmax_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
-class KeysAndValues(NamedTuple):
-    """All keys (..., H, S, E), values (..., H, S, Ev) and which may be seen (..., 1, S) so far."""
-
-    k: Tensor
-    v: Tensor
-    seen: Tensor
-
-
 @dataclass(frozen=True, repr=False)
-class Softmax(MaskedAttention[tuple[()], KeysAndValues]):
+class Softmax(MaskedAttention[tuple[()], History]):
     """Exact attention: the reference that every other mechanism is measured against.
 
     Args:
@@ -93,15 +84,11 @@ class Softmax(MaskedAttention[tuple[()], KeysAndValues]):
         k: Tensor,
         v: Tensor,
         w: tuple[()],
-        state: KeysAndValues | None,
+        state: History | None,
         *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, KeysAndValues]:
+    ) -> tuple[Tensor, History]:
         """Append the stretch to the keys and values seen so far and attend to all of them."""
-        seen = torch.ones_like(k[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-        seen = seen.expand(*k.shape[:-3], 1, k.shape[-2])
-        if state is not None:
-            k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
-            seen = torch.cat([state.seen, seen], -1)
-        out = softmax_attention(q, k, v, is_causal=True, key_mask=seen, scale=self.scale)
-        return out, KeysAndValues(k, v, seen)
+        state = extend(state, k, v, key_mask)
+        out = softmax_attention(q, state.k, state.v, is_causal=True, key_mask=state.seen, scale=self.scale)
+        return out, state
