@@ -104,8 +104,23 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_sigint_leaves_a_valid_partial_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fast_attention.cli", "compare", "--model", "gaussian", "--threads", "1"]
-    command += ["--lengths", "16", "8192", "--budget", "300", *TWO, "--out", str(tmp_path)]
+    # Started in the background, the tests themselves may ignore SIGINT, and children inherit that.
+    heed = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", heed, sys.executable, "-m", "fast_attention.cli", "compare"]
+    command += [
+        "--model",
+        "gaussian",
+        "--threads",
+        "1",
+        "--lengths",
+        "16",
+        "8192",
+        "--budget",
+        "300",
+        *TWO,
+        "--out",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     records, deadline = tmp_path / "records.json", time.monotonic() + 120
     while time.monotonic() < deadline and not (records.exists() and '"status": "measured"' in records.read_text()):
