@@ -92,15 +92,16 @@ def precision(subject: Subject, device: str = "cpu") -> Finding:
 
 @law("autocast")
 def autocast(subject: Subject, device: str = "cpu") -> Finding:
-    """Under autocast to bfloat16 the outputs stay within 2 % of float32's."""
+    """Under autocast to bfloat16 and float16 the outputs stay within 2 % of float32's."""
     made = subject.built(dtype=torch.float32, device=device)
     inputs, worst = tuple(x.float() for x in subject.draw(subject.length, device=device)), 0.0
     for is_causal in subject.modes:
         plain = subject.call(made, inputs, is_causal, None)
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
-            low = subject.call(made, inputs, is_causal, None)
-        error = (low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
-        worst = max(worst, float(error.detach()))
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast(torch.device(device).type, dtype):
+                low = subject.call(made, inputs, is_causal, None)
+            error = (low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
+            worst = max(worst, float(error.detach()))
     return judged(worst, 2e-2, "relative rms")
 
 
