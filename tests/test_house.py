@@ -24,7 +24,7 @@ FLOORS = [
     ["mechanisms"],
     ["catalogue"],
     ["functional", "nn", "counting"],
-    ["conformance", "data"],
+    ["conformance", "data", "explanation"],
     ["lab"],
     ["cli"],
 ]

@@ -38,4 +38,5 @@ from fast_attention.nn.token_mixer import TokenMixer as TokenMixer
 from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForward
 from fast_attention.nn.reversible import Reversible as Reversible, ReversibleSequence as ReversibleSequence
 
+from fast_attention.explanation import Explanation as Explanation, explain as explain
 from fast_attention import conformance as conformance

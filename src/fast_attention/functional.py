@@ -30,6 +30,7 @@ from fast_attention.mechanisms.relu import relu_attention as relu_attention
 from fast_attention.mechanisms.sinkhorn import sinkhorn_attention as sinkhorn_attention
 from fast_attention.mechanisms.sinkhorn import sortcut_attention as sortcut_attention
 from fast_attention.mechanisms.softmax import softmax_attention as softmax_attention
+from fast_attention.ops.fusion import Fusion, fusing
 from fast_attention.ops.manhattan import absolute_manhattan as absolute_manhattan
 from fast_attention.ops.manhattan import laplacian_manhattan as laplacian_manhattan
 from fast_attention.ops.manhattan import signed_manhattan as signed_manhattan
@@ -49,6 +50,7 @@ def attention(
     *,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
+    compile: Fusion = "off",
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 
@@ -59,6 +61,7 @@ def attention(
             use ``Bound``.
         is_causal: Query i sees keys up to i + S - L.
         key_mask: Boolean (..., S), True = may be seen.
+        compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works.
 
     Returns:
         Outputs (..., H, L, Ev).
@@ -76,7 +79,10 @@ def attention(
     if mechanism.needs_weights:
         w = mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=max(q.shape[-2], k.shape[-2])))
         w = _moved(w, q)
-    return mechanism(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+    if compile == "off":
+        return mechanism(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+    with fusing(compile):
+        return mechanism(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
 
 
 def _moved(w: Any, like: Tensor) -> Any:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape
+from fast_attention.ops.fusion import Fusion, fusing
+from fast_attention.ops.value import one_of
 
 
 class Bound(nn.Module):
@@ -24,13 +26,24 @@ class Bound(nn.Module):
         shape: Heads, width per head and, for mechanisms with ``traits.bounded``, the longest sequence.
         tied: Another ``Bound`` of an equal mechanism and shape whose weights are shared rather than made anew
             (Linformer's layerwise sharing).
+        compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works and that pays: the
+            first call with new sizes takes seconds. ``fast_attention.explain`` tells what ran.
 
     Raises:
-        ValueError: The shape lacks ``max_len``, or ``tied`` holds another mechanism or shape.
+        ValueError: The shape lacks ``max_len``, ``tied`` holds another mechanism or shape, or ``compile`` is no mode.
     """
 
-    def __init__(self, mechanism: Mechanism[Any, Any] | str, shape: Shape, *, tied: Bound | None = None) -> None:
+    def __init__(
+        self,
+        mechanism: Mechanism[Any, Any] | str,
+        shape: Shape,
+        *,
+        tied: Bound | None = None,
+        compile: Fusion = "off",
+    ) -> None:
         super().__init__()
+        one_of(self, "compile", compile, Fusion)
+        self.fusion: Fusion = compile
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
         if self.mechanism.traits.bounded and shape.max_len < 1:
@@ -84,6 +97,19 @@ class Bound(nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
         """
         self._check(inputs)
+        if self.fusion == "off" or torch.compiler.is_compiling():
+            return self._called(inputs, is_causal, key_mask, attn_mask, dropout)
+        with fusing(self.fusion):
+            return self._called(inputs, is_causal, key_mask, attn_mask, dropout)
+
+    def _called(
+        self,
+        inputs: tuple[Tensor, ...],
+        is_causal: bool,
+        key_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
         mechanism = self.mechanism
         if isinstance(mechanism, Attention):
             q, k, v = inputs

@@ -13,6 +13,7 @@ from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.torch_masks import Seen
+from fast_attention.ops.fusion import Fusion
 
 
 class MultiheadAttention(nn.Module):
@@ -40,6 +41,7 @@ class MultiheadAttention(nn.Module):
         dtype: Type of the parameters.
         mechanism: An attention, or its name or repr.
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
+        compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
 
     Raises:
         Unsupported: The mechanism is a mixer, or cannot take appended keys.
@@ -70,6 +72,7 @@ class MultiheadAttention(nn.Module):
         *,
         mechanism: Mechanism[Any, Any] | str = "Softmax",
         max_len: int = 0,
+        compile: Fusion = "off",
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -81,7 +84,7 @@ class MultiheadAttention(nn.Module):
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.appended = int(add_bias_kv) + int(add_zero_attn)
         self._build_projections(bias, add_bias_kv, device, dtype)
-        self.attention = self._bind(catalogue.parse(mechanism), max_len).to(device=device, dtype=dtype)
+        self.attention = self._bind(catalogue.parse(mechanism), max_len, compile).to(device=device, dtype=dtype)
         # A hook is torch's own sign that a module must really be called: its layers then take no fused short cut.
         self.register_forward_pre_hook(_stand_aside)
 
@@ -103,12 +106,13 @@ class MultiheadAttention(nn.Module):
         self.bias_k = drawn(bias_kv, 1, 1, width, draw=nn.init.xavier_normal_)
         self.bias_v = drawn(bias_kv, 1, 1, width, draw=nn.init.xavier_normal_)
 
-    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int) -> Bound:
+    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, compile: Fusion) -> Bound:
         if not isinstance(mechanism, Attention):
             raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer")
         if self.appended and not mechanism.traits.cross:
             raise mechanism.refuse("add_bias_kv or add_zero_attn (more keys than queries)", "cross")
-        return Bound(mechanism, Shape(self.num_heads, self.head_dim, max_len + self.appended if max_len else 0))
+        shape = Shape(self.num_heads, self.head_dim, max_len + self.appended if max_len else 0)
+        return Bound(mechanism, shape, compile=compile)
 
     def forward(
         self,

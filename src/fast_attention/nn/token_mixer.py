@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
+from fast_attention.ops.fusion import Fusion
 
 
 class TokenMixer(nn.Module):
@@ -25,6 +26,7 @@ class TokenMixer(nn.Module):
         mechanism: A mechanism, or its name or repr.
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
         bias: Whether the projections have biases.
+        compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
         device: Where the parameters are made.
         dtype: Type of the parameters.
 
@@ -40,6 +42,7 @@ class TokenMixer(nn.Module):
         *,
         max_len: int = 0,
         bias: bool = True,
+        compile: Fusion = "off",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -52,7 +55,7 @@ class TokenMixer(nn.Module):
             read = sum(part in self.mechanism.traits.reads for part in "qkv")
             self.in_proj = nn.Linear(embed_dim, read * embed_dim, bias=bias, device=device, dtype=dtype)
             self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        bound = Bound(self.mechanism, Shape(num_heads, embed_dim // num_heads, max_len))
+        bound = Bound(self.mechanism, Shape(num_heads, embed_dim // num_heads, max_len), compile=compile)
         self.attention = bound.to(device=device, dtype=dtype)
 
     def forward(

@@ -1,0 +1,105 @@
+"""``explain``: which path a call takes on these tensors, in which blocks, and why. It runs the call and looks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_attention import catalogue
+from fast_attention.mechanism import Attention, Mechanism, Shape
+from fast_attention.nn.bound import Bound
+from fast_attention.ops import trail
+from fast_attention.ops.trail import Step
+
+_KERNELS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "torch's flash kernel for the CPU",
+    "_scaled_dot_product_flash_attention": "torch's flash kernel",
+    "_scaled_dot_product_efficient_attention": "torch's memory-efficient kernel",
+    "_scaled_dot_product_cudnn_attention": "cuDNN's fused kernel",
+    "_scaled_dot_product_fused_attention_overrideable": "the device's own fused kernel",
+    "_scaled_dot_product_attention_math": "torch's unfused attention, which holds all scores",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ran. Print it.
+
+    Args:
+        mechanism: The mechanism's spelling, or the module's class.
+        inputs: Shapes, dtype and device of what it got.
+        steps: Every choice of an implementation, in the order they were made.
+        kernels: The fused attention kernels that torch chose, with how many times each was called.
+    """
+
+    mechanism: str
+    inputs: str
+    steps: tuple[Step, ...]
+    kernels: dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"{self.mechanism} on {self.inputs}"]
+        for step in self.steps:
+            sizes = ", ".join(f"{name} {size:,}" for name, size in step.sizes.items())
+            lines.append(f"  {step.what}" + (f" ({sizes})" if sizes else "") + (f": {step.why}" if step.why else ""))
+        if not self.steps and not self.kernels:
+            lines.append("  plain operations of torch: this mechanism has one path")
+        lines += [f"  {name}, called {count:,} time{'s' * (count > 1)}" for name, count in self.kernels.items()]
+        return "\n".join(lines)
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _KERNELS.get(func._overloadpacket.__name__)
+        if name is not None:
+            self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **keywords: Any) -> Explanation:
+    """Run a call and tell which implementation it took, with which chunk sizes, and why.
+
+    Args:
+        subject: A mechanism, its name or repr (weights are then made for the inputs), a ``Bound``, or any module that
+            holds mechanisms.
+        *inputs: What the call takes: q, k, v (..., H, L, E) for an attention, x (..., N, E) for a mixer.
+        **keywords: Further arguments of the call: ``is_causal``, ``key_mask``.
+
+    Returns:
+        The steps taken, in order, for these sizes on this machine.
+
+    Raises:
+        Unsupported, ValueError: As the call itself.
+    """
+    name = repr(subject) if isinstance(subject, Mechanism) else str(subject)
+    if isinstance(subject, str | Mechanism):
+        mechanism = catalogue.parse(subject)  # type: ignore[arg-type]
+        name, subject = repr(mechanism), _bound(mechanism, inputs)
+    elif isinstance(subject, Bound):
+        name = repr(subject.mechanism)
+    else:
+        name = type(subject).__name__
+    with trail.followed() as steps, _Kernels() as kernels, torch.no_grad():
+        subject(*inputs, **keywords)
+    shapes = " ".join(str(tuple(x.shape)) for x in inputs)
+    threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""
+    told = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
+    return Explanation(name, told, tuple(steps), kernels.found)
+
+
+def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:
+    first = inputs[0]
+    longest = max(x.shape[-2] for x in inputs)
+    if isinstance(mechanism, Attention):
+        shape = Shape(first.shape[-3], first.shape[-1], longest)
+    else:
+        shape = Shape(1, first.shape[-1], longest)
+    return Bound(mechanism, shape).to(first.device, first.dtype)

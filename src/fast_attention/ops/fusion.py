@@ -1,0 +1,54 @@
+"""Optional fusion of elementwise mathematics by ``torch.compile``: off unless the caller allows it, absent if it fails.
+
+A fused function reads and writes memory once where eager operations do so at every step. The price is seconds of
+compiling for every new set of shapes, and a C++ compiler on the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+
+from fast_attention.ops.trail import took
+
+Fusion = Literal["off", "auto"]
+_allowed: ContextVar[bool] = ContextVar("fusion", default=False)
+_broken: dict[str, str] = {}  # why compiling failed here, by the function's name; it is not tried again
+
+
+@contextmanager
+def fusing(mode: Fusion) -> Iterator[None]:
+    """Allow (``"auto"``) or forbid (``"off"``) fusion inside."""
+    token = _allowed.set(mode == "auto")
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of tensors, compiled where fusion is allowed and a compiler works, itself everywhere else."""
+    name = function.__qualname__
+    compiled = torch.compile(function, fullgraph=True)  # nothing happens before the first call
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _allowed.get():
+            return function(*args, **kwargs)
+        if name not in _broken:
+            try:
+                result = compiled(*args, **kwargs)
+            except Exception as error:  # a missing or failing compiler: whatever the reason, the eager form is right
+                _broken[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+            else:
+                took(f"{name} fused by torch.compile", 'compile="auto"')
+                return result
+        took(f"{name} eager", f"it could not be compiled here ({_broken[name]})")
+        return function(*args, **kwargs)
+
+    return wrapped

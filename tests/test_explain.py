@@ -1,0 +1,93 @@
+"""``explain`` tells what ran, and optional fusion changes nothing but the path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, catalogue, explain
+from fast_attention.ops import fusion, trail
+from tests.cases import qkv
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_mechanism_can_be_explained(name: str) -> None:
+    mechanism = catalogue.default(name)
+    inputs = (torch.randn(2, 40, 16),) if mechanism.traits.reads == "x" else qkv(40, dtype=torch.float32)
+    for is_causal in [False] + [True] * mechanism.traits.causal:
+        told = explain(mechanism, *inputs, is_causal=is_causal)
+        assert str(told).startswith(f"{mechanism!r} on (2, ")
+        assert len(str(told).splitlines()) > 1
+
+
+def test_it_names_the_kernel_that_torch_chose() -> None:
+    told = explain("Softmax", *qkv(33, dtype=torch.float32))
+    assert told.kernels == {"torch's flash kernel for the CPU": 1}
+    assert "flash kernel" in str(told)
+
+
+def test_it_takes_bound_mechanisms_and_modules() -> None:
+    inputs = qkv(20)
+    assert explain(Bound("Softmax", Shape(2, 8)).double(), *inputs).mechanism == "Softmax()"
+    x = torch.randn(2, 20, 16)
+    assert explain(TokenMixer(16, 2, "Softmax"), x).mechanism == "TokenMixer"
+    module = MultiheadAttention(16, 2, batch_first=True)
+    assert explain(module, x, x, x, need_weights=False).kernels
+
+
+def test_refusals_pass_through() -> None:
+    with pytest.raises(NotImplementedError, match="is_causal"):
+        explain("Linformer", *qkv(8), is_causal=True)
+
+
+def test_steps_are_collected_only_where_someone_follows() -> None:
+    trail.took("nobody listens", "")
+    with trail.followed() as outer:
+        trail.took("first", "because", chunk=64)
+        with trail.followed() as inner:
+            trail.took("second", "")
+        trail.took("third", "")
+    assert [step.what for step in outer] == ["first", "third"]
+    assert [step.what for step in inner] == ["second"]
+    assert outer[0].sizes == {"chunk": 64}
+
+
+def _softplus_sum(x: torch.Tensor) -> torch.Tensor:
+    return (x.exp() + 1).log().sum(-1)
+
+
+def test_fusion_is_off_unless_allowed_and_changes_nothing() -> None:
+    function, x = fusion.fused(_softplus_sum), torch.randn(4, 33, requires_grad=True)
+    with trail.followed() as steps:
+        plain = function(x)
+    assert steps == []
+    with fusion.fusing("auto"), trail.followed() as steps:
+        fast = function(x)
+    assert len(steps) == 1
+    torch.testing.assert_close(fast, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (fast, plain)))
+
+
+def test_without_a_compiler_it_is_silently_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no C++ compiler was found")
+
+    monkeypatch.setattr(fusion, "_broken", {})
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: no_compiler)
+    function, x = fusion.fused(_softplus_sum), torch.randn(4, 33)
+    with fusion.fusing("auto"), trail.followed() as steps:
+        for _ in range(2):
+            torch.testing.assert_close(function(x), _softplus_sum(x))
+    assert "could not be compiled" in steps[1].why
+    assert "no C++ compiler" in steps[0].why
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile must be one of 'off', 'auto'"):
+        Bound("LinearAttention", Shape(2, 8), compile="always")  # type: ignore[arg-type]
+    q, k, v = qkv(9)
+    torch.testing.assert_close(
+        attention(q, k, v, "LinearAttention", compile="auto"), attention(q, k, v, "LinearAttention")
+    )
