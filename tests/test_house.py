@@ -23,7 +23,7 @@ FLOORS = [
     ["mechanism"],
     ["mechanisms"],
     ["catalogue"],
-    ["functional", "nn", "counting"],
+    ["functional", "nn", "counting", "decoding"],
     ["conformance", "data", "explanation"],
     ["lab"],
     ["cli"],

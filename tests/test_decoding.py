@@ -1,0 +1,90 @@
+"""Decoding states: picked for beams, saved and restored, never changed in place, of one size at any position."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import catalogue, decoding
+from fast_attention.counting import count_operations, peak_bytes
+from tests.cases import bind, qkv
+
+STREAMING = [name for name in catalogue.names() if catalogue.default(name).traits.memory]
+FLAT = [name for name in STREAMING if catalogue.default(name).traits.memory != "growing"]
+
+
+def _some(name: str, batch: int = 3) -> tuple[Any, Any, Any]:
+    bound, inputs = bind(name), qkv(12, batch=batch)
+    _, state = bound.decode(*(x[:, :, :9] for x in inputs))
+    return bound, [x[:, :, 9:] for x in inputs], state
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_beams_are_picked_and_go_on_alone(name: str) -> None:
+    bound, rest, state = _some(name)
+    index = torch.tensor([2, 0, 0, 1, 2])
+    out, _ = bound.decode(*(x[index] for x in rest), decoding.select(state, index))
+    whole, _ = bound.decode(*rest, state)
+    torch.testing.assert_close(out, whole[index], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_is_a_value(name: str) -> None:
+    """Decoding on from a state leaves it as it was, so that an older one can be taken up again."""
+    bound, rest, state = _some(name)
+    kept = copy.deepcopy(state)
+    first, _ = bound.decode(*rest, state)
+    for part, before in zip(decoding._leaves(state), decoding._leaves(kept), strict=True):
+        assert torch.equal(part, before)
+    assert torch.equal(bound.decode(*rest, state)[0], first)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_is_saved_and_restored_to_the_bit(name: str, tmp_path: Path) -> None:
+    bound, rest, state = _some(name)
+    decoding.save(state, tmp_path / "state.pt")
+    again = decoding.load(tmp_path / "state.pt")
+    assert type(again) is type(state)
+    assert torch.equal(bound.decode(*rest, again)[0], bound.decode(*rest, state)[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    _, _, state = _some("LinearAttention")
+    with pytest.raises(ValueError, match="reaches from 0 to 3; the state's batch is 3"):
+        decoding.select(state, torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="row of whole numbers"):
+        decoding.select(state, torch.tensor([0.5]))
+    file = tmp_path / "state.pt"
+    for content in (
+        {"format": "other"},
+        {"format": "fast-attention state 1", "state": {"kind": "os:system", "parts": []}},
+    ):
+        torch.save(content, file)
+        with pytest.raises(ValueError, match="holds no decoding state"):
+            decoding.load(file)
+    file.write_bytes(b"not a file of torch")
+    with pytest.raises(ValueError, match="holds no decoding state"):
+        decoding.load(file)
+    with pytest.raises(FileNotFoundError):
+        decoding.load(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_token_costs_the_same_at_any_position(name: str) -> None:
+    """Operations and memory of one token, counted, and the size of the state, after 640 and after 5,760 tokens (blocks of 128)."""
+    bound = bind(name, max_len=8192, dtype=torch.float32)
+    token = qkv(1, dtype=torch.float32)
+    costs, state = [], None
+    for stretch in (640, 5120):
+        _, state = bound.decode(*qkv(stretch, dtype=torch.float32), state)
+        size = sum(x.nbytes for x in decoding._leaves(state))
+        now = state
+        costs.append(
+            (count_operations(lambda: bound.decode(*token, now)), peak_bytes(lambda: bound.decode(*token, now)), size)
+        )
+    assert costs[0] == costs[1]
