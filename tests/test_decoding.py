@@ -76,7 +76,7 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FLAT)
 def test_a_token_costs_the_same_at_any_position(name: str) -> None:
-    """Operations and memory of one token, counted, and the size of the state, after 640 and after 5,760 tokens (blocks of 128)."""
+    """Counted operations and memory of one token, and the state's size, after 640 and 5,760 tokens (blocks of 128)."""
     bound = bind(name, max_len=8192, dtype=torch.float32)
     token = qkv(1, dtype=torch.float32)
     costs, state = [], None

@@ -104,6 +104,6 @@ def _built(described: Any) -> Any:
     if not module.startswith("fast_attention."):
         raise ValueError(f"it names {described['kind']!r}, which is not ours")
     kind: Any = getattr(importlib.import_module(module), name)
-    if not issubclass(kind, tuple) or len(kind._fields) != len(parts):
+    if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(parts):
         raise ValueError(f"{described['kind']!r} is no state of {len(parts)} parts")
     return kind(*parts)
