@@ -225,7 +225,7 @@ class Attention(Mechanism[W, S]):
                     f"q has leading sizes {tuple(q.shape[:-2])} and {name} has {tuple(x.shape[:-2])}: they must be "
                     "equal (repeat grouped keys and values with repeat_interleave first)"
                 )
-            if not torch.is_autocast_enabled(q.device.type) and x.dtype != q.dtype:
+            if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
                 raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: give all three the same dtype")
         if k.shape[-2] != v.shape[-2]:
             raise ValueError(f"k has {k.shape[-2]} tokens and v has {v.shape[-2]}: every key needs its value")

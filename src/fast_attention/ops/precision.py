@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+_HALF = (torch.float16, torch.bfloat16)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -21,7 +23,7 @@ def rebuild(like: tuple[Any, ...], parts: list[Any]) -> Any:
 def widen(value: Any) -> Any:
     """The same value with every float16 or bfloat16 tensor in it (tuples are searched) as float32."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        return value.float() if value.dtype in _HALF else value
     if isinstance(value, tuple):
         return rebuild(value, [widen(part) for part in value])
     return value
@@ -37,7 +39,7 @@ def in_float32(function: Function) -> Function:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        args = tuple(widen(value) for value in args)
+        args = tuple([widen(value) for value in args])
         kwargs = {name: widen(value) for name, value in kwargs.items()}
         if torch.is_autocast_enabled(first.device.type):
             with torch.autocast(first.device.type, enabled=False):
