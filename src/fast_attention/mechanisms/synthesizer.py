@@ -13,6 +13,7 @@ from fast_attention.ops import synthesis
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scores import Scores, mixed
 from fast_attention.ops.value import Value, at_least
 
 _TABLE = Traits(
@@ -24,8 +25,8 @@ _DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", reads="qv", cross
 
 class _Synthesizer(MaskedAttention[Any, History]):
     @abstractmethod
-    def scores(self, q: Tensor, k: Tensor, w: Any, *, first: int, keys: int) -> Tensor:
-        """Scores (..., H, L, keys) of the queries at positions ``first`` and on; (H, L, keys) where q takes no part."""
+    def scores(self, q: Tensor, k: Tensor, w: Any, *, first: int, keys: int) -> Scores:
+        """Scores of the queries at positions ``first`` and on for as many keys; of no sequence where q takes no part."""
 
     @in_float32
     def attend_masked(
@@ -34,7 +35,7 @@ class _Synthesizer(MaskedAttention[Any, History]):
     ) -> Tensor:  # fmt: skip
         """Softmax of the scores under any mask, times the values."""
         scores = self.scores(q, k, w, first=0, keys=v.shape[-2])
-        return synthesis.synthesizer_attention(
+        return synthesis.attend(
             v, scores, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
         )
 
@@ -46,7 +47,7 @@ class _Synthesizer(MaskedAttention[Any, History]):
         state = extend(state, k if self.traits.reads == "qkv" else k[..., :0], v, key_mask)
         keys = state.v.shape[-2]
         scores = self.scores(q, state.k, w, first=keys - q.shape[-2], keys=keys)
-        return synthesis.synthesizer_attention(state.v, scores, is_causal=True, key_mask=state.seen), state
+        return synthesis.attend(state.v, scores, is_causal=True, key_mask=state.seen), state
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,10 +60,10 @@ class DenseSynthesizer(_Synthesizer):
         """The layer after the projection to q, one output per position."""
         return synthesis.layer(shape.heads, shape.head_dim, shape.max_len)
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Layer, *, first: int, keys: int) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, w: synthesis.Layer, *, first: int, keys: int) -> Scores:
         """One row per token."""
         self.within(keys, w.b.shape[-1])
-        return synthesis.dense_scores(q, stretch(w.W, keys, axis=-1), stretch(w.b, keys, axis=-1))
+        return synthesis.dense_scores(q, w, keys)
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,10 +87,10 @@ class FactorizedDenseSynthesizer(_Synthesizer):
         sizes = (a, -(-shape.max_len // a))
         return synthesis.LayerPair(*(synthesis.layer(shape.heads, shape.head_dim, size) for size in sizes))
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.LayerPair, *, first: int, keys: int) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, w: synthesis.LayerPair, *, first: int, keys: int) -> Scores:
         """One row per token, out of two."""
         self.within(keys, w.A.b.shape[-1] * w.B.b.shape[-1])
-        return synthesis.outer_scores(synthesis.dense_scores(q, *w.A), synthesis.dense_scores(q, *w.B), keys)
+        return synthesis.outer_scores(q, w)
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,10 +113,10 @@ class RandomSynthesizer(_Synthesizer):
         R = synthesis.normal(shape.heads, shape.max_len, shape.max_len)
         return synthesis.Table(R if self.trainable else R.detach())
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Table, *, first: int, keys: int) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, w: synthesis.Table, *, first: int, keys: int) -> Scores:
         """A part of the table."""
         self.within(max(first + q.shape[-2], keys), w.R.shape[-1])
-        return stretch(stretch(w.R, q.shape[-2], axis=-2, start=first), keys, axis=-1)
+        return Scores(R=stretch(stretch(w.R, q.shape[-2], axis=-2, start=first), keys, axis=-1))
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,10 +139,10 @@ class FactorizedRandomSynthesizer(_Synthesizer):
         size = (shape.heads, shape.max_len, self.rank)
         return synthesis.Factors(*(synthesis.normal(*size, std=self.rank**-0.25) for _ in range(2)))
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Factors, *, first: int, keys: int) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, w: synthesis.Factors, *, first: int, keys: int) -> Scores:
         """A part of the product."""
         self.within(max(first + q.shape[-2], keys), w.R1.shape[-2])
-        return stretch(w.R1, q.shape[-2], axis=-2, start=first) @ stretch(w.R2, keys, axis=-2).mT
+        return Scores(Q=stretch(w.R1, q.shape[-2], axis=-2, start=first), K=stretch(w.R2, keys, axis=-2))
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,9 +155,9 @@ class DotProduct(Value):
         """None."""
         return ()
 
-    def scores(self, q: Tensor, k: Tensor, w: tuple[()], *, first: int, keys: int) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, w: tuple[()], *, first: int, keys: int) -> Scores:
         """Every query against every key."""
-        return q @ k.mT * q.shape[-1] ** -0.5
+        return Scores(Q=q * q.shape[-1] ** -0.5, K=k)
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,9 +193,8 @@ class MixtureSynthesizer(_Synthesizer):
         parts = tuple(part.weights(shape) for part in self.components)
         return synthesis.Mixed(synthesis.zeros(shape.heads, len(parts)), parts)
 
-    def scores(self, q: Tensor, k: Tensor, w: synthesis.Mixed, *, first: int, keys: int) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, w: synthesis.Mixed, *, first: int, keys: int) -> Scores:
         """The weighted sum of all scores."""
-        shares = w.alpha.softmax(-1)[..., None, None].unbind(-3)
-        parts = zip(shares, self.components, w.parts, strict=True)
-        scores = [share * part.scores(q, k, own, first=first, keys=keys) for share, part, own in parts]
-        return sum(scores[1:], scores[0])
+        parts = zip(self.components, w.parts, strict=True)
+        scores = [part.scores(q, k, own, first=first, keys=keys) for part, own in parts]
+        return mixed(scores, w.alpha.softmax(-1), keys)

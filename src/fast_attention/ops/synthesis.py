@@ -9,9 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.ops import masks
+from fast_attention.ops import masks, rows
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scores import Scores
+from fast_attention.ops.trail import took
 
 
 @in_float32
@@ -40,6 +42,25 @@ def synthesizer_attention(
     if weights.ndim == 3:  # one table for all sequences: their values side by side in a single product per head
         return torch.einsum("hls,...hse->...hle", weights, v)
     return weights @ v
+
+
+def attend(
+    v: Float[Tensor, "*batch keys values"],
+    scores: Scores,
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "*batch length values"]:
+    """``synthesizer_attention`` for scores in summands: long tables a block of queries at a time, short ones whole."""
+    keys = v.shape[-2]
+    if attn_mask is None and dropout == 0.0 and rows.pays(v, scores.length()):
+        return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    took("scores as a whole", "short, traced, on another device, or under an attn_mask or dropout", keys=keys)
+    return synthesizer_attention(
+        v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
+    )
 
 
 class Layer(NamedTuple):
@@ -91,16 +112,16 @@ def layer(heads: int, width: int, outputs: int) -> Layer:
     return Layer(normal(heads, width, outputs, std=width**-0.5), zeros(heads, outputs))
 
 
-def dense_scores(
-    q: Float[Tensor, "*batch length width"], W: Float[Tensor, "heads width keys"], b: Float[Tensor, "heads keys"]
-) -> Float[Tensor, "*batch length keys"]:
-    """``relu(q_i) W + b``: the dense Synthesizer's two layers, the projection to q being the first."""
-    return q.relu() @ W + b[..., None, :]
+def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -> Scores:
+    """``relu(q_i) W + b`` for the first keys: the dense Synthesizer's two layers, the projection to q being the first.
+
+    As products of one more column: ``[relu(q_i), 1] . [W_j, b_j]``, with keys that all sequences share.
+    """
+    table = torch.cat([stretch(w.W, keys, axis=-1), stretch(w.b, keys, axis=-1)[:, None]], 1)
+    return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
 
 
-def outer_scores(
-    A: Float[Tensor, "*batch length a"], B: Float[Tensor, "*batch length b"], keys: int
-) -> Float[Tensor, "*batch length keys"]:
-    """``A_i,(j // b) B_i,(j mod b)`` for key j: a row of a b scores out of a + b numbers."""
-    scores = (A[..., :, None] * B[..., None, :]).flatten(-2)
-    return stretch(scores, keys, axis=-1)
+def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
+    """``A_i,(j // b) B_i,(j mod b)`` for key j: a row of a b scores out of a + b numbers, from two dense layers."""
+    A, B = (q.relu() @ part.W + part.b[..., None, :] for part in w)
+    return Scores(X=A, Y=B)
