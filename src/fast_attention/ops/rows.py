@@ -149,30 +149,43 @@ def _backward(
     v, key_mask, *parts = inputs
     assert v is not None
     scores, g = Scores(*parts), gradients[0].contiguous()
-    found = [x.new_zeros(x.shape) if x is not None and x.requires_grad else None for x in (v, None, *parts)]
-    dv, into = found[0], Scores(*found[2:])
-    mean = (g * outputs[0]).sum(-1, keepdim=True)
-    length = g.shape[2]
+    once = key_mask is None and (scores.R is None or (len(scores.R) == len(v) and g.shape[2] <= v.shape[2]))
+    dv, into = _grads(v, scores, once)
+    mean, turned, length = (g * outputs[0]).sum(-1, keepdim=True), g.mT.contiguous(), g.shape[2]
     space, slopes = v.new_empty(2, _size(length, v.shape[2]) * v.shape[2])
     for block in _blocks(v, length, key_mask, is_causal):
         b, h, rows, keys = block[:4]
-        part, grads = scores.of(b, h, rows, keys), into.of(b, h, rows, keys)
+        part = scores.of(b, h, rows, keys)
         weights = _weights(part, block, space)
         if dv is not None:
-            dv[b, h, keys].addmm_(weights.mT, g[b, h, rows])
+            dv.mT[b, h, :, keys].addmm_(turned[b, h, :, rows], weights)
         slope = torch.mm(g[b, h, rows], v[b, h, keys].mT, out=slopes[: weights.numel()].view(weights.shape))
-        _spread(weights.mul_(slope.sub_(mean[b, h, rows])), part, grads, keys)
-    return tuple(found)
+        slope.sub_(mean[b, h, rows])
+        _spread(weights.mul_(slope), part, into.of(b, h, rows, keys), keys, once)
+        if into.R is not None and once:
+            into.R[b, h, rows, keys.stop :] = 0.0
+    return dv, None, *into
 
 
-def _spread(slope: Tensor, part: Scores, into: Scores, keys: slice) -> None:
+def _grads(v: Tensor, scores: Scores, once: bool) -> tuple[Tensor | None, Scores]:
+    """Room for the gradients: zeros, but for a table of which each block is met once; by column what keys share."""
+    v_, Q, K, R, share, X, Y = (x if x is not None and x.requires_grad else None for x in (v, *scores))
+    v_, K = (None if x is None else x.mT.new_zeros(x.mT.shape).mT for x in (v_, K))
+    Q, share, X, Y = (None if x is None else x.new_zeros(x.shape) for x in (Q, share, X, Y))
+    if R is not None:
+        R = R.new_empty(R.shape) if once else R.new_zeros(R.shape)
+    return v_, Scores(Q, K, R, share, X, Y)
+
+
+def _spread(slope: Tensor, part: Scores, into: Scores, keys: slice, once: bool) -> None:
     """Add the gradients of a block's summands, ``slope`` being that of its scores."""
-    if into.Q is not None:
+    if into.Q is not None and part.K is not None:
         into.Q.addmm_(slope, part.K)
-    if into.K is not None:
-        into.K.addmm_(slope.mT, part.Q)
+    if into.K is not None and part.Q is not None:
+        into.K.mT.addmm_(part.Q.mT, slope)
     if into.R is not None:
-        into.R.add_(slope, alpha=1.0 if part.share is None else float(part.share))
+        share = 1.0 if part.share is None else float(part.share)
+        torch.mul(slope, share, out=into.R) if once else into.R.add_(slope, alpha=share)
     if into.share is not None:
         into.share.add_((slope * part.R).sum())
     if part.X is not None and part.Y is not None:
