@@ -14,6 +14,7 @@ from fast_attention import GMLP, Bound, FNet, MLPMixer, Shape, Unsupported
 from fast_attention.functional import fourier_mix, gated_mlp, token_mlp
 from fast_attention.mechanisms.gmlp import spatial_weights
 from fast_attention.mechanisms.mlp_mixer import TokenMLP
+from fast_attention.ops.triangular import lower
 from tests.cases import bind, some_keys
 
 LEARNED: list[Any] = [
@@ -75,6 +76,24 @@ def test_fnet_takes_the_real_part_last(device: torch.device) -> None:
     assert (between - fourier_mix(x)).abs().max() > 1
 
 
+@pytest.mark.parametrize(("length", "width"), [(1031, 33), (512, 64), (257, 130), (4096, 8)])
+@pytest.mark.parametrize("norm", ["backward", "ortho"])
+def test_fnet_of_a_long_sequence_is_torchs_fft2_forth_and_back(length: int, width: int, norm: Any) -> None:
+    """In the order in memory that long sequences take, also of a transposed input, and its gradient twice."""
+    for x in (tokens(length, width), tokens(width, length).mT):
+        x.requires_grad_()
+        y, slope = fourier_mix(x, norm=norm), torch.randn(x.shape, dtype=x.dtype, requires_grad=True)
+        expected = torch.fft.fft2(x, norm=norm).real
+        close(y, expected, 1e-10)
+        (ours,), (theirs,) = (torch.autograd.grad(z, x, slope, create_graph=True) for z in (y, expected))
+        close(ours, theirs, 1e-10)
+        (again,) = torch.autograd.grad(ours, slope, x)
+        close(again, expected, 1e-10)
+    low = tokens(length, width, dtype=torch.float32)
+    error = (fourier_mix(low, norm=norm).double() - fourier_mix(low.double(), norm=norm)).abs().max()
+    assert error < 1e-5 * fourier_mix(low, norm=norm).abs().max()
+
+
 def test_fnet_refuses_what_a_transform_cannot_do() -> None:
     x = tokens(9)
     mask = torch.ones(2, 9, dtype=torch.bool)
@@ -130,6 +149,41 @@ def test_amlp_adds_attention_to_the_gate(device: torch.device) -> None:
     alone = w._replace(W=torch.zeros_like(w.W), b=torch.zeros_like(w.b))
     expected = F.gelu(x @ w.U + w.U_bias).chunk(2, -1)[0] * gate @ w.V + w.V_bias
     close(gated_mlp(x, alone, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("length", [63, 512, 513, 767, 769, 1030])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_triangle_in_blocks_is_the_triangle(length: int, strided: bool, device: torch.device) -> None:
+    """Forward and both gradients, whatever stands above the diagonal; also where only one gradient is wanted."""
+    W = (
+        torch.randn(length, length, dtype=torch.float64, device=device).triu(1).mul_(1e3)
+        + tokens(length, length)[0].tril()
+    )
+    x = tokens(10, length, device).mT if strided else tokens(length, 10, device)
+    slope = torch.randn(x.shape, dtype=x.dtype, device=device)
+    W, x = W.requires_grad_(), x.requires_grad_()
+    out, expected = lower(W, x), W.tril() @ x
+    close(out, expected, 1e-10)
+    for inputs in ((W, x), (W,), (x,)):
+        ours, theirs = (torch.autograd.grad(y, inputs, slope, retain_graph=True) for y in (out, expected))
+        for a, b in zip(ours, theirs, strict=True):
+            close(a, b, 1e-10)
+    alone = torch.autograd.grad(lower(W.detach(), x), x, slope)[0]
+    close(alone, W.detach().tril().mT @ slope, 1e-10)
+    close(lower(W, x[0]), expected[0], 1e-10)
+    with torch.no_grad():
+        close(lower(W.float(), 100 * x.float()), 100 * expected.float(), 1e-3)
+
+
+@pytest.mark.parametrize("mechanism", [GMLP(expansion=2), GMLP(toeplitz=True), MLPMixer(token_hidden=None)], ids=repr)
+def test_long_causal_mixing_is_cut_from_longer(mechanism: Any) -> None:
+    """Lengths that end inside, at and behind a block of rows; no later token moves an earlier output."""
+    bound, x = bind(mechanism, max_len=800), tokens(800)
+    whole = bound(x, is_causal=True)
+    for length in (513, 767, 768, 769):
+        close(bound(x[:, :length], is_causal=True), whole[:, :length], 1e-10)
+    moved = bound(torch.cat([x[:, :700], 60 * x[:, 700:]], 1), is_causal=True)
+    assert torch.equal(moved[:, :700], whole[:, :700])
 
 
 def test_mixer_in_its_linear_range_is_a_matrix(device: torch.device) -> None:

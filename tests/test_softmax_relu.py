@@ -178,3 +178,34 @@ def test_compiles_for_any_length(text: str) -> None:
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"ReLUAttention\({next(iter(settings))}="):
         ReLUAttention(**settings)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(600, 600), (513, 700), (700, 513), (1, 600)])
+def test_long_masked_softmax_is_the_definition(length: int, keys: int, device: torch.device) -> None:
+    """In blocks of queries, forward and backward, against all scores at once; rows that see nothing give zeros."""
+    q, k, v = (x.requires_grad_() for x in qkv(length, keys, device=device))
+    mask = some_keys(2, keys, device)
+    mask[0, :7] = False
+    for is_causal in (False, True):
+        for seen in (mask, torch.ones_like(mask), torch.zeros_like(mask)):
+            hidden = ~seen[:, None, None, :]
+            if is_causal:
+                hidden = hidden | torch.ones(length, keys, dtype=torch.bool, device=device).triu(keys - length + 1)
+            scores = (q @ k.mT * 0.3).masked_fill(hidden, float("-inf"))
+            empty = hidden.all(-1, keepdim=True)
+            expected = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
+            out = softmax_attention(q, k, v, is_causal=is_causal, key_mask=seen[:, None], scale=0.3)
+            close(out, expected, 1e-10)
+            slope = torch.randn_like(out)
+            grads = [torch.autograd.grad(y, (q, k, v), slope) for y in (out, expected)]
+            for a, b in zip(*grads, strict=True):
+                close(a, b, 1e-10)
+
+
+def test_softmax_in_float16_is_softmax_in_float32_rounded() -> None:
+    q, k, v = (x.half() for x in qkv(70, scale=3.0))
+    for kwargs in ({}, {"is_causal": True}, {"attn_mask": torch.randn(70, 70).half()}):
+        low: Any = kwargs
+        wide = {name: x.float() if isinstance(x, Tensor) else x for name, x in low.items()}
+        expected = softmax_attention(q.float(), k.float(), v.float(), **wide)
+        assert torch.equal(softmax_attention(q, k, v, **low), expected.half())

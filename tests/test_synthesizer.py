@@ -20,6 +20,9 @@ from fast_attention import (
     Unsupported,
 )
 from fast_attention.functional import softmax_attention, synthesizer_attention
+from fast_attention.ops import rows
+from fast_attention.ops.scores import Scores
+from fast_attention.ops.trail import followed
 from tests.cases import bind, qkv, some_keys
 
 DENSE = [DenseSynthesizer(), FactorizedDenseSynthesizer(), FactorizedDenseSynthesizer(factor=5)]
@@ -154,6 +157,82 @@ def test_decode_in_any_split_is_one_pass(mechanism: Any, masked: bool, device: t
             part, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
             parts.append(part)
         close(torch.cat(parts, -2), whole)
+
+
+KINDS = ["QK", "R", "R share", "XY", "QK R share XY"]
+
+
+def summands(kinds: str, length: int, keys: int, device: torch.device) -> Scores:
+    """Scores of the kinds asked for; K for all sequences, the table for each."""
+
+    def some(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=torch.float64, device=device, requires_grad=True)
+
+    Q, K = (some(2, 3, length, 4), some(1, 3, keys, 4)) if "QK" in kinds else (None, None)
+    R = some(1 + ("QK" in kinds), 3, length, keys) if "R" in kinds else None
+    X, Y = (some(2, 3, length, 8), some(2, 3, length, -(-keys // 8))) if "XY" in kinds else (None, None)
+    return Scores(Q, K, R, some(3) if "share" in kinds else None, X, Y)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize(("length", "keys"), [(64, 64), (65, 65), (129, 129), (40, 70), (70, 40)])
+def test_blocks_of_queries_are_the_whole(
+    kinds: str, length: int, keys: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Forward and every gradient, masked at both ends, in the middle, throughout or not at all, causal or not."""
+    monkeypatch.setattr(rows, "BLOCK", 1 << 10)
+    monkeypatch.setattr(rows, "ROWS", 16)
+    scores, v = summands(kinds, length, keys, device), torch.randn(2, keys, 3, 5, dtype=torch.float64, device=device)
+    v = v.transpose(1, 2).requires_grad_()
+    inputs, slope = (
+        [x for x in (v, *scores) if x is not None],
+        torch.randn(2, 3, length, 5, dtype=v.dtype, device=device),
+    )
+    ends = (torch.arange(keys, device=device) > 4) & (torch.arange(keys, device=device) < keys - 5)
+    gone = torch.zeros(1, keys, dtype=torch.bool, device=device)
+    for mask in (None, ends.expand(2, -1), some_keys(2, keys, device), torch.cat([gone, ends[None]])):
+        for is_causal in (False, True):
+            seen = None if mask is None else mask[:, None]
+            ours = rows.attend(v, scores, is_causal=is_causal, key_mask=seen)
+            theirs = synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=seen)
+            close(ours, theirs, 1e-10)
+            grads = [torch.autograd.grad(y, inputs, slope) for y in (ours, theirs)]
+            for a, b in zip(*grads, strict=True):
+                close(a, b, 1e-10)
+            with torch.no_grad():
+                assert torch.equal(rows.attend(v, scores, is_causal=is_causal, key_mask=seen), ours)
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=repr)
+def test_long_sequences_are_the_definition(mechanism: Any, device: torch.device) -> None:
+    """At lengths that run in blocks: against all scores at once, gradients of inputs and weights too."""
+    for length, masked, is_causal in ((257, False, False), (257, True, True), (1031, False, True)):
+        bound, (q, k, v) = bind(mechanism, max_len=1040, device=device), qkv(length, device=device)
+        wanted = [x.requires_grad_() for x in (q, k, v)] + list(bound.parameters())
+        mask = some_keys(2, length, device) if masked else None
+        with followed() as steps:
+            ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+        assert device.type != "cpu" or [step.what for step in steps] == ["softmax in blocks of queries"]
+        scores = mechanism.scores(q, k, bound.w, first=0, keys=length).whole(length)
+        seen = None if mask is None else mask[:, None]
+        theirs = synthesizer_attention(v, scores, is_causal=is_causal, key_mask=seen)
+        close(ours, theirs, 1e-10)
+        grads = [torch.autograd.grad(y.square().sum(), wanted, allow_unused=True) for y in (ours, theirs)]
+        for a, b in zip(*grads, strict=True):
+            close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, 1e-9)
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=repr)
+def test_long_and_loud_stays_finite_and_causal(mechanism: Any, device: torch.device) -> None:
+    bound = bind(mechanism, max_len=600, device=device).to(torch.float32)
+    q, k, v = (100 * x for x in qkv(600, device=device, dtype=torch.float32))
+    v.requires_grad_()
+    whole = bound(q, k, v, is_causal=True)
+    (grad,) = torch.autograd.grad(whole.sum(), v)
+    assert bool(whole.isfinite().all())
+    assert bool(grad.isfinite().all())
+    later = [torch.cat([x[:, :, :413], 60 * x[:, :, 413:]], -2) for x in (q, k, v)]
+    assert torch.equal(bound(*later, is_causal=True)[:, :, :413], whole[:, :, :413])
 
 
 def test_decoding_keeps_only_what_is_read(device: torch.device) -> None:

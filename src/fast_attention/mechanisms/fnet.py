@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.mechanism import Mixer, Traits
+from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import one_of
 
 Norm = Literal["backward", "ortho"]
+SMALL = 1 << 15  # numbers in a sequence below which few operations count for more than their order in memory
 
 
 @in_float32
@@ -26,9 +29,37 @@ def fourier_mix(
     Of the hidden axis only the first half is transformed along the sequence: x being real, ``Re Y[m, n] =
     Re Y[-m, -n]`` gives the rest.
     """
+    took("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=x.shape[-1] // 2 + 1)
+    return _MIX(x, norm=norm)
+
+
+def _plain(x: Tensor, *, norm: str) -> Tensor:
     half = torch.fft.fft(torch.fft.rfft(x, dim=-1, norm=norm), dim=-2, norm=norm).real
     mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(-2, -1).roll(1, -2)
     return torch.cat([half, mirrored], -1)
+
+
+def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
+    """Both transforms, one long sequence after the other on a CPU, which transposes and flips whole matrices fast."""
+    length, width = x.shape[-2:]
+    if x.device.type != "cpu" or length * width < SMALL:
+        return _plain(x, norm=norm), ()
+    out, half, rest = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
+    for tokens, y in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):
+        columns = torch.fft.fft(torch.fft.rfft(tokens, dim=-1, norm=norm), dim=-2, norm=norm).mT  # as the FFT leaves it
+        rows = columns.real.contiguous().mT.contiguous()
+        y[:, :half] = rows
+        y[0, half:] = rows[0, 1:rest].flip(-1)
+        y[1:, half:] = rows[1:, 1:rest].flip(-2, -1)
+    return out, ()
+
+
+def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, norm: str) -> tuple[Tensor]:
+    """The transform again: its matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
+    return (_forward(gradients[0], norm=norm, keep=False)[0],)
+
+
+_MIX = Explicit(_plain, _forward, _backward)
 
 
 @dataclass(frozen=True, repr=False)

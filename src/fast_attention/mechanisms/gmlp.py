@@ -14,6 +14,7 @@ from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.triangular import lower
 from fast_attention.ops.value import at_least
 
 
@@ -56,7 +57,7 @@ def gated_mlp(
     kept, gate = F.gelu(x @ w.U + w.U_bias).chunk(2, -1)
     gate = masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
     W = spatial_weights(w.W, x.shape[-2])
-    gate = (W.tril() if is_causal else W) @ gate + stretch(w.b, x.shape[-2], axis=0)[:, None]
+    gate = (lower(W, gate) if is_causal else W @ gate) + stretch(w.b, x.shape[-2], axis=0)[:, None]
     if w.tiny is not None:
         gate = gate + tiny_attention(x, w.tiny, is_causal=is_causal, key_mask=key_mask)
     return kept * gate @ w.V + w.V_bias

@@ -14,6 +14,7 @@ from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.triangular import lower
 from fast_attention.ops.value import at_least
 
 
@@ -41,8 +42,10 @@ def token_mlp(
     """
     length = x.shape[-2]
     x, W1, W2 = masks.drop(x, key_mask), stretch(w.W1, length, axis=1), stretch(w.W2, length, axis=0)
-    if is_causal:
-        W1, W2 = W1.tril(), W2.tril()
+    if is_causal:  # units of tokens that are not there stay out of sight
+        W1, b1, W2 = (stretch(part, length, axis=axis) for part, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
+        hidden = F.gelu(lower(W1, x) + b1[:, None])
+        return lower(W2, hidden) + stretch(w.b2, length, axis=0)[:, None]
     return W2 @ F.gelu(W1 @ x + w.b1[:, None]) + stretch(w.b2, length, axis=0)[:, None]
 
 

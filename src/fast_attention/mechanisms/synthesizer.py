@@ -26,7 +26,7 @@ _DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", reads="qv", cross
 class _Synthesizer(MaskedAttention[Any, History]):
     @abstractmethod
     def scores(self, q: Tensor, k: Tensor, w: Any, *, first: int, keys: int) -> Scores:
-        """Scores of the queries at positions ``first`` and on for as many keys; of no sequence where q takes no part."""
+        """Scores of the queries at positions ``first`` and on, one set for all sequences where q takes no part."""
 
     @in_float32
     def attend_masked(
@@ -35,9 +35,7 @@ class _Synthesizer(MaskedAttention[Any, History]):
     ) -> Tensor:  # fmt: skip
         """Softmax of the scores under any mask, times the values."""
         scores = self.scores(q, k, w, first=0, keys=v.shape[-2])
-        return synthesis.attend(
-            v, scores, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
-        )
+        return synthesis.attend(v, scores, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
 
     @in_float32
     def advance(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fast_attention.ops import masks
 from fast_attention.ops.explicit import Explicit
-from fast_attention.ops.scores import Scores
+from fast_attention.ops.scores import Scores, spread
 from fast_attention.ops.trail import took
 
 WORTH = 1 << 16  # scores of one head from which blocks pay
@@ -42,7 +42,9 @@ def attend(
     key_mask: Bool[Tensor, "*#batch 1 keys"] | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """``softmax(scores + mask) v``, causal from the bottom right corner; a query that sees nothing gets zeros."""
-    took("softmax in blocks of queries", "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2]))
+    took(
+        "softmax in blocks of queries", "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2])
+    )
     heads, batch, (keys, values) = v.shape[-3], v.shape[:-3], v.shape[-2:]
     parts = [x if x is None or x.ndim == 1 else _four(x, batch) for x in scores]
     if key_mask is not None:
@@ -55,11 +57,11 @@ def attend(
     return out.reshape(*batch, *out.shape[-3:])
 
 
-def pays(v: Tensor, length: int) -> bool:
-    """Whether the scores of one head are so many that blocks are faster, on this device."""
-    if torch.compiler.is_compiling() or v.device.type != "cpu":
+def pays(v: Tensor, length: int, at_least: int = WORTH) -> bool:
+    """Whether this is a device on which blocks are faster, and the scores of one head are ``at_least`` as many."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or v.device.type != "cpu":
         return False
-    return length * v.shape[-2] >= WORTH
+    return length * v.shape[-2] >= at_least
 
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
@@ -161,7 +163,7 @@ def _backward(
             dv.mT[b, h, :, keys].addmm_(turned[b, h, :, rows], weights)
         slope = torch.mm(g[b, h, rows], v[b, h, keys].mT, out=slopes[: weights.numel()].view(weights.shape))
         slope.sub_(mean[b, h, rows])
-        _spread(weights.mul_(slope), part, into.of(b, h, rows, keys), keys, once)
+        spread(weights.mul_(slope), part, into.of(b, h, rows, keys), keys, once)
         if into.R is not None and once:
             into.R[b, h, rows, keys.stop :] = 0.0
     return dv, None, *into
@@ -175,26 +177,6 @@ def _grads(v: Tensor, scores: Scores, once: bool) -> tuple[Tensor | None, Scores
     if R is not None:
         R = R.new_empty(R.shape) if once else R.new_zeros(R.shape)
     return v_, Scores(Q, K, R, share, X, Y)
-
-
-def _spread(slope: Tensor, part: Scores, into: Scores, keys: slice, once: bool) -> None:
-    """Add the gradients of a block's summands, ``slope`` being that of its scores."""
-    if into.Q is not None and part.K is not None:
-        into.Q.addmm_(slope, part.K)
-    if into.K is not None and part.Q is not None:
-        into.K.mT.addmm_(part.Q.mT, slope)
-    if into.R is not None:
-        share = 1.0 if part.share is None else float(part.share)
-        torch.mul(slope, share, out=into.R) if once else into.R.add_(slope, alpha=share)
-    if into.share is not None:
-        into.share.add_((slope * part.R).sum())
-    if part.X is not None and part.Y is not None:
-        a, b = part.X.shape[1], part.Y.shape[1]
-        whole = torch.nn.functional.pad(slope, (keys.start, a * b - keys.stop)).unflatten(1, (a, b))
-        if into.X is not None:
-            into.X.add_((whole * part.Y[:, None, :]).sum(2))
-        if into.Y is not None:
-            into.Y.add_((whole * part.X[:, :, None]).sum(1))
 
 
 _ROWS = Explicit(_plain, _forward, _backward)
