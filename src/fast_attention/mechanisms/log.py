@@ -129,9 +129,13 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             if is_causal:
                 return pool.aligned(pool.mean(pool.running(*terms).sums, width), length)
             return pool.mean(pool.pooled(*terms).sums, width).expand(*q.shape[:-1], width).contiguous()
-        rows = additive.terms(self._part(k, v), v, key_mask)
-        rows = pool.aligned(prefix_sums(rows), length) if is_causal else rows.sum(-2, keepdim=True)
-        return additive.read(self._part(q, v), rows, width, normalized=self.normalize == "sum")
+        if self.score != "sum":
+            for z in (q, k):
+                same_width(self, z, v, or_one=True)
+        return additive.attend(
+            q, k, v, key_mask, part=self._score_part, fixed=self.feature_map.fixed,
+            normalized=self.normalize == "sum", is_causal=is_causal,
+        )  # fmt: skip
 
     @in_float32
     def advance(
@@ -181,11 +185,13 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
 
     def _part(self, z: Tensor, v: Tensor) -> Tensor:
         """What queries or keys contribute to the score."""
+        if self.score != "sum":
+            same_width(self, z, v, or_one=True)
+        return self._score_part(z)
+
+    def _score_part(self, z: Tensor) -> Tensor:
         part = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
-        if self.score == "sum":
-            return part.sum(-1, keepdim=True)
-        same_width(self, z, v, or_one=True)
-        return part
+        return part.sum(-1, keepdim=True) if self.score == "sum" else part
 
     def _pool_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return pool.terms(self._part(k, v) / self.temperature, v, key_mask)

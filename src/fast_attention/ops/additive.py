@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.ops import masks, pool
+from fast_attention.ops import additive_passes, masks, pool
+from fast_attention.ops.additive_passes import How
+from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.scan import prefix_sums
+from fast_attention.ops.tiles import stretches
+from fast_attention.ops.trail import took
 
 
 class KeySums(NamedTuple):
@@ -34,3 +40,37 @@ def read(
     count, plain, weighed, parts = sums.split([1, values, values, sums.shape[-1] - 1 - 2 * values], -1)
     numerator = a * plain + weighed
     return pool.quotient(numerator, count * a + parts) if normalized else numerator
+
+
+def attend(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+    *,
+    part: Callable[[Tensor], Tensor],
+    fixed: bool,
+    normalized: bool,
+    is_causal: bool,
+) -> Float[Tensor, "*batch length values"]:
+    """``read`` with ``a = part(q)``, ``b = part(k)`` and the sums over all keys, or over those up to each query.
+
+    ``fixed``: ``part`` holds nothing to learn, so that the pass over stretches of the sequence may map them again.
+    """
+    how = How(part, normalized, is_causal)
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and (not is_causal or q.shape[-2] == k.shape[-2])
+    if not (fixed and alike and q.device.type == "cpu" and min(q.numel(), v.numel()) > 0):
+        took("whole tensors at a time", "no CPU, unequal lengths when causal, or a map with something to learn")
+        return _plain(q, k, v, key_mask, how=how)
+    name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every query sees the same keys")
+    took(f"{name}, stretch by stretch", why, stretch=stretches(v)[0].stop)
+    return _RULE(q, k, v, key_mask, how=how)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> Tensor:
+    rows = terms(how.part(k), v, key_mask)
+    rows = pool.aligned(prefix_sums(rows), q.shape[-2]) if how.is_causal else rows.sum(-2, keepdim=True)
+    return read(how.part(q), rows, v.shape[-1], normalized=how.normalized)
+
+
+_RULE = Explicit(_plain, additive_passes.forward, additive_passes.backward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from fast_attention.ops.features import Features
 from fast_attention.ops.value import Value, at_least
 
 EXACT = 40.0  # softplus(z) = z from here on, even in float64
+LEAST = 1e-30  # an eps from here on keeps h a normal number in float32, so that its logarithm may be taken as it is
 
 
 class Positive(Value, ABC):
@@ -22,6 +24,8 @@ class Positive(Value, ABC):
 
     To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with ``__call__`` and ``log``.
     """
+
+    fixed: ClassVar[bool] = False  # True: nothing to learn inside, so that blocks of z may be mapped again for gradients
 
     @abstractmethod
     def __call__(self, z: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -34,6 +38,10 @@ class Positive(Value, ABC):
     def log1p(self, z: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """``log(1 + h(z))``, positive and finite for every finite z."""
         return torch.log1p(self(z))
+
+    def both(self, z: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+        """``h(z)`` and ``log h(z)``."""
+        return self(z), self.log(z)
 
     def features(self, z: Float[Tensor, "*batch n d"]) -> Features:
         """``h(z)`` as the feature map of linear attention."""
@@ -49,6 +57,7 @@ class PositiveSoftplus(Positive):
             on as z itself.
     """
 
+    fixed: ClassVar[bool] = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -58,8 +67,15 @@ class PositiveSoftplus(Positive):
         """``log(1 + e^z) + eps``."""
         return F.softplus(z, threshold=EXACT) + self.eps
 
+    def both(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """``h`` and ``log h`` from one softplus."""
+        h = self(z)
+        return h, h.log() if self.eps >= LEAST else self.log(z)
+
     def log(self, z: Tensor) -> Tensor:
-        """``log h``; below -15 from the series ``z - e^z / 2`` of ``log log(1 + e^z)``."""
+        """``log h``; below -15, should eps not keep h above zero, from the series ``z - e^z / 2``."""
+        if self.eps >= LEAST:
+            return self(z).log()
         low = z < -15.0
         plain = F.softplus(z.masked_fill(low, 0.0), threshold=EXACT).log()
         series = z - 0.5 * z.clamp(max=-15.0).exp()
@@ -75,6 +91,7 @@ class PositiveExp(Positive):
         limit: Where h itself is needed (not its logarithm), z is cut off here, so that h stays finite.
     """
 
+    fixed: ClassVar[bool] = True
     limit: float = 15.0
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -94,6 +111,8 @@ class PositiveExp(Positive):
 class PositiveElu(Positive):
     """``h = elu(z) + 1``: z + 1 above zero, e^z below, as in linear attention."""
 
+    fixed: ClassVar[bool] = True
+
     def __call__(self, z: Tensor) -> Tensor:
         """``elu(z) + 1``."""
         return torch.where(z < 0, z.clamp(max=0.0).exp(), z + 1)
@@ -111,10 +130,11 @@ class PositiveRelu(Positive):
         eps: Added to h, above 0.
     """
 
+    fixed: ClassVar[bool] = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        at_least(self, "eps", self.eps, 1e-30)  # log h has to be finite
+        at_least(self, "eps", self.eps, LEAST)  # log h has to be finite
 
     def __call__(self, z: Tensor) -> Tensor:
         """``max(z, 0) + eps``."""
