@@ -131,6 +131,13 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Own term plus relative term, normalised and gated."""
+        if self._linear and self.reference == "self":
+            k = self._keys(k, v)
+            out = differences.attend(
+                k, v, key_mask, both=self.feature_map.both, fixed=self.feature_map.fixed,
+                mean=self.normalize == "mean", is_causal=is_causal,
+            )  # fmt: skip
+            return self._gated(q, out)
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         l, x, ones, own, size = self._terms(k, v, key_mask)
@@ -138,10 +145,8 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         if not self._linear:
             related, mass = pairs(l, x, ones, None, sums=self._sums, is_causal=False)
             return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
-        if self.reference == "first":
-            sums = differences.summarised(l, x, own, key_mask)
-            return self._out(q, sums.first.expand_as(own), sums.weighed, count)
-        return self._out(q, own, differences.signed(l, x, key_mask, is_causal=False), count)
+        sums = differences.summarised(l, x, own, key_mask)
+        return self._out(q, sums.first.expand_as(own), sums.weighed, count)
 
     @in_float32
     def advance(
@@ -181,9 +186,8 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
 
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """log h(k), values and ones (zeros where masked), own terms ``k_i v_i`` and their absolute weights."""
-        k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
-        same_width(self, k, v, or_one=True)
-        h, l = self.feature_map(k), self.feature_map.log(k) / self.temperature
+        h, l = self.feature_map.both(self._keys(k, v))
+        l = l / self.temperature
         h = torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
         x = masks.drop(v, key_mask)
         return l, x, differences.seen(l, key_mask), h * x, h
@@ -193,6 +197,14 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
             out = pool.quotient(own + related, total)
         else:
             out = own + (related if self.normalize == "none" else related / total.clamp(min=1.0))
+        return self._gated(q, out)
+
+    def _keys(self, k: Tensor, v: Tensor) -> Tensor:
+        k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
+        same_width(self, k, v, or_one=True)
+        return k
+
+    def _gated(self, q: Tensor, out: Tensor) -> Tensor:
         if self.query_dim == 0:
             return out
         gate = q if self.query_dim is None else q.mean(-1, keepdim=True)

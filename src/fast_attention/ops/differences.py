@@ -5,14 +5,19 @@ The l are kept relative to an anchor, the first key that was seen: only differen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.ops import masks
+from fast_attention.ops import difference_passes, masks
+from fast_attention.ops.difference_passes import How
+from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.scan import prefix_sums
+from fast_attention.ops.tiles import first_seen, stretches
+from fast_attention.ops.trail import took
 
 Mask = Bool[Tensor, "*#batch2 keys"]
 
@@ -55,7 +60,7 @@ def running(
     earlier: Differences | None = None,
 ) -> Differences:
     """The sums up to every key, as many rows as keys; ``own`` comes with each key, and the first one's is kept."""
-    anchor, first = _first(masks.drop(l, key_mask), key_mask), _first(masks.drop(own, key_mask), key_mask)
+    anchor, first = first_seen(masks.drop(l, key_mask), key_mask), first_seen(masks.drop(own, key_mask), key_mask)
     if earlier is not None:
         known = earlier.number > 0
         anchor, first = torch.where(known, earlier.anchor, anchor), torch.where(known, earlier.first, first)
@@ -72,7 +77,7 @@ def summarised(
     key_mask: Mask | None,
 ) -> Differences:
     """The sums over all keys, one row."""
-    anchor, first = _first(masks.drop(l, key_mask), key_mask), _first(masks.drop(own, key_mask), key_mask)
+    anchor, first = first_seen(masks.drop(l, key_mask), key_mask), first_seen(masks.drop(own, key_mask), key_mask)
     parts = (y.sum(-2, keepdim=True) for y in (seen(l[..., :1], key_mask), x, (l - anchor) * x))
     return Differences(anchor, first, *parts)
 
@@ -96,9 +101,32 @@ def seen(like: Float[Tensor, "*batch keys weights"], key_mask: Mask | None) -> F
     return masks.drop(torch.ones_like(like), key_mask)
 
 
-def _first(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The row of the first key that may be seen, the first row where there is none."""
-    if key_mask is None:
-        return x[..., :1, :]
-    place = key_mask.to(torch.int8).argmax(-1, keepdim=True)[..., None]
-    return x.gather(-2, place.expand(*x.shape[:-2], 1, x.shape[-1]))
+
+def attend(
+    k: Float[Tensor, "*batch keys weights"], v: Float[Tensor, "*batch keys values"], key_mask: Mask | None, *,
+    both: Callable[[Tensor], tuple[Tensor, Tensor]], fixed: bool, mean: bool, is_causal: bool,
+) -> Float[Tensor, "*batch keys values"]:  # fmt: skip
+    """``h_i v_i + sum_j (l_j - l_i) v_j`` with ``h, l = both(k)``, the sum over the number of its keys with ``mean``.
+
+    ``fixed``: ``both`` holds nothing to learn, so that the pass over stretches of the sequence may map keys again.
+    """
+    how = How(both, mean, is_causal)
+    if not (fixed and k.shape[:-2] == v.shape[:-2] and v.device.type == "cpu" and min(k.numel(), v.numel()) > 0):
+        took("whole tensors at a time", "no CPU, or a map with something to learn")
+        return _plain(k, v, key_mask, how=how)
+    name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every token sees the same keys")
+    took(f"{name}, stretch by stretch", why, stretch=stretches(v)[0].stop)
+    return _RULE(k, v, key_mask, how=how)
+
+
+def _plain(k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> Tensor:
+    (h, l), x = how.both(k), masks.drop(v, key_mask)
+    related = signed(l, x, key_mask, is_causal=how.is_causal)
+    if how.mean:
+        ones = seen(l[..., :1], key_mask)
+        count = prefix_sums(ones) if how.is_causal else ones.sum(-2, keepdim=True)
+        related = related / count.clamp(min=1.0)
+    return masks.drop(h, key_mask) * x + related
+
+
+_RULE = Explicit(_plain, difference_passes.forward, difference_passes.backward)

@@ -34,6 +34,16 @@ def counts(
     return numbers[..., None].to(like)
 
 
+def first_seen(
+    x: Float[Tensor, "*batch keys width"], key_mask: Bool[Tensor, "*#batch2 keys"] | None
+) -> Float[Tensor, "*batch 1 width"]:
+    """The row of the first key that may be seen, the first row where there is none."""
+    if key_mask is None:
+        return x[..., :1, :]
+    place = key_mask.to(torch.int8).argmax(-1, keepdim=True)[..., None]
+    return x.gather(-2, place.expand(*x.shape[:-2], 1, x.shape[-1]))
+
+
 class Total:
     """A sum over the stretches: each adds its own to what is carried in float64, so that none of them is lost."""
 
