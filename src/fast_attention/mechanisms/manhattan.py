@@ -143,7 +143,7 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         l, x, ones, own, size = self._terms(k, v, key_mask)
         count = ones[..., :1].sum(-2, keepdim=True)
         if not self._linear:
-            related, mass = pairs(l, x, ones, None, sums=self._sums, is_causal=False)
+            related, mass = pairs(l, x, ones, None, sums=self._sums, masses=self.normalize == "l1", is_causal=False)
             return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
         sums = differences.summarised(l, x, own, key_mask)
         return self._out(q, sums.first.expand_as(own), sums.weighed, count)
@@ -166,7 +166,7 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
             return self._out(q, own, related, sums.number), differences.last(sums)
         assert state is None or isinstance(state, Past)
         now = appended(state, l, x, ones)
-        related, mass = pairs(l, x, ones, state, sums=self._sums, is_causal=True)
+        related, mass = pairs(l, x, ones, state, sums=self._sums, masses=self.normalize == "l1", is_causal=True)
         count = prefix_sums(now.ones[..., :1])[..., -l.shape[-2] :, :]
         return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
 

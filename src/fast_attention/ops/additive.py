@@ -58,13 +58,17 @@ def attend(
     ``fixed``: ``part`` holds nothing to learn, so that the pass over stretches of the sequence may map them again.
     """
     how = How(part, normalized, is_causal)
-    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and (not is_causal or q.shape[-2] == k.shape[-2])
-    if not (fixed and alike and q.device.type == "cpu" and min(q.numel(), v.numel()) > 0):
+    if torch.compiler.is_compiling() or not (fixed and _even(q, k, v, is_causal=is_causal)):
         took("whole tensors at a time", "no CPU, unequal lengths when causal, or a map with something to learn")
         return _plain(q, k, v, key_mask, how=how)
     name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every query sees the same keys")
     took(f"{name}, stretch by stretch", why, stretch=stretches(v)[0].stop)
     return _RULE(q, k, v, key_mask, how=how)
+
+
+def _even(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and (not is_causal or q.shape[-2] == k.shape[-2])
+    return alike and q.device.type == "cpu" and min(q.numel(), v.numel()) > 0
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> Tensor:

@@ -111,12 +111,16 @@ def attend(
     ``fixed``: ``both`` holds nothing to learn, so that the pass over stretches of the sequence may map keys again.
     """
     how = How(both, mean, is_causal)
-    if not (fixed and k.shape[:-2] == v.shape[:-2] and v.device.type == "cpu" and min(k.numel(), v.numel()) > 0):
+    if torch.compiler.is_compiling() or not (fixed and _even(k, v)):
         took("whole tensors at a time", "no CPU, or a map with something to learn")
         return _plain(k, v, key_mask, how=how)
     name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every token sees the same keys")
     took(f"{name}, stretch by stretch", why, stretch=stretches(v)[0].stop)
     return _RULE(k, v, key_mask, how=how)
+
+
+def _even(k: Tensor, v: Tensor) -> bool:
+    return k.shape[:-2] == v.shape[:-2] and v.device.type == "cpu" and min(k.numel(), v.numel()) > 0
 
 
 def _plain(k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How) -> Tensor:

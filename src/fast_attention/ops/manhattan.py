@@ -96,14 +96,18 @@ def pairs(
     past: Past | None,
     *,
     sums: sorting.Sums | None,
+    masses: bool,
     is_causal: bool,
 ) -> tuple[Float[Tensor, "*batch length values"], Float[Tensor, "*batch length weights"]]:
-    """``sum_j w_ij x_j`` and ``sum_j |w_ij|`` over past and stretch, by sorting; w is signed without ``sums``."""
+    """``sum_j w_ij x_j`` and ``sum_j |w_ij|`` over past and stretch, by sorting; w is signed without ``sums``.
+
+    Without ``masses`` the second is empty where it would cost more.
+    """
     absolute = sums or sorting.absolute
-    y = torch.cat([x, ones], -1) if sums else ones
+    y = (torch.cat([x, ones], -1) if masses else x) if sums else ones
     out = sorting.over(l, y, absolute, is_causal=is_causal)
     if past is not None:
-        y = torch.cat([past.values, past.ones], -1) if sums else past.ones
+        y = (torch.cat([past.values, past.ones], -1) if masses else past.values) if sums else past.ones
         out = out + sorting.over_others(past.logs, y, l, absolute)
     if sums:
         return out[..., : x.shape[-1]], out[..., x.shape[-1] :]

@@ -1,0 +1,103 @@
+"""Forward and backward pass of sums over all pairs by sorting, ``ops/sorting.py``: tokens along the last axis, few at once.
+
+Both sums are symmetric in the two tokens, so that values get from the gradients g what tokens get from the values. A
+sorted order gives ``y`` and the slope ``s`` with ``dy_i / dl_i = s_i``, and the gradient of l is ``g s(x) + x s(g)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fast_attention.ops.explicit import Tensors
+
+NUMBERS = 1 << 18  # sorted at a time
+RANGE = {torch.float32: 60.0, torch.float64: 500.0}  # of l, within which exp(l) / exp(l') is as good as exp(l - l')
+
+Kind = Literal["absolute", "laplacian"]
+Pair = tuple[Tensor, Tensor]
+
+
+def near(l: Tensor) -> bool:
+    """Whether the l lie so close together that their exponentials need no common unit."""
+    low, high = l.detach().aminmax()
+    return bool(high - low < RANGE.get(l.dtype, 0.0))
+
+
+def forward(l: Tensor, x: Tensor, *, keep: bool, kind: Kind) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sums; kept: the order of every channel's tokens."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    views, orders, one = (_rows(l, l), _rows(x, l), _rows(out, l)), [], _sums(kind)
+    for now in _groups(views[0]):
+        ls, xs, os = (view[now] for view in views)
+        ordered, order = ls.contiguous().sort(-1)
+        _back(os, order, one(ordered, _along(xs, order))[0])
+        if keep:
+            orders.append(order)
+    return out, tuple(orders)
+
+
+def backward(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, kind: Kind,
+) -> Tensors:  # fmt: skip
+    """The gradients of l and x."""
+    l, x = inputs
+    dl, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (l, x))
+    views, one = tuple(_rows(y, l) for y in (l, x, gradients[0], dl, dx)), _sums(kind)
+    for now, order in zip(_groups(views[0]), kept, strict=True):
+        ls, xs, gs, dls, dxs = (view[now] for view in views)
+        ordered, xo, go = (_along(y, order) for y in (ls, xs, gs))
+        slope = one(ordered, xo)[1].mul_(go)
+        y, other = one(ordered, go)
+        _back(dls, order, slope.addcmul_(xo, other).sum(-3, keepdim=True))
+        _back(dxs, order, y)
+    return dl, dx
+
+
+def absolute(l: Tensor, x: Tensor) -> Pair:
+    """``sum_j |l_j - l_i| x_j`` and ``sum_j sign(l_i - l_j) x_j`` along ascending l."""
+    middle = l.shape[-1] // 2
+    l = l - l[..., middle : middle + 1]  # large l would cancel
+    count, moment = x.cumsum(-1), (l * x).cumsum_(-1)
+    slope = count.mul_(2.0).sub_(count[..., -1:] / 2)
+    y = (slope * l).add_(moment[..., -1:]).sub_(moment, alpha=2.0)
+    return y, slope.sub_(x)
+
+
+def laplacian(l: Tensor, x: Tensor) -> Pair:
+    """``sum_j exp(-|l_j - l_i|) x_j`` and ``sum_j sign(l_j - l_i) exp(-|l_j - l_i|) x_j`` along ascending l."""
+    up = (l - (l[..., :1] + l[..., -1:]) / 2).exp_()
+    below = (up * x).cumsum_(-1).div_(up)
+    above = (x / up).flip(-1).cumsum_(-1).flip(-1).mul_(up)
+    return (below + above).sub_(x), above.sub_(below)
+
+
+def _sums(kind: Kind) -> Callable[[Tensor, Tensor], Pair]:
+    return absolute if kind == "absolute" else laplacian
+
+
+def _rows(x: Tensor, l: Tensor) -> Tensor:
+    """(..., L, E) -> (all the batch, E / channels of l, channels of l, L)."""
+    return x.reshape(-1, *x.shape[-2:]).mT.unflatten(-2, (-1, l.shape[-1]))
+
+
+def _groups(l: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """As many sequences, or channels of one, as fit a core's cache."""
+    many, _, channels, length = l.shape
+    some = max(NUMBERS // max(length, 1), 1)
+    sequences, few = max(some // channels, 1), min(some, channels)
+    for start in range(0, many, sequences):
+        for first in range(0, channels, few):
+            yield slice(start, start + sequences), slice(None), slice(first, first + few)
+
+
+def _along(x: Tensor, order: Tensor) -> Tensor:
+    return x.contiguous().gather(-1, order.expand(x.shape))
+
+
+def _back(out: Tensor, order: Tensor, y: Tensor) -> None:
+    out.copy_(torch.empty_like(y).scatter_(-1, order.expand(y.shape), y))
