@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.ops import masks
+from fast_attention.ops import rectified
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.rectified import Norm
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least, one_of
 
-Norm = Literal["sum", "length", "none"]
 Power = Literal[1, 2]
 
 
@@ -35,34 +34,19 @@ def relu_attention(
     scale: float | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "*batch length values"]:
-    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; holds the scores (..., L, S).
+    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``.
 
     ``norm`` chooses n_i: ``"sum"`` of the row plus ``eps`` (our reading of "ReLU can also be used" in Young and
     Shen's lecture "Attention is All You Need", 2024, which gives no formula), ``"length"`` for the number of keys
     that query i may see (arXiv 2309.08586; i + 1 when causal), ``"none"`` for 1. An additive ``attn_mask`` is added
-    to the scores before the relu, a boolean one removes. A row without a positive score gives zeros.
+    to the scores before the relu, a boolean one removes. A row without a positive score gives zeros. With ``attn_mask`` or
+    ``dropout`` it holds the scores (..., L, S), else tiles of them.
     """
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=is_causal, key_mask=key_mask, device=q.device)
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool:
-            scores = scores + attn_mask
-            attn_mask = attn_mask > float("-inf")
-        mask = attn_mask if mask is None else attn_mask & mask
-    weights = scores.relu()
-    if power == 2:
-        weights = weights.square()
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
-    if norm == "sum":
-        total = weights.sum(-1, keepdim=True) + eps
-        weights = weights / total.masked_fill(total == 0.0, 1.0)
-    elif norm == "length":
-        seen = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
-        weights = weights / seen
-    if dropout > 0.0:
-        weights = F.dropout(weights, dropout)
-    return weights @ v
+    how = rectified.How(is_causal, norm, power, q.shape[-1] ** -0.5 if scale is None else scale, eps)
+    if attn_mask is None and dropout == 0.0:
+        return rectified.attend(q, k, v, key_mask, how)
+    took("all scores at once", "a mask of any form, or dropout")
+    return rectified.whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
 @dataclass(frozen=True, repr=False)
