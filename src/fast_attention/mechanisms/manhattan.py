@@ -10,16 +10,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops import differences, masks, pool, sorting
+from fast_attention.ops import differences, masks, pool
 from fast_attention.ops.differences import Differences
-from fast_attention.ops.manhattan import Past, appended, pairs
+from fast_attention.ops.manhattan import Distance, Past, appended, pairs
 from fast_attention.ops.pool import same_width
 from fast_attention.ops.positive import Positive, PositiveSoftplus
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
 from fast_attention.ops.value import at_least, one_of
 
-Distance = Literal["signed", "l1", "laplacian"]
 Normalize = Literal["mean", "none", "l1"]
 Reference = Literal["self", "first"]
 
@@ -54,9 +53,8 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
 
     Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
     what you get: the signed weights sum to zero around the mean key, so that the relative term depends on the token
-    only through ``log k_i`` times the mean value; for centred values it is one vector for all tokens.
-
-    Keys are as wide as the values, or 1 wide.
+    only through ``log k_i`` times the mean value; for centred values it is one vector for all tokens. Keys are as wide
+    as the values, or 1 wide.
 
     Args:
         distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, which
@@ -105,10 +103,6 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         return self.distance == "signed" and self.normalize != "l1"
 
     @property
-    def _sums(self) -> sorting.Sums | None:
-        return {"signed": None, "l1": sorting.absolute, "laplacian": sorting.laplacian}[self.distance]
-
-    @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Sums for signed differences; sorts, and all keys as state, for absolute ones."""
         difference = "log k_j - log k_i"
@@ -132,18 +126,17 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
     ) -> Tensor:
         """Own term plus relative term, normalised and gated."""
         if self._linear and self.reference == "self":
-            k = self._keys(k, v)
-            out = differences.attend(
-                k, v, key_mask, both=self.feature_map.both, fixed=self.feature_map.fixed,
-                mean=self.normalize == "mean", is_causal=is_causal,
-            )  # fmt: skip
+            k, mean = self._keys(k, v), self.normalize == "mean"
+            out = differences.attend(k, v, key_mask, self.feature_map, mean=mean, is_causal=is_causal)
             return self._gated(q, out)
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         l, x, ones, own, size = self._terms(k, v, key_mask)
         count = ones[..., :1].sum(-2, keepdim=True)
         if not self._linear:
-            related, mass = pairs(l, x, ones, None, sums=self._sums, masses=self.normalize == "l1", is_causal=False)
+            related, mass = pairs(
+                l, x, ones, None, distance=self.distance, masses=self.normalize == "l1", is_causal=False
+            )
             return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
         sums = differences.summarised(l, x, own, key_mask)
         return self._out(q, sums.first.expand_as(own), sums.weighed, count)
@@ -158,15 +151,13 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         if self._linear:
             assert state is None or isinstance(state, Differences)
             sums = differences.running(l, x, own, key_mask, state)
-            related = sums.weighed
-            if self.reference == "first":
-                own = sums.first.masked_fill(sums.number == 0, 0.0)
-            else:
-                related = differences.related(l, sums)
+            first = self.reference == "first"
+            related = sums.weighed if first else differences.related(l, sums)
+            own = sums.first.masked_fill(sums.number == 0, 0.0) if first else own
             return self._out(q, own, related, sums.number), differences.last(sums)
         assert state is None or isinstance(state, Past)
         now = appended(state, l, x, ones)
-        related, mass = pairs(l, x, ones, state, sums=self._sums, masses=self.normalize == "l1", is_causal=True)
+        related, mass = pairs(l, x, ones, state, distance=self.distance, masses=self.normalize == "l1", is_causal=True)
         count = prefix_sums(now.ones[..., :1])[..., -l.shape[-2] :, :]
         return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
 
@@ -187,17 +178,14 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """log h(k), values and ones (zeros where masked), own terms ``k_i v_i`` and their absolute weights."""
         h, l = self.feature_map.both(self._keys(k, v))
-        l = l / self.temperature
-        h = torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
-        x = masks.drop(v, key_mask)
+        l = l if self.temperature == 1.0 else l / self.temperature
+        x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
         return l, x, differences.seen(l, key_mask), h * x, h
 
     def _out(self, q: Tensor, own: Tensor, related: Tensor, total: Tensor) -> Tensor:
         if self.normalize == "l1":
-            out = pool.quotient(own + related, total)
-        else:
-            out = own + (related if self.normalize == "none" else related / total.clamp(min=1.0))
-        return self._gated(q, out)
+            return self._gated(q, pool.quotient(own + related, total))
+        return self._gated(q, own + (related if self.normalize == "none" else related / total.clamp(min=1.0)))
 
     def _keys(self, k: Tensor, v: Tensor) -> Tensor:
         k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k

@@ -39,8 +39,8 @@ def relu_attention(
     ``norm`` chooses n_i: ``"sum"`` of the row plus ``eps`` (our reading of "ReLU can also be used" in Young and
     Shen's lecture "Attention is All You Need", 2024, which gives no formula), ``"length"`` for the number of keys
     that query i may see (arXiv 2309.08586; i + 1 when causal), ``"none"`` for 1. An additive ``attn_mask`` is added
-    to the scores before the relu, a boolean one removes. A row without a positive score gives zeros. With ``attn_mask`` or
-    ``dropout`` it holds the scores (..., L, S), else tiles of them.
+    to the scores before the relu, a boolean one removes. A row without a positive score gives zeros. With
+    ``attn_mask`` or ``dropout`` it holds the scores (..., L, S), else tiles of them.
     """
     how = rectified.How(is_causal, norm, power, q.shape[-1] ** -0.5 if scale is None else scale, eps)
     if attn_mask is None and dropout == 0.0:

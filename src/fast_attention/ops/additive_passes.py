@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fast_attention.ops import masks
 from fast_attention.ops.explicit import Tensors
@@ -90,7 +89,7 @@ def _terms(b: Tensor, v: Tensor, key_mask: Tensor | None, now: slice, *, weighed
 def _divisor(a: Tensor, count: Tensor, parts: Tensor) -> Tensor:
     """``n a + B``; infinite where it vanishes, so that quotients are zero."""
     total = torch.addcmul(parts, a, count)
-    return F.threshold_(total, torch.finfo(total.dtype).tiny, float("inf"))
+    return torch.threshold_(total, torch.finfo(total.dtype).tiny, float("inf"))
 
 
 def _read(a: Tensor, rows: Tensor, count: Tensor, out: Tensor, how: How) -> None:
@@ -100,9 +99,7 @@ def _read(a: Tensor, rows: Tensor, count: Tensor, out: Tensor, how: How) -> None
         out.div_(_divisor(a, count, rows[..., width:-width]))
 
 
-def _queries(
-    q: Tensor, o: Tensor, g: Tensor, sums: Tensor, count: Tensor, dq: Tensor, how: How
-) -> tuple[Tensor, ...]:
+def _queries(q: Tensor, o: Tensor, g: Tensor, sums: Tensor, count: Tensor, dq: Tensor, how: How) -> tuple[Tensor, ...]:
     """``a d``, ``d`` and ``-o d``; writes the gradient of the queries, that of a being ``d (P - n o)``."""
     width = o.shape[-1]
     plain, parts = sums[..., :width], sums[..., width : sums.shape[-1] - (width if not how.is_causal else 0)]

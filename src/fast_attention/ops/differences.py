@@ -5,7 +5,6 @@ The l are kept relative to an anchor, the first key that was seen: only differen
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from fast_attention.ops import difference_passes, masks
 from fast_attention.ops.difference_passes import How
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.positive import Positive
 from fast_attention.ops.scan import prefix_sums
 from fast_attention.ops.tiles import first_seen, stretches
 from fast_attention.ops.trail import took
@@ -101,17 +101,18 @@ def seen(like: Float[Tensor, "*batch keys weights"], key_mask: Mask | None) -> F
     return masks.drop(torch.ones_like(like), key_mask)
 
 
-
 def attend(
-    k: Float[Tensor, "*batch keys weights"], v: Float[Tensor, "*batch keys values"], key_mask: Mask | None, *,
-    both: Callable[[Tensor], tuple[Tensor, Tensor]], fixed: bool, mean: bool, is_causal: bool,
-) -> Float[Tensor, "*batch keys values"]:  # fmt: skip
-    """``h_i v_i + sum_j (l_j - l_i) v_j`` with ``h, l = both(k)``, the sum over the number of its keys with ``mean``.
-
-    ``fixed``: ``both`` holds nothing to learn, so that the pass over stretches of the sequence may map keys again.
-    """
-    how = How(both, mean, is_causal)
-    if torch.compiler.is_compiling() or not (fixed and _even(k, v)):
+    k: Float[Tensor, "*batch keys weights"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Mask | None,
+    feature_map: Positive,
+    *,
+    mean: bool,
+    is_causal: bool,
+) -> Float[Tensor, "*batch keys values"]:
+    """``h_i v_i + sum_j (l_j - l_i) v_j`` with h of ``feature_map``; the sum over the number of keys with ``mean``."""
+    how = How(feature_map.both, mean, is_causal)
+    if torch.compiler.is_compiling() or not (feature_map.fixed and _even(k, v)):
         took("whole tensors at a time", "no CPU, or a map with something to learn")
         return _plain(k, v, key_mask, how=how)
     name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every token sees the same keys")

@@ -5,7 +5,7 @@ Jiang and Zuo, "Fast Attention", Eqs. 11-12. With h(k) > 0 and ``l = log h(k)``,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,6 +16,8 @@ from fast_attention.ops.positive import Positive, PositiveSoftplus
 from fast_attention.ops.precision import in_float32
 
 Mask = Bool[Tensor, "*#batch2 length"]
+Distance = Literal["signed", "l1", "laplacian"]
+SUMS: dict[Distance, sorting.Sums | None] = {"signed": None, "l1": sorting.absolute, "laplacian": sorting.laplacian}
 
 
 @in_float32
@@ -95,14 +97,15 @@ def pairs(
     ones: Float[Tensor, "*batch length weights"],
     past: Past | None,
     *,
-    sums: sorting.Sums | None,
+    distance: Distance,
     masses: bool,
     is_causal: bool,
 ) -> tuple[Float[Tensor, "*batch length values"], Float[Tensor, "*batch length weights"]]:
-    """``sum_j w_ij x_j`` and ``sum_j |w_ij|`` over past and stretch, by sorting; w is signed without ``sums``.
+    """``sum_j w_ij x_j`` and ``sum_j |w_ij|`` over past and stretch, by sorting; w of ``distance``.
 
     Without ``masses`` the second is empty where it would cost more.
     """
+    sums = SUMS[distance]
     absolute = sums or sorting.absolute
     y = (torch.cat([x, ones], -1) if masses else x) if sums else ones
     out = sorting.over(l, y, absolute, is_causal=is_causal)

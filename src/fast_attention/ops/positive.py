@@ -25,7 +25,9 @@ class Positive(Value, ABC):
     To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with ``__call__`` and ``log``.
     """
 
-    fixed: ClassVar[bool] = False  # True: nothing to learn inside, so that blocks of z may be mapped again for gradients
+    fixed: ClassVar[bool] = (
+        False  # True: nothing to learn inside, so that blocks of z may be mapped again for gradients
+    )
 
     @abstractmethod
     def __call__(self, z: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

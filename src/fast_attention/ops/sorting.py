@@ -67,12 +67,12 @@ def _all_plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
     return sums(l.gather(-2, order), x.gather(-2, there)).gather(-2, back)
 
 
-_ABSOLUTE, _LAPLACIAN = (
-    Explicit(
-        partial(_all_plain, sums=sums), partial(sorted_passes.forward, kind=kind), partial(sorted_passes.backward, kind=kind)
-    )
-    for sums, kind in ((absolute, "absolute"), (laplacian, "laplacian"))
-)
+def _rule(sums: Sums, kind: sorted_passes.Kind) -> Explicit:
+    forward, backward = partial(sorted_passes.forward, kind=kind), partial(sorted_passes.backward, kind=kind)
+    return Explicit(partial(_all_plain, sums=sums), forward, backward)
+
+
+_ABSOLUTE, _LAPLACIAN = _rule(absolute, "absolute"), _rule(laplacian, "laplacian")
 
 
 def over_past(

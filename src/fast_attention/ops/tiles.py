@@ -59,7 +59,7 @@ class Total:
     def carry_(self, x: Float[Tensor, "*batch length width"], *, backwards: bool = False) -> Tensor:
         """Turn ``x`` into its prefix sums (``backwards``: suffix sums) behind all stretches before; returns those."""
         edge = x[..., -1:, :] if backwards else x[..., :1, :]
-        before = torch.zeros_like(edge) if self._sum is None else self._sum.to(x.dtype)
+        before = torch.zeros_like(edge) if self._sum is None else self._sum.to(x.dtype, copy=True)
         self.add(x)
         edge.add_(before)
         accumulate_(x, backwards=backwards)
@@ -68,7 +68,7 @@ class Total:
     def row(self, like: Tensor) -> Float[Tensor, "*batch 1 width"]:
         """The sum in the dtype of ``like``."""
         assert self._sum is not None
-        return self._sum.to(like.dtype)
+        return self._sum.to(like.dtype, copy=True)
 
 
 def pulled(function: Callable[[Tensor], Any], z: Tensor) -> tuple[Any, Callable[..., Tensor]]:
