@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops import linear
+from fast_attention.ops import linear, linear_paths
 from fast_attention.ops.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.ops.linear import LinearState
 from fast_attention.ops.precision import in_float32
@@ -33,9 +33,7 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
-    keys = linear.masked_keys(feature_map.features, k, key_mask)
-    sums = linear.attend(feature_map.features(q).values, keys, v, is_causal=is_causal)
-    return linear.normalise(sums, eps if keys.log_scale is None else 0.0)
+    return linear_paths.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,9 +83,7 @@ class LinearAttention(Attention[tuple[()], LinearState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
-        keys = linear.masked_keys(self._map.features, k, key_mask)
-        sums, state = linear.advance(self._map.features(q).values, keys, v, state)
-        return linear.normalise(sums, self.eps if keys.log_scale is None else 0.0), state
+        return linear_paths.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
 
     @in_float32
     def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> LinearState:

@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops.value import Value, at_least
-
-
-class Features(NamedTuple):
-    """Features with a common factor per token taken out: ``phi(x_i) = exp(log_scale_i) * values_i``.
-
-    ``log_scale`` None stands for zeros. It keeps exponentials finite: the largest exponent goes there and never
-    through ``exp``.
-    """
-
-    values: Float[Tensor, "*batch n C"]
-    log_scale: Float[Tensor, "*batch n"] | None = None
-
-
-class FeatureMap(Value, ABC):
-    """A feature map; linear attention applies the same one to queries and keys.
-
-    To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with a ``__call__`` (it then prints,
-    compares and hashes by its settings), or hand over a plain function, which is wrapped in ``Custom``. A map of
-    exponentials overrides ``features`` as well, so that large inputs stay finite.
-    """
-
-    @abstractmethod
-    def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n C"]:
-        """The features of every row of ``x``."""
-
-    def features(self, x: Float[Tensor, "*batch n d"]) -> Features:
-        """The features with their scale apart; the same numbers as the call."""
-        return Features(self(x))
+from fast_attention.ops.feature_map import Elementwise, FeatureMap, Features
+from fast_attention.ops.value import at_least
 
 
 @dataclass(frozen=True, repr=False)
-class EluPlusOne(FeatureMap):
+class EluPlusOne(Elementwise):
     """``elu(x) + 1``: x + 1 above zero, e^x below; C = d, positive (Katharopoulos et al. 2020, Eq. 7)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``elu(x) + 1``."""
         return F.elu(x) + 1
 
+    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """The larger of ``x + 1`` and ``e^min(x, 0)``, which meet at zero."""
+        torch.clamp_max(x, 0.0, out=out).exp_()
+        torch.maximum(out, torch.add(x, 1.0, out=scratch), out=out)
+
+    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+        """The slope is the feature itself, at most 1."""
+        torch.mul(gradient, made.clamp_(max=1.0), out=out)
+
 
 @dataclass(frozen=True, repr=False)
-class Relu(FeatureMap):
+class Relu(Elementwise):
     """``max(x, 0) + offset``; C = d, never negative.
 
     Args:
@@ -71,14 +51,32 @@ class Relu(FeatureMap):
         """``max(x, 0) + offset``."""
         return x.relu() + self.offset if self.offset else x.relu()
 
+    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """``max(x, 0) + offset``."""
+        torch.clamp_min(x, 0.0, out=out)
+        if self.offset:
+            out.add_(self.offset)
+
+    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+        """The slope is 1 above zero and 0 elsewhere."""
+        torch.mul(gradient, torch.gt(x, 0.0, out=made), out=out)
+
 
 @dataclass(frozen=True, repr=False)
-class Identity(FeatureMap):
+class Identity(Elementwise):
     """``x`` itself; C = d. The denominators ``q . sum k`` can be zero or negative: meant for non-negative inputs."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x``."""
         return x
+
+    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """``x``."""
+        out.copy_(x)
+
+    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+        """The slope is 1."""
+        out.copy_(gradient)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,51 @@
+"""What a feature map is: a value that turns (..., n, d) into (..., n, C), and its form for work in blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from fast_attention.ops.value import Value
+
+
+class Features(NamedTuple):
+    """Features with a common factor per token taken out: ``phi(x_i) = exp(log_scale_i) * values_i``.
+
+    ``log_scale`` None stands for zeros. It keeps exponentials finite: the largest exponent goes there and never
+    through ``exp``.
+    """
+
+    values: Float[Tensor, "*batch n C"]
+    log_scale: Float[Tensor, "*batch n"] | None = None
+
+
+class FeatureMap(Value, ABC):
+    """A feature map; linear attention applies the same one to queries and keys.
+
+    To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with a ``__call__`` (it then prints,
+    compares and hashes by its settings), or hand over a plain function, which is wrapped in ``Custom``. A map of
+    exponentials overrides ``features`` as well, so that large inputs stay finite.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n C"]:
+        """The features of every row of ``x``."""
+
+    def features(self, x: Float[Tensor, "*batch n d"]) -> Features:
+        """The features with their scale apart; the same numbers as the call."""
+        return Features(self(x))
+
+
+class Elementwise(FeatureMap, ABC):
+    """A map that takes every number by itself, C = d, with its passes written in place for work in blocks."""
+
+    @abstractmethod
+    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """``out`` becomes the features of ``x``; ``scratch`` is a third tensor of that shape, to be used freely."""
+
+    @abstractmethod
+    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+        """``out`` becomes the gradient of ``x`` given that of ``made = phi(x)``; ``made`` may be lost."""

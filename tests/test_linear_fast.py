@@ -1,0 +1,192 @@
+"""The passes of linear attention that work in blocks: the same numbers and gradients as the plain form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import LinearAttention
+from fast_attention.ops import linear_causal, linear_paths, linear_whole
+from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.features import Custom, EluPlusOne, FeatureMap, Identity, Relu, SoftmaxMap, Taylor
+from fast_attention.ops.trail import followed
+from tests.cases import qkv, some_keys
+
+LENGTHS = [1, 5, 63, 64, 65, 127, 129, 257, 1025, 2500]
+FOLDED = [EluPlusOne(), Relu(offset=1e-3), Relu(), Identity()]
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def assert_same(rule: Explicit, *tensors: Tensor | None, **settings: Any) -> None:
+    """Outputs, and gradients of a random probe, against the plain form that autograd follows."""
+    wanted = [x for x in tensors if x is not None and x.requires_grad]
+    results = []
+    for function in (rule, rule.plain):
+        outputs = function(*tensors, **settings)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.manual_seed(1)
+        probes = [torch.randn_like(x) for x in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, wanted, probes)])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10 * float(plain.detach().abs().max() + 1))
+    with torch.no_grad():
+        again = rule(*tensors, **settings)
+    for ours, first in zip(again if isinstance(again, tuple) else (again,), results[0], strict=False):
+        assert torch.equal(ours, first)
+
+
+@pytest.mark.parametrize("phi", FOLDED, ids=repr)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_are_the_plain_form(length: int, phi: FeatureMap) -> None:
+    q, k, v = (x.abs() if phi == Identity() else x for x in qkv(length))
+    state = torch.rand(2, 2, 8, 5, dtype=torch.float64), torch.rand(2, 2, 8, dtype=torch.float64)
+    for key_mask in (None, some_keys(2, length)[:, None]):
+        inputs = leaves(q, k, v[..., :5])
+        assert_same(linear_whole.attention, *inputs, key_mask, phi=phi, eps=1e-6)
+        assert_same(linear_causal.attention, *inputs, key_mask, None, None, phi=phi, eps=1e-6)
+        assert_same(linear_causal.attention, *inputs, key_mask, *leaves(*state), phi=phi, eps=0.0)
+
+
+@pytest.mark.parametrize("room", [1, 20_000, 10**6])
+def test_the_size_of_a_block_does_not_matter(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one chunk of one head at a time to everything at once."""
+    monkeypatch.setattr("fast_attention.ops.linear_blocks.ROOM", room)
+    inputs = leaves(*qkv(333))
+    key_mask = some_keys(2, 333)[:, None]
+    assert_same(linear_whole.attention, *inputs, key_mask, phi=EluPlusOne(), eps=1e-6)
+    assert_same(linear_causal.attention, *inputs, key_mask, None, None, phi=EluPlusOne(), eps=1e-6)
+
+
+def definition(
+    phi: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None, eps: float = 1e-6
+) -> Tensor:
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    seen = seen.tril(k.shape[-2] - q.shape[-2]) if is_causal else seen
+    seen = seen if key_mask is None else seen & key_mask[:, None, None]
+    scores = torch.where(seen, phi(q) @ phi(k).mT, 0.0)
+    return scores @ v / (scores.sum(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (129, 129), (300, 300), (200, 333), (333, 200), (1, 300), (300, 1)])
+@pytest.mark.parametrize("phi", [EluPlusOne(), SoftmaxMap(), Taylor(), Custom(torch.sigmoid)], ids=repr)
+def test_mechanism_is_its_definition(phi: FeatureMap, sizes: tuple[int, int]) -> None:
+    inputs = leaves(*qkv(*sizes))
+    mechanism = LinearAttention(phi)
+    for is_causal in (False, True):
+        for key_mask in (None, some_keys(2, sizes[1])):
+            ours = mechanism(*inputs, is_causal=is_causal, key_mask=key_mask)
+            expected = definition(phi, *inputs, is_causal, key_mask)
+            probe = torch.randn_like(ours)
+            torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+            for a, b in zip(
+                torch.autograd.grad(ours, inputs, probe), torch.autograd.grad(expected, inputs, probe), strict=True
+            ):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_parameters_inside_a_map_learn() -> None:
+    weight = torch.randn(8, 12, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv(300)
+    for is_causal in (False, True):
+        probe = torch.randn_like(v)
+        results = [
+            torch.autograd.grad(out, weight, probe)[0]
+            for phi in [lambda x: (x @ weight).exp()]
+            for out in (
+                LinearAttention(phi)(q, k, v, is_causal=is_causal),
+                definition(phi, q, k, v, is_causal, None),
+            )
+        ]
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layouts_and_gradients_of_some(is_causal: bool) -> None:
+    """Heads beside channels, no batch at all, and inputs of which not all learn."""
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(300)]
+    dense = leaves(*inputs)
+    mechanism = LinearAttention()
+    out = mechanism(*dense, is_causal=is_causal)
+    expected = torch.autograd.grad(out.sum(), dense)
+    for chosen in range(3):
+        strided = [x.detach() for x in inputs]
+        strided[chosen].requires_grad_()
+        ours = mechanism(*strided, is_causal=is_causal)
+        torch.testing.assert_close(ours, out, rtol=1e-12, atol=1e-12)
+        (gradient,) = torch.autograd.grad(ours.sum(), strided[chosen])
+        torch.testing.assert_close(gradient, expected[chosen], rtol=1e-12, atol=1e-12)
+        strided[chosen].requires_grad_(False)
+    single = linear_paths.attend(
+        *(x[0, 0] for x in inputs), None, phi=EluPlusOne(), eps=1e-6, is_causal=is_causal
+    )  # fmt: skip
+    torch.testing.assert_close(single, out[0, 0])
+
+
+@pytest.mark.parametrize("phi", FOLDED[:3], ids=repr)
+def test_large_inputs_stay_finite(phi: FeatureMap) -> None:
+    inputs = leaves(*(100 * x for x in qkv(300, dtype=torch.float32)))
+    for is_causal in (False, True):
+        out = LinearAttention(phi)(*inputs, is_causal=is_causal)
+        assert out.isfinite().all()
+        assert out.abs().max() <= inputs[2].abs().max() * 1.001
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_nothing_to_divide_by_gives_zeros() -> None:
+    """Queries without a feature, with and without a protecting ``eps``; their gradients are zeros as well."""
+    q, k, v = leaves(*qkv(200))
+    with torch.no_grad():
+        q[:, :, 150:] = -1.0
+    for is_causal in (False, True):
+        out = LinearAttention(Relu(), eps=0.0)(q, k, v, is_causal=is_causal)
+        assert not out[:, :, 150:].any()
+        assert out[:, :, :150].any(-1).all()
+        for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_of_gradients(is_causal: bool) -> None:
+    inputs = leaves(*qkv(130, batch=1, heads=1, width=2))
+    assert torch.autograd.gradgradcheck(
+        lambda *x: LinearAttention()(*x, is_causal=is_causal), inputs, fast_mode=True
+    )  # fmt: skip
+
+
+def test_stretches_carry_gradients() -> None:
+    """A long sequence in stretches: the gradient goes back through the states."""
+    inputs = leaves(*qkv(500))
+    mechanism, probe = LinearAttention(), torch.randn(2, 2, 500, 8, dtype=torch.float64)
+    whole = torch.autograd.grad(mechanism(*inputs, is_causal=True), inputs, probe)
+    state, parts = None, []
+    for cut in (slice(0, 200), slice(200, 201), slice(201, 220), slice(220, 500)):
+        part, state = mechanism.decode(*(x[:, :, cut] for x in inputs), state=state)
+        parts.append(part)
+    for a, b in zip(torch.autograd.grad(torch.cat(parts, -2), inputs, probe), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_long_sums_lose_nothing() -> None:
+    """Positive terms, where rounding adds up: float32 against float64 over 300,000 tokens."""
+    length = 300_000
+    q, k, v = torch.rand(1, 1, length, 4), torch.rand(1, 1, length, 4), torch.rand(1, 1, length, 4) + 0.5
+    for is_causal in (False, True):
+        ours = LinearAttention()(q, k, v, is_causal=is_causal)
+        exact = LinearAttention()(q.double(), k.double(), v.double(), is_causal=is_causal)
+        assert ((ours - exact) / exact).abs().max() < 1e-6
+
+
+def test_the_path_can_be_asked() -> None:
+    seen = []
+    for length in (64, 200):
+        for is_causal in (False, True):
+            with followed() as steps:
+                LinearAttention()(*qkv(length), is_causal=is_causal)
+            seen.append(steps[0].what)
+    assert len(set(seen)) == 4
