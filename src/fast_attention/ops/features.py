@@ -21,7 +21,7 @@ class EluPlusOne(Elementwise):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``elu(x) + 1``."""
-        return F.elu(x) + 1
+        return F.elu(x).add_(1.0)
 
     def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
         """The larger of ``x + 1`` and ``e^min(x, 0)``, which meet at zero."""

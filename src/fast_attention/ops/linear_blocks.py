@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.ops.feature_map import Elementwise
 
-ROOM = 65536  # numbers in one buffer of a block
+ROOM = 131072  # numbers in one buffer of a block
 
 
 class Cut(NamedTuple):
@@ -39,12 +39,21 @@ class Room:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._held: dict[tuple[str | int, ...], Tensor] = {}
+        self._parts: dict[tuple[str | int, ...], tuple[Tensor, ...]] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """The buffer of this name and shape; what it held is not cleared."""
         found = self._held.get((name, *shape))
         if found is None:
             found = self._held[(name, *shape)] = self._like.new_empty(shape)
+        return found
+
+    def parts(self, name: str, rows: int, *shape: int) -> tuple[Tensor, ...]:
+        """That buffer's chunks in order, each for all rows at once (views)."""
+        found = self._parts.get((name, rows, *shape))
+        if found is None:
+            whole = self(name, *shape).view(rows, -1, *shape[1:])
+            found = self._parts[(name, rows, *shape)] = whole.unbind(1)
         return found
 
 

@@ -53,20 +53,21 @@ def _carry(kv: Tensor | None, k: Tensor | None, like: Tensor, cut: Cut, width: i
     return Carry(*(x.to(torch.float64, copy=True) for x in own))
 
 
-def _beside(first: Carry, kv: Tensor, k: Tensor, room: Room, *, reverse: bool = False) -> States:
-    """For each chunk the sum over the chunks before it (after it, if ``reverse``) and ``first``."""
-    rows = first.kv.shape[0]
-    count = kv.shape[0] // rows
-    sums = room("sums", *kv.shape), room("sums of keys", *k.shape)
-    for begin, terms, into in zip(first, (kv, k), sums, strict=True):
-        parts = terms.view(rows, count, *terms.shape[1:]).unbind(1)
-        places = into.view(rows, count, *terms.shape[1:]).unbind(1)
-        if reverse:
-            parts, places = parts[::-1], places[::-1]
-        places[0].copy_(begin)
-        for i in range(1, count):
-            torch.add(places[i - 1], parts[i - 1], out=places[i])
-    return States(*sums)
+def _beside(first: Carry, own: States, room: Room, *, reverse: bool = False) -> States:
+    """For each chunk the sum over the chunks before it (after it, if ``reverse``) and ``first``.
+
+    Added up one after the other: no chunk takes part, not even times zero, in the sums of those that do not see it.
+    """
+    rows, shape = len(first.kv), own.kv.shape
+    parts, places = room.parts("states", rows, *shape), room.parts("sums", rows, *shape)
+    k = own.k.view(rows, -1, shape[1])
+    if reverse:
+        parts, places, k = parts[::-1], places[::-1], k.flip(1)
+    places[0].copy_(first.kv)
+    for i in range(1, len(parts)):
+        torch.add(places[i - 1], parts[i - 1], out=places[i])
+    k = torch.cat([first.k.to(k.dtype), k[:, :-1]], 1).cumsum(1)
+    return States(room("sums", *shape), (k.flip(1) if reverse else k).view(own.k.shape))
 
 
 def _states(keys: Tensor, v: Tensor, room: Room) -> States:
@@ -106,11 +107,12 @@ def _block(
     pairs = torch.bmm(queries, keys.mT, out=room("pairs", len(keys), cut.size, cut.size)).tril_()
     denominator = torch.sum(pairs, -1, keepdim=True, out=room("denominator", len(keys), cut.size, 1))
     own = _states(keys, v, room)
-    before = _beside(carry, *own, room)
+    before = _beside(carry, own, room)
     carry.add(*own)
     numerator = torch.bmm(pairs, v, out=room("numerator", *v.shape))
     torch.baddbmm(numerator, queries, before.kv, out=numerator)
-    denominator.add_(torch.mul(queries, before.k, out=keys).sum(-1, keepdim=True))
+    row = denominator.view(-1, 1, cut.size)
+    torch.baddbmm(row, before.k, queries.mT, out=row)
     parts = inside(numerator, cut), cut.of(denominators).copy_(inside(denominator, cut))
     linear_blocks.divide(*parts, eps, cut.of(out))
 
@@ -146,7 +148,7 @@ def _block_gradient(
     up, down = linear_blocks.quotient_gradient(out, denominators, gradient, cut, room)
     weights = room("weights", len(keys), cut.size, cut.size).copy_(down)
     torch.baddbmm(weights, up, values.mT, out=weights).tril_()
-    before = _beside(carry, *_states(keys, values, room), room)
+    before = _beside(carry, _states(keys, values, room), room)
     part = torch.bmm(weights, keys, out=room("part", *keys.shape))
     torch.baddbmm(part, up, before.kv.mT, out=part).addcmul_(down, before.k)
     pairs = torch.bmm(queries, keys.mT, out=room("pairs", *weights.shape)).tril_()
@@ -154,7 +156,7 @@ def _block_gradient(
         torch.bmm(queries.mT, up, out=room("states", *before.kv.shape)),
         torch.bmm(down.mT, queries, out=room("keys", *before.k.shape)),
     )
-    after = _beside(later, *own, room, reverse=True)
+    after = _beside(later, own, room, reverse=True)
     later.add(*own)
     value_part = torch.bmm(pairs.mT, up, out=room("value part", *up.shape))
     cut.of(dv).copy_(inside(torch.baddbmm(value_part, keys, after.kv, out=value_part), cut))

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops import linear, linear_causal, linear_whole
-from fast_attention.ops.feature_map import Elementwise, FeatureMap, Features
+from fast_attention.ops import linear, linear_causal, linear_short, linear_whole
+from fast_attention.ops.feature_map import Elementwise, FeatureMap
 from fast_attention.ops.features import EluPlusOne, Identity, Relu, SoftmaxMap
 from fast_attention.ops.linear import LinearState, Sums
 from fast_attention.ops.trail import took
@@ -42,9 +42,9 @@ def attend(
             took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
             return linear.normalise(linear.attend(queries, keys, v, is_causal=is_causal))
         if short:
-            took("one masked product" if is_causal else "one state", f"no more than {SHORT} tokens")
-            sums = _masked_product(queries, keys, v) if is_causal else linear.read(queries, linear.summarise(keys, v))
-            return _quotient(sums, eps, phi)
+            took("one masked product" if is_causal else "one product", f"no more than {SHORT} tokens")
+            sums = linear_short.attend(queries, keys.values, v, is_causal=is_causal)
+            return _quotient(sums, eps, phi, queries)
         q, k, key_mask, phi = queries, keys.values, None, Identity()
     if not is_causal:
         took("one state, blocks in cache", "every query sees every key", chunk=linear_whole.CHUNK)
@@ -81,24 +81,13 @@ def advance(
             return linear.normalise(sums, eps if keys.log_scale is None else 0.0), state
         if length <= SHORT:
             took("one masked product", f"no more than {SHORT} tokens")
-            return _advance_shortly(queries, keys, v, state, phi=phi, eps=eps)
+            sums, state = linear_short.advance(queries, keys.values, v, state)
+            return _quotient(sums, eps, phi, queries), state
         q, k, key_mask, phi = queries, keys.values, None, Identity()
     took("chunked causal sums, blocks in cache", "a long stretch", chunk=linear_causal.CHUNK)
     kv, z = (None, None) if state is None else state[:2]
     out, kv, z = linear_causal.attention(q, k, v, key_mask, kv, z, phi=phi, eps=eps)
     return out, LinearState(kv, z, torch.zeros_like(z[..., 0]))
-
-
-def _advance_shortly(
-    q: Tensor, keys: Features, v: Tensor, state: LinearState | None, *, phi: FeatureMap, eps: float
-) -> tuple[Tensor, LinearState]:
-    after = _after(keys.values, v, state)
-    if q.shape[-2] == 1:  # a token sees itself
-        return _quotient(linear.read(q, after), eps, phi), after
-    sums = _masked_product(q, keys, v)
-    if state is not None:
-        sums = Sums(*(a + b for a, b in zip(sums, linear.read(q, state), strict=True)))
-    return _quotient(sums, eps, phi), after
 
 
 def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -108,22 +97,6 @@ def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return same and q.device.type == "cpu" and min(q.numel(), k.numel(), v.numel()) > 0
 
 
-def _masked_product(q: Tensor, keys: Features, v: Tensor) -> Sums:
-    """All pairs; causal ones aligned to the bottom right."""
-    pairs = (q @ keys.values.mT).tril(v.shape[-2] - q.shape[-2])
-    return Sums(pairs @ v, pairs.sum(-1))
-
-
-def _after(keys: Tensor, v: Tensor, state: LinearState | None) -> LinearState:
-    kv, z = keys.mT @ v, keys[..., 0, :] if keys.shape[-2] == 1 else keys.sum(-2)
-    if state is None:
-        return LinearState(kv, z, torch.zeros_like(z[..., 0]))
-    return LinearState(state.kv + kv, state.k + z, state.top)
-
-
-def _quotient(sums: Sums, eps: float, phi: FeatureMap) -> Tensor:
-    """As ``linear.normalise``, in two operations where no denominator can be near zero."""
-    info = torch.finfo(sums.denominator.dtype)
-    if isinstance(phi, NEVER_NEGATIVE) and eps >= info.tiny / info.eps:
-        return sums.numerator / (sums.denominator + eps)[..., None]
-    return linear.normalise(sums, eps)
+def _quotient(sums: Sums, eps: float, phi: FeatureMap, q: Tensor) -> Tensor:
+    out = linear_short.quotient(sums, eps, positive=isinstance(phi, NEVER_NEGATIVE))
+    return out.view(*q.shape[:-1], out.shape[-1])

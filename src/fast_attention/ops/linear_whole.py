@@ -63,7 +63,7 @@ def _forward(
         for cut in blocks:
             queries = linear_blocks.features(phi, flats[0], cut, room, "features")
             numerator = torch.bmm(queries, _spread(kv, cut), out=room("part", *queries.shape[:-1], values))
-            denominator = torch.mul(queries, _spread(z, cut).mT, out=queries).sum(-1, keepdim=True)
+            denominator = torch.bmm(_spread(z, cut).mT, queries.mT).mT.contiguous()
             place = cut.of(flats[2]).copy_(inside(denominator, cut))
             linear_blocks.divide(inside(numerator, cut), place, eps, cut.of(flats[1]))
     return out, ((denominators, kv, z) if keep else ())
