@@ -77,7 +77,7 @@ FAULTS = [
           "slope.addcmul_(xo, other)", "slope", "tests/test_stretches.py -k sorted"),
     Fault("prefix sums of blocks do not add up", "ops/scan.py", "combine(later, carried[..., None, :], out=later)",
           "pass", "tests/test_stretches.py -k prefix"),
-    Fault("stretches forget what came before", "ops/tiles.py", "edge.add_(before)", "edge.add_(0.0)",
+    Fault("stretches forget what came before", "ops/stretches.py", "edge.add_(before)", "edge.add_(0.0)",
           "tests/test_stretches.py -k plain"),
     Fault("log attention's backward pass carries nothing over", "ops/additive_passes.py",
           "total.carry_(sent, backwards=True)", "accumulate_(sent, backwards=True)",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.ops import rectified, scan, sorted_passes, tiles
+from fast_attention.ops import rectified, scan, sorted_passes, stretches
 from fast_attention.ops.trail import followed
 from tests.cases import qkv, some_keys
 
@@ -65,7 +65,7 @@ def masked(n: int, mask: bool) -> Tensor | None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SIGNED)
 def test_stretches_equal_the_plain_form(name: str, is_causal: bool, mask: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tiles, "NUMBERS", 1)
+    monkeypatch.setattr(stretches, "NUMBERS", 1)
     m: Any = catalogue.parse(name)
     for n in LENGTHS:
         q, k, v = qkv(n, scale=2.0)
@@ -83,7 +83,7 @@ def test_stretches_equal_the_plain_form(name: str, is_causal: bool, mask: bool, 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_stretches_of_other_sizes(is_causal: bool, monkeypatch: Any) -> None:
     """Fewer keys than queries and more, values of another width, no batch axis, more than one."""
-    monkeypatch.setattr(tiles, "NUMBERS", 1)
+    monkeypatch.setattr(stretches, "NUMBERS", 1)
     for name, sizes in (
         ("LogAttention(score='sum')", ((130, 300), (300, 130))),
         ("Manhattan(key_dim=1)", ((300, 300),)),
@@ -98,7 +98,7 @@ def test_stretches_of_other_sizes(is_causal: bool, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("name", ["LogAttention()", "Manhattan(feature_map=PositiveExp())", "Manhattan()"])
 def test_stretches_at_any_scale(name: str, monkeypatch: Any) -> None:
     """Finite in float32 for inputs 100 times as large; the path is the one that explains itself."""
-    monkeypatch.setattr(tiles, "NUMBERS", 1)
+    monkeypatch.setattr(stretches, "NUMBERS", 1)
     m: Any = catalogue.parse(name)
     for is_causal in (False, True):
         x = [(100 * y.float()).requires_grad_() for y in qkv(300)]

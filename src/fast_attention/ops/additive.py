@@ -13,7 +13,7 @@ from fast_attention.ops import additive_passes, masks, pool
 from fast_attention.ops.additive_passes import How
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.scan import prefix_sums
-from fast_attention.ops.tiles import stretches
+from fast_attention.ops.stretches import stretches
 from fast_attention.ops.trail import took
 
 

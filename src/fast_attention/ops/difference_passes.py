@@ -16,7 +16,7 @@ from torch import Tensor
 from fast_attention.ops import masks
 from fast_attention.ops.explicit import Tensors
 from fast_attention.ops.scan import accumulate_
-from fast_attention.ops.tiles import Total, counts, first_seen, narrow, pulled, stretches
+from fast_attention.ops.stretches import Total, counts, first_seen, narrow, pulled, stretches
 
 
 class How(NamedTuple):

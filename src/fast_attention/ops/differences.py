@@ -16,7 +16,7 @@ from fast_attention.ops.difference_passes import How
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.positive import Positive
 from fast_attention.ops.scan import prefix_sums
-from fast_attention.ops.tiles import first_seen, stretches
+from fast_attention.ops.stretches import first_seen, stretches
 from fast_attention.ops.trail import took
 
 Mask = Bool[Tensor, "*#batch2 keys"]
