@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.ops.banded import banded_softmax, reach, smaller
+from fast_attention.ops.dense import softmax_attention
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.value import at_least
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128  # of queries that share one slice of keys
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
 
 def local_attention(
@@ -41,6 +42,10 @@ def local_attention(
     """
     left, right = window if isinstance(window, tuple) else (window, window)
     length, keys = q.shape[-2], k.shape[-2]
+    if not torch.compiler.is_compiling() and left >= keys - 1 and (is_causal or right >= length - 1):
+        return softmax_attention(
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
+        )
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
     band = reach(block, left, right, left=left, right=right, device=q.device)
@@ -66,13 +71,22 @@ def block_local_attention(
     Blocks are counted from the first key, and query i stands at i + S - L. Causal: later keys are masked and ``after``
     is 0. No block has itself or a wrapped one for its missing neighbour (trax wraps the first round to the last).
     """
-    length, keys = q.shape[-2], k.shape[-2]
-    before, after = smaller(before, keys // block_size), smaller(after, length // block_size + 1)
-    rows, front = block_size, (keys - length) % block_size
-    behind, ahead = before * block_size, 0 if is_causal else after * block_size
-    if not torch.compiler.is_compiling() and front + length <= block_size:  # one block, and no key after its last query
+    length, keys, traced = q.shape[-2], k.shape[-2], torch.compiler.is_compiling()
+    last = (keys - 1) // block_size
+    if not traced and before >= last and (is_causal or after >= last - (keys - length) // block_size):
+        return softmax_attention(
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
+        )
+    before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
+    several = 1 if traced else max(SMALLEST_BLOCK // block_size, 1)  # small blocks share one slice of keys
+    rows, front = several * block_size, (keys - length) % block_size
+    behind, ahead = before * block_size, after * block_size
+    if not traced and front + length <= block_size:  # one block, and no key after its last query
         rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
     band = reach(rows, behind, ahead, left=None, right=0 if is_causal else None, device=q.device)
+    if several > 1 and rows > block_size:
+        near = reach(several, before, after, left=before, right=after, device=q.device)
+        band = band & near.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
     return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=scale)
 
 
@@ -120,17 +134,9 @@ class Local(MaskedAttention[tuple[()], History]):
             )
 
     def attend_masked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: tuple[()],
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        dropout: float,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
+        *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
         """Softmax inside the window under any mask."""
         return local_attention(
             q, k, v, window=self.window, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
@@ -172,17 +178,9 @@ class BlockLocal(MaskedAttention[tuple[()], History]):
         at_least(self, "after", self.after, 0)
 
     def attend_masked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: tuple[()],
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        dropout: float,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
+        *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
         """Softmax over the neighbouring blocks under any mask."""
         return block_local_attention(
             q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=is_causal,

@@ -7,8 +7,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops import masks
+from fast_attention.ops import banded_tiles, masks
+from fast_attention.ops.banded_tiles import ROWS
 from fast_attention.ops.blocks import count, join
+from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
 
 
 def smaller(size: int, limit: int) -> int:
@@ -90,8 +94,26 @@ def banded_softmax(
     """Softmax attention of query blocks over the keys from ``behind`` positions before each block on, through ``band``.
 
     Query i stands at position i + keys - length. The first block begins ``front`` positions before the first query.
-    Holds length * span scores at most, never length * keys.
+    Every query must see some position through ``band``, inside the sequence or not. Without ``attn_mask`` and dropout
+    one tile of scores is held at a time, else length * span of them, never length * keys.
     """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is None and dropout == 0.0 and q.is_cpu and 0 not in (*q.shape, *k.shape):
+        took(
+            "softmax in tiles",
+            "only keys near a block of queries are seen",
+            rows=min(len(band), ROWS),
+            keys=band.shape[1],
+        )
+        return _tiled(q, k, v, band, key_mask, behind=behind, front=front, scale=factor)
+    took("softmax in blocks", "a mask of the caller's, dropout or another device", rows=len(band), keys=band.shape[1])
+    return _plain(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None,
+    *, behind: int, front: int, scale: float, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
     length, keys = q.shape[-2], k.shape[-2]
     block, span = band.shape
     number, start = count(length + front, block), keys - length - front
@@ -109,3 +131,6 @@ def banded_softmax(
     queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)
     out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
     return join(out, front + length)[..., front:, :]
+
+
+_tiled = in_float32(Explicit(_plain, banded_tiles.forward, banded_tiles.backward))
