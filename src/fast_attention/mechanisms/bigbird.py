@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.blocks import count, join, split
+from fast_attention.ops.dense import softmax_attention
 from fast_attention.ops.gathered import distinct, gathered_softmax, take
 from fast_attention.ops.value import at_least
 
@@ -49,14 +50,22 @@ def bigbird_attention(
     front = -num_global_tokens % block_size  # the prepended tokens fill whole blocks of their own
     first = (num_global_tokens + front) // block_size + (num_global_blocks + 1) // 2
     last = 0 if is_causal else num_global_blocks // 2
+    if not torch.compiler.is_compiling():
+        blocks = (length + front + block_size - 1) // block_size
+        left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
+        if left - last <= num_random_blocks:
+            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
     seen = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    q, k, v = (F.pad(x, (0, 0, front, 0)) for x in (q, k, v))
-    seen = F.pad(seen, (front, 0))
+    if front > 0:
+        q, k, v = (F.pad(x, (0, 0, front, 0)) for x in (q, k, v))
+        seen = F.pad(seen, (front, 0))
     end = torch.where(seen, torch.arange(1, length + front + 1, device=q.device), 0).amax(-1)
     total = ((end + block_size - 1) // block_size)[..., None, None]
     number = count(length + front, block_size)
     blocks = _pattern(seeds[:, None], number, total, first, last, half, num_random_blocks, is_causal)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
+    if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
+        return _between_global_rows(q, k, v, table, seen, first, number - last, size=block_size, scale=scale)
     out = gathered_softmax(q, k, v, table, seen, size=block_size, is_causal=is_causal, scale=scale)
     if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
@@ -83,6 +92,17 @@ def _pattern(
     lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
     table = torch.cat([part.expand(*lead, number, part.shape[-1]) for part in parts], -1)
     return table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1)
+
+
+def _between_global_rows(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, seen: Tensor, start: int, stop: int,
+    *, size: int, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Global blocks of rows, those before ``start`` and from ``stop`` on, over all keys; the others by the table."""
+    out = gathered_softmax(q, k, v, table, seen, size=size, start=start, stop=stop, scale=scale)
+    ends = q[..., : start * size, :], q[..., stop * size :, :]
+    rows = F.scaled_dot_product_attention(torch.cat(ends, -2), k, v, scale=scale)
+    return torch.cat([rows[..., : start * size, :], out, rows[..., start * size :, :]], -2)
 
 
 def _with_global_rows(

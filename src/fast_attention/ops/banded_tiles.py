@@ -141,11 +141,8 @@ def backward(
     gradient: tuple[Tensor, ...], *, behind: int, front: int, scale: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of queries, keys and values."""
-    q, k, v, band, key_mask = inputs
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert band is not None
+    q, k, v, band = (x for x in inputs[:4] if x is not None)
+    key_mask = inputs[4]
     like = q, k, v
     q, k, v, seen = _inputs(q, k, v, key_mask)
     flat, scratch = _flat(gradient[0]), Scratch(q)

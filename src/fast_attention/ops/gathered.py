@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fast_attention.ops import gathered_tiles
 from fast_attention.ops.banded import blockwise_softmax
 from fast_attention.ops.blocks import join, split, split_mask
+from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
 
 WORD = 0xFFFFFFFF
 
@@ -34,11 +40,30 @@ def gathered_softmax(
     size: int,
     is_causal: bool = False,
     scale: float | None = None,
-) -> Float[Tensor, "*batch length values"]:
+    start: int = 0,
+    stop: int | None = None,
+) -> Float[Tensor, "*batch rows values"]:
     """Softmax attention of every block of ``size`` queries over the blocks of keys that ``table`` names.
 
-    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros.
+    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. Only the blocks of queries
+    from ``start`` to before ``stop`` are computed and returned.
     """
+    settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "start": start}
+    settings |= {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    settings |= {"stop": table.shape[-2] if stop is None else stop}
+    if q.is_cpu:
+        took(
+            "softmax in tiles", "every block of queries reads a few blocks of keys", rows=size, choices=table.shape[-1]
+        )
+        return _tiled(q, k, v, table, key_mask, **settings)
+    took("softmax in blocks", "tiles are for the CPU", rows=size, choices=table.shape[-1])
+    return _plain(q, k, v, table, key_mask, **settings)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
+    *, size: int, is_causal: bool, scale: float, start: int, stop: int,
+) -> Tensor:  # fmt: skip
     length, number = q.shape[-2], table.shape[-2]
     place = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
     chosen = table.clamp(min=0)
@@ -49,7 +74,11 @@ def gathered_softmax(
         own = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
         mask = mask & (place[..., None, :] <= own[..., None])
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    return join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
+    out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
+    return out if start == 0 and stop == number else out[..., start * size : stop * size, :]
+
+
+_tiled = in_float32(Explicit(_plain, gathered_tiles.forward, gathered_tiles.backward))
 
 
 def mixed(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
