@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import linear
+from fast_attention.ops import favor_paths, linear
+from fast_attention.ops.favor_blocks import Lift
 from fast_attention.ops.features import Features
 from fast_attention.ops.linear import LinearState, Sums
 from fast_attention.ops.precision import in_float32
@@ -41,6 +42,8 @@ def favor_attention(
     are estimates of positive numbers and may come out negative: ``clamp`` (see ``Favor``). A query that sees nothing
     gets zeros.
     """
+    if phase is None and clamp is None:
+        return favor_paths.attend(Lift("sincos"), q, k, v, projection, is_causal=is_causal, key_mask=key_mask)
     phi = _map(projection, phase)
     keys = linear.masked_keys(phi, k, key_mask)
     sums = linear.attend(phi(q).values, keys, v, is_causal=is_causal)

@@ -11,11 +11,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import linear
+from fast_attention.ops import favor_paths, linear
+from fast_attention.ops.favor_blocks import Lift
 from fast_attention.ops.features import FeatureMap, Features, as_feature_map
 from fast_attention.ops.linear import LinearState
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.random_features import draw, generalised, positive
+from fast_attention.ops.random_features import draw, generalised
 from fast_attention.ops.value import at_least, one_of
 
 
@@ -39,7 +40,8 @@ def favor_plus_attention(
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    return _attend(_softmax_map(projection, hyperbolic, damping), q, k, v, is_causal, key_mask)
+    lift = Lift("hyperbolic" if hyperbolic else "positive", damping)
+    return favor_paths.attend(lift, q, k, v, projection, is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
@@ -60,10 +62,6 @@ def generalised_attention(
     ``phi(k_j)`` over the keys that query i may see. A query that sees nothing gets zeros.
     """
     return _attend(_generalised_map(projection, kernel, kernel_epsilon), q, k, v, is_causal, key_mask)
-
-
-def _softmax_map(projection: Tensor, hyperbolic: bool, damping: float) -> Callable[[Tensor], Features]:
-    return lambda x: positive(x * x.shape[-1] ** -0.25, projection, hyperbolic=hyperbolic, damping=damping)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Callable[[Tensor], Features]:
@@ -158,16 +156,22 @@ class FavorPlus(Attention[Projection, LinearState]):
         settings = {"orthogonal": self.orthogonal, "regularised": self.regularised}
         return Projection(draw(shape.heads, self.num_features, shape.head_dim, **settings))
 
+    @property
+    def _lift(self) -> Lift:
+        return Lift(self.features, self.damping)
+
     def _map(self, w: Projection) -> Callable[[Tensor], Features]:
         if isinstance(self.kernel, FeatureMap):
             return _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
-        return _softmax_map(w.projection, self.features == "hyperbolic", self.damping)
+        return lambda x: self._lift.plain(x, w.projection)
 
     @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: Projection, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
+        if self.kernel is None:
+            return favor_paths.attend(self._lift, q, k, v, w.projection, is_causal=is_causal, key_mask=key_mask)
         return _attend(self._map(w), q, k, v, is_causal, key_mask)
 
     @in_float32
@@ -175,6 +179,8 @@ class FavorPlus(Attention[Projection, LinearState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Projection, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
+        if self.kernel is None:
+            return favor_paths.advance(self._lift, q, k, v, w.projection, state, key_mask)
         phi = self._map(w)
         sums, state = linear.advance(phi(q).values, linear.masked_keys(phi, k, key_mask), v, state)
         return linear.normalise(sums), state

@@ -1,0 +1,181 @@
+"""FAVOR and FAVOR+ in blocks: outputs and gradients of the plain form, at the borders of blocks and far out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention.functional import favor_attention, favor_plus_attention
+from fast_attention.ops import favor_paths, linear
+from fast_attention.ops.favor_blocks import Lift
+from fast_attention.ops.favor_sums import chunk_of
+from fast_attention.ops.random_features import draw
+
+D, M, WIDE = 8, 24, 5
+LIFTS = [Lift("positive"), Lift("positive", 0.1), Lift("hyperbolic"), Lift("hyperbolic", 0.05), Lift("sincos")]
+
+
+def plain(
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, W: Tensor, *, is_causal: bool, key_mask: Tensor | None = None
+) -> Tensor:
+    """One piece, in operations that autograd follows."""
+    keys = linear.masked_keys(lambda x: lift.plain(x, W), k, key_mask)
+    return linear.normalise(linear.attend(lift.plain(q, W).values, keys, v, is_causal=is_causal))
+
+
+def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any) -> tuple[Tensor, Tensor, Tensor]:
+    kind = {"dtype": torch.float64} | kind
+    keys = keys or length
+    q, k, v = (torch.randn(2, 2, n, w, **kind) for n, w in ((length, D), (keys, D), (keys, WIDE)))
+    return (q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_()
+
+
+def agree(lift: Lift, x: tuple[Tensor, Tensor, Tensor], rtol: float = 1e-10, **settings: Any) -> None:
+    """Outputs and all gradients, within ``rtol`` of the largest number."""
+    W = draw(2, M, D).to(x[0].dtype)
+    ours, theirs = favor_paths.attend(lift, *x, W, **settings), plain(lift, *x, W, **settings)
+    probe = torch.randn_like(ours)
+    ours, theirs = ((out, *torch.autograd.grad(out, x, probe)) for out in (ours, theirs))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=rtol * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lift", LIFTS, ids=str)
+@pytest.mark.parametrize(("length", "keys"), [(65, 65), (127, 127), (129, 129), (257, 257), (1100, 1100),
+                                              (63, 130), (1, 200), (130, 63), (520, 1030)])  # fmt: skip
+def test_blocks(length: int, keys: int, lift: Lift, is_causal: bool) -> None:
+    x = inputs(length, keys)
+    agree(lift, x, is_causal=is_causal, key_mask=None)
+    agree(lift, x, is_causal=is_causal, key_mask=torch.rand(2, 1, keys) < 0.7)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lift", LIFTS[:4], ids=str)
+def test_keys_of_very_different_scales(lift: Lift, is_causal: bool) -> None:
+    """Chunks that one unit does not serve go pair by pair, between others that it does."""
+    q, k, v = inputs(400)
+    factors = torch.ones(400, 1, dtype=torch.float64)
+    factors[::37] = 6.0
+    factors[200:300] = 0.1
+    agree(lift, (q, (k * factors).detach().requires_grad_(), v), is_causal=is_causal, key_mask=None)
+    agree(lift, inputs(300, scale=6.0), rtol=1e-9, is_causal=is_causal, key_mask=torch.rand(2, 1, 300) < 0.7)
+
+
+def test_keys_that_grow_from_chunk_to_chunk() -> None:
+    """Units that rise at every chunk, above all by hundreds: sums must be brought along, there and back."""
+    W, v = draw(2, M, D).double(), torch.randn(2, 500, WIDE, dtype=torch.float64)
+    direction = torch.nn.functional.normalize(W[:, :1], dim=-1)
+    ramp = torch.linspace(0, 6, 500, dtype=torch.float64)[:, None]
+    x = tuple(t.detach().requires_grad_() for t in (0.1 * torch.randn_like(v @ v.mT @ v)[..., :1] + direction,
+                                                    ramp * direction, v))  # fmt: skip
+    for is_causal in (False, True):
+        outs = (
+            favor_paths.attend(LIFTS[0], *x, W, is_causal=is_causal, key_mask=None),
+            plain(LIFTS[0], *x, W, is_causal=is_causal),
+        )
+        probe = torch.randn_like(outs[0])
+        ours, theirs = ((out, *torch.autograd.grad(out, x, probe)) for out in outs)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_a_later_huge_key_moves_nothing_before_it(length: int) -> None:
+    q, k, v = (x.detach() for x in inputs(length, dtype=torch.float32))
+    W = draw(2, M, D)
+    for factor in (6.0, 60.0, 1e4):
+        moved = k.clone()
+        moved[..., length - 20 :, :] *= factor
+        before, after = (favor_plus_attention(q, keys, v, W, is_causal=True) for keys in (k, moved))
+        assert after.isfinite().all()
+        torch.testing.assert_close(after[..., : length - 20, :], before[..., : length - 20, :], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_large_inputs_stay_finite(is_causal: bool) -> None:
+    x = inputs(200, scale=100.0, dtype=torch.float32)
+    for hyperbolic in (False, True):
+        out = favor_plus_attention(*x, draw(2, M, D), hyperbolic=hyperbolic, is_causal=is_causal)
+        assert out.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), x))
+
+
+def test_garbage_in_masked_keys_is_inert() -> None:
+    q, k, v = inputs(150)
+    mask, W = torch.rand(2, 1, 150) < 0.5, draw(2, M, D).double()
+    hidden = ~mask[..., None]
+    for is_causal in (False, True):
+        results = []
+        for fill in (0.0, 1e30):
+            x = (q, k.masked_fill(hidden, fill).detach().requires_grad_(), v.masked_fill(hidden, fill))
+            out = favor_plus_attention(*x, W, is_causal=is_causal, key_mask=mask)
+            results.append((out, *torch.autograd.grad(out.square().sum(), x[:2])))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        nothing = favor_plus_attention(q, k, v, W, is_causal=is_causal, key_mask=torch.zeros_like(mask))
+        assert not nothing.any()
+        assert not torch.autograd.grad(nothing.sum(), k)[0].any()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layouts_and_second_derivatives(is_causal: bool) -> None:
+    """Transposed and shared inputs, one projection for all heads, and gradients of gradients (in plain form)."""
+    W = draw(1, M, D).double()
+    x = torch.randn(2, 70, 2, D, dtype=torch.float64, requires_grad=True)
+    t = x.transpose(1, 2)
+    outs = (favor_plus_attention(t, t, t, W, is_causal=is_causal), plain(LIFTS[0], t, t, t, W, is_causal=is_causal))
+    ours, theirs = (torch.autograd.grad(out.square().sum(), x, create_graph=True)[0] for out in outs)
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    twice = [torch.autograd.grad(g.square().sum(), x)[0] for g in (ours, theirs)]
+    torch.testing.assert_close(*twice, rtol=1e-8, atol=1e-8)
+    flat = favor_plus_attention(t[0, 0], t[0, 0], t[0, 0], W[0], is_causal=is_causal)
+    torch.testing.assert_close(flat, outs[0][0, 0], rtol=1e-10, atol=1e-10)
+
+
+def test_a_trained_projection_gets_its_gradient() -> None:
+    q, k, v = inputs(100)
+    W = draw(2, M, D).double().requires_grad_()
+    assert torch.autograd.grad(favor_plus_attention(q, k, v, W).square().sum(), W)[0].any()
+    assert torch.autograd.grad(favor_attention(q, k, v, W).square().sum(), W)[0].any()
+
+
+@pytest.mark.parametrize("lift", LIFTS, ids=str)
+def test_prefill(lift: Lift) -> None:
+    """A long stretch after a state, in chunks: outputs and state of the plain form."""
+    q, k, v = (x.detach() for x in inputs(300))
+    W, mask = draw(2, M, D).double(), torch.rand(2, 1, 300) < 0.7
+    mask[..., 0] = True
+    whole = plain(lift, q, k, v, W, is_causal=True, key_mask=mask)
+    state, outs = None, []
+    for at in (slice(0, 70), slice(70, 73), slice(73, 74), slice(74, 300)):
+        out, state = favor_paths.advance(lift, q[..., at, :], k[..., at, :], v[..., at, :], W, state, mask[..., at])
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-9)
+    assert state is not None
+    expected = linear.summarise(linear.masked_keys(lambda x: lift.plain(x, W), k, mask), v)
+    for a, b in zip(state, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_very_many_terms(is_causal: bool) -> None:
+    """Sums of 2^18 equal terms lose nothing: running sums go to the total a few at a time."""
+    n = 2**18
+    k, W = torch.full((1, n, 2), 0.3), torch.full((1, 4, 2), 0.7)
+    v = torch.linspace(0, 1, n)[None, :, None]
+    out = favor_plus_attention(k, k, v, W, is_causal=is_causal)
+    assert abs(out[0, -1, 0].item() - 0.5) < 5e-7
+
+
+def test_chunks_by_features() -> None:
+    assert chunk_of(Lift("positive"), torch.zeros(1, 512, 4)) == 64
+    assert chunk_of(Lift("hyperbolic"), torch.zeros(1, 512, 4)) == 128
+    x = inputs(300)
+    W = draw(2, 520, D).double()
+    a, b = favor_plus_attention(*x, W, is_causal=True), plain(LIFTS[0], *x, W, is_causal=True)
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
