@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.ops.hash_attention import hashed_attention
 from fast_attention.ops.hash_memory import HashMemory, copied, remember, step
-from fast_attention.ops.hashing import arrange, buckets, hashed_sums
+from fast_attention.ops.hashing import SHORTEST, Rules, buckets
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
-SHORTEST = 1e-6  # a shorter query is not lengthened to a key of length 1
 
 
 @in_float32
@@ -55,13 +55,8 @@ def lsh_attention(
     bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
     if key_mask is not None:
         bucket = torch.where(key_mask[..., None, :], bucket, number)
-    arranged = arrange(bucket, number=number, size=bucket_size, ranked=ranked, across=attend_across_buckets)
-    keys = F.normalize(q, dim=-1, eps=SHORTEST)
-    sums = hashed_sums(
-        scale * q, keys, v, arranged, size=bucket_size, ranked=ranked, is_causal=is_causal, distinct=correct_duplicates
-    )
-    alone = sums.denominator == 0
-    out = torch.where(alone, v, sums.numerator / sums.denominator.masked_fill(alone, 1.0))
+    rules = Rules(number, bucket_size, ranked, attend_across_buckets, is_causal, correct_duplicates, scale)
+    out = hashed_attention(q, v, bucket.int(), rules)
     return out if key_mask is None else out.masked_fill(~key_mask[..., None], 0.0)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.ops.banded import reach, slices, smaller
 from fast_attention.ops.blocks import count, join
@@ -14,15 +16,53 @@ from fast_attention.ops.blocks import count, join
 Tokens = Float[Tensor, "*batch heads length width"]
 Codes = Int[Tensor, "*batch heads rounds length"]
 SMALLEST_BLOCK = 16  # of queries that share one slice of keys
+SHORTEST = 1e-6  # a shorter query is not lengthened to a key of length 1
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which keys count: see ``arrange`` and ``hashed_sums``; ``number`` buckets, ``scale`` on the logits."""
+
+    number: int
+    size: int
+    ranked: bool
+    across: bool
+    is_causal: bool
+    distinct: bool
+    scale: float
+
+
+def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Tokens:
+    """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)``, ``s_ij = scale q_i . q_j / |q_j|``, and v_i where nothing is reached.
+
+    Bucket ``rules.number`` holds what is masked. In operations that autograd follows; see ``ops/hash_attention.py``.
+    """
+    arranged = arrange(bucket, number=rules.number, size=rules.size, ranked=rules.ranked, across=rules.across)
+    keys = F.normalize(q, dim=-1, eps=SHORTEST)
+    sums = hashed_sums(
+        rules.scale * q, keys, v, arranged,
+        size=rules.size, ranked=rules.ranked, is_causal=rules.is_causal, distinct=rules.distinct,
+    )  # fmt: skip
+    alone = sums.denominator == 0
+    return torch.where(alone, v, sums.numerator / sums.denominator.masked_fill(alone, 1.0))
 
 
 @torch.no_grad()
 def buckets(x: Tokens, rotations: Float[Tensor, "heads rounds width halves"], sizes: tuple[int, ...]) -> Codes:
     """``h(x) = argmax [x R; -x R]`` for each round; several factors make ``h_1 + b_1 h_2 + b_1 b_2 h_3 ...``."""
-    turned = x[..., None, :, :] @ rotations.to(x.dtype)
-    bucket, stride = torch.zeros_like(turned[..., 0], dtype=torch.long), 1
-    for part, size in zip(turned.split([size // 2 for size in sizes], -1), sizes, strict=True):
-        bucket = bucket + stride * torch.cat([part, -part], -1).argmax(-1)
+    heads, rounds, width, halves = rotations.shape
+    flat = rotations.to(x.dtype).permute(0, 1, 3, 2).reshape(heads, rounds * halves, width)
+    turned = (flat @ x.mT).unflatten(-2, (rounds, halves))  # the sequence last, along which reductions are fast
+    bucket, stride = torch.zeros_like(turned[..., 0, :], dtype=torch.long), 1
+    for part, size in zip(turned.split([size // 2 for size in sizes], -2), sizes, strict=True):
+        half = size // 2
+        high, low = part.amax(-2, keepdim=True), part.amin(-2, keepdim=True)
+        up = high >= -low
+        falling = torch.arange(half, 0, -1, device=x.device, dtype=x.dtype)[:, None]
+        hit = part.eq_(torch.where(up, high, low))  # 1 or 0 in place of the scores
+        first = hit.mul_(falling).amax(-2)  # the first of equal ones is the largest
+        best = (half - first).long().clamp_(max=half - 1)
+        bucket = bucket + stride * torch.where(up[..., 0, :], best, best + half)
         stride *= size
     return bucket
 
