@@ -66,7 +66,7 @@ FAULTS = [
     Fault("the window is one key short", "ops/banded.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/local.py", "return out, _last(near, left)",
           "return out, _last(near, left - 1)", LAW + "'decode and Local'"),
-    Fault("decayed sums do not decay between blocks", "ops/scan.py",
+    Fault("decayed sums do not decay between blocks", "ops/decay.py",
           "join(inside + spread(_fading(before_level, level), x.shape[-1]) * before, length)",
           "join(inside + before, length)", "tests/test_contract.py -k AFTSimple"),
     Fault("the running maximum sees the whole block", "ops/scan.py", "return x.cummax(-2).values",

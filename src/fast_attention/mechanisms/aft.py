@@ -10,10 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import biased, pool
+from fast_attention.ops import bias_products, masks, pool
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pool import Pool, same_width
+from fast_attention.ops.pool_passes import everywhere
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.prefix_pool import causal_rows
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
 
 
@@ -31,11 +34,12 @@ def aft_simple(
     The sums run over the keys that query i may see. Exact for keys of any size: every sum has the running maximum of
     its own past as unit. A query that sees nothing gets zeros.
     """
-    scores, both = pool.terms(k, v, key_mask)
-    if is_causal:
-        rows = pool.mean(pool.running(scores, both).sums, v.shape[-1])
-        return q.sigmoid() * pool.aligned(rows, q.shape[-2])
-    return q.sigmoid() * pool.mean(pool.pooled(scores, both).sums, v.shape[-1])
+    holes = key_mask is not None
+    k, v = pool.hidden(k, key_mask), masks.drop(v, key_mask)
+    if not is_causal:
+        took("sums over all keys, block by block", "every query sees the same keys")
+        return everywhere(q, k, v, holes=holes)
+    return causal_rows(q, k, v, holes=holes)
 
 
 @in_float32
@@ -54,13 +58,13 @@ def aft_full(
     calls. There the queries are the last of the sequence: query i has row ``i + keys - length``. Two products of
     matrices, time O(length keys width), memory O(length keys). A query that sees nothing gets zeros.
     """
-    length, keys = q.shape[-2], k.shape[-2]
-    scores, both = pool.terms(k, v, key_mask)
+    length, keys, holes = q.shape[-2], k.shape[-2], key_mask is not None
     longest, bias = bias.shape[0], stretch(stretch(bias, keys if is_causal else length, axis=0), keys, axis=1)
+    k, v = pool.hidden(k, key_mask), masks.drop(v, key_mask)
     if is_causal:
-        sums = biased.full_causal(bias, scores, both, longest=longest)
-        return q.sigmoid() * pool.aligned(pool.mean(sums, v.shape[-1]), length)
-    return q.sigmoid() * pool.mean(biased.full(bias, scores, both), v.shape[-1])
+        q = pool.aligned(q, keys)
+    made = bias_products.full(q, k, v, bias, is_causal=is_causal, holes=holes, longest=longest)
+    return pool.aligned(made, length) if is_causal else made
 
 
 @dataclass(frozen=True, repr=False)

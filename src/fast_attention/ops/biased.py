@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from fast_attention.ops.banded import smaller
 from fast_attention.ops.blocks import join, split, stretch
+from fast_attention.ops.decay import decayed_sums, spread
 from fast_attention.ops.pool import weighed
-from fast_attention.ops.scan import FLOOR, decayed_sums, prefix_sums, running_max, spread
+from fast_attention.ops.scan import FLOOR, prefix_sums, running_max
 
 SIDE = 32  # a causal triangle of n tokens is halved down to triangles of at most this many, these to single tokens
 

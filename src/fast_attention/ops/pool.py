@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops import masks
-from fast_attention.ops.scan import FLOOR, decayed_sums, running_max, spread
+from fast_attention.ops.decay import decayed_sums, spread
+from fast_attention.ops.scan import FLOOR, running_max
 
 
 class Pool(NamedTuple):
@@ -38,6 +39,11 @@ def terms(
     """Scores, masked ones at ``FLOOR``, and values beside ones, masked rows zero."""
     both = torch.cat([masks.drop(values, key_mask), seen(scores, key_mask)], -1)
     return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR), both
+
+
+def hidden(scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
+    """Scores, masked ones at ``FLOOR``."""
+    return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR)
 
 
 def weighed(scores: Tensor, both: Tensor, top: Tensor) -> Tensor:
@@ -90,7 +96,7 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def aligned(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
-    """Causal rows, one per key, for ``length`` queries that end where the keys end; zeros before the first key."""
+    """The last ``length`` rows, as causal queries end where the keys end; zeros in front where there are fewer."""
     if not torch.compiler.is_compiling() and rows.shape[-2] == length:
         return rows
     return F.pad(rows, (0, 0, length - rows.shape[-2], 0))

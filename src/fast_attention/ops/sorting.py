@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fast_attention.ops import sorted_passes
 from fast_attention.ops.blocks import join, split
+from fast_attention.ops.decay import decayed_sums, spread
 from fast_attention.ops.explicit import Explicit
-from fast_attention.ops.scan import decayed_sums, prefix_sums, spread
+from fast_attention.ops.scan import prefix_sums
 from fast_attention.ops.trail import took
 
 Sums = Callable[[Tensor, Tensor], Tensor]

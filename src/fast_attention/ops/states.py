@@ -1,6 +1,6 @@
 """Prefix sums of states whose units differ, as products of matrices: one unit serves all numbers of a state.
 
-(Where every channel has its own unit, ``scan.decayed_sums`` walks instead.)
+(Where every channel has its own unit, ``decay.decayed_sums`` walks instead.)
 """
 
 from __future__ import annotations
