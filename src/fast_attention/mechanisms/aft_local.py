@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import biased, pool
+from fast_attention.ops import bias_windows, biased, masks, pool
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pool import same_width
 from fast_attention.ops.precision import in_float32
@@ -36,9 +36,8 @@ def aft_local(
     ``i + o - taps // 2``; keys further away have bias 0, or are not seen at all with ``strict`` (a different and, in
     the paper, a worse model). Time O(length taps width). A query that sees nothing gets zeros.
     """
-    scores, both = pool.terms(k, v, key_mask)
-    sums = biased.windowed(band, scores, both, is_causal=is_causal, strict=strict)
-    return q.sigmoid() * pool.mean(sums, v.shape[-1])
+    k, v = pool.hidden(k, key_mask), masks.drop(v, key_mask)
+    return bias_windows.windowed(q, k, v, band, is_causal=is_causal, strict=strict, holes=key_mask is not None)
 
 
 def conv_band(
