@@ -203,17 +203,16 @@ def test_gradients_of_gradients(is_causal: bool) -> None:
 
 
 def test_long_sums_lose_nothing() -> None:
-    """float32 sums over many tokens, in real blocks: within 1e-6 of float64."""
+    """float32 sums over many tokens, in many blocks: within 1e-6 of float64."""
     n = 1 << 17
     k, v = torch.randn(2, 1, 1, n, 2)
     q = torch.full((1, 1, n, 2), 40.0)
     v = v + 1.0
     for is_causal in (False, True):
-        low, high = (
-            aft_simple(*(x.to(t) for x in (q, k, v)), is_causal=is_causal) for t in (torch.float32, torch.float64)
-        )
+        low = aft_simple(q, k, v, is_causal=is_causal)
+        high = aft_simple(q.double(), k.double(), v.double(), is_causal=is_causal)
         error = (low.double() - high)[..., n // 2 :, :].abs().amax() / high[..., n // 2 :, :].abs().amax()
-        assert float(error) < 1e-6
+        assert float(error) < 5e-7
 
 
 def test_segments_walk_only_where_they_must() -> None:

@@ -72,14 +72,15 @@ class Rows:
         rows = rows[::-1] if backwards else rows
         for one, two in itertools.pairwise(rows):
             two.add_(one)
-        carry, count = carry.to(self.rows.dtype), self.rows.shape[-2]
-        if count > 1:
+        total = carry + rows[-1].sum(-2, keepdim=True)  # float64 never rounds to the rows' precision on its way
+        carry = carry.to(self.rows.dtype)
+        if self.rows.shape[-2] > 1:
             ends = rows[-1].flip(-2) if backwards else rows[-1]
             ends = torch.cat([carry, ends[..., :-1, :]], -2)
             ends = ends.mT.contiguous().cumsum(-1).mT  # fast along the last axis only
             carry = ends.flip(-2) if backwards else ends
         self.rows.add_(carry)
-        return rows[-1].narrow(-2, 0 if backwards else count - 1, 1).double()
+        return total
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, holes: bool) -> Tensor:
