@@ -46,6 +46,8 @@ def advance(
     """Causal outputs of a stretch that follows ``state``, and the state after it."""
     wanted = [q, k, v, rows, *(state or ())]
     if _against(q, k, rows) or (torch.is_grad_enabled() and any(x.requires_grad for x in wanted)):
+        if q.shape[-2] == 1 and state is not None and key_mask is None:
+            return _step(lift, q, k, v, rows, state)
         keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
         sums, state = linear.advance(lift.plain(q, rows).values, keys, v, state)
         return linear.normalise(sums), state
@@ -59,6 +61,19 @@ def advance(
     out = _chunks(*flat, lift=lift, keep=False, carry=(G, g, unit))[0]
     after = LinearState(G.view(*lead, width, values), g.view(*lead, width), unit.view(lead))
     return out.reshape(*lead, *out.shape[-2:]), after
+
+
+def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    """One token: features of query and key together, one pass over the state to fade it and add to it, one to read."""
+    both, scale = lift.plain(torch.cat([q, k], -2), rows)
+    assert scale is not None
+    level = scale[..., 1]
+    top = torch.maximum(state.top, level.detach())
+    fading = (state.top - top).exp()[..., None]
+    values = both[..., 1, :] * (level - top).exp()[..., None]
+    kv = torch.addcmul(values[..., None] * v, state.kv, fading[..., None])
+    state = LinearState(kv, torch.addcmul(values, state.k, fading), top)
+    return linear.normalise(linear.read(both[..., :1, :], state)), state
 
 
 def _against(q: Tensor, k: Tensor, rows: Tensor) -> str:
