@@ -132,6 +132,23 @@ FAULTS = [
           "return Seen(is_causal, padding_mask, attn_mask)", "tests/test_multihead.py"),
     Fault("dropout is drawn anew in the backward pass", "nn/reversible.py", "torch.set_rng_state(self.cpu)", "pass",
           "tests/test_reversible.py"),
+    Fault("FAVOR's sums are not brought into a larger key's unit", "ops/favor_whole.py",
+          'fading = (unit - higher).exp_()[..., None]', 'fading = torch.ones_like(unit)[..., None]',
+          "tests/test_favor_fast.py"),
+    Fault("FAVOR's chunk sees one token of the future", "ops/favor_causal.py",
+          'b.shape[1])).tril_()', 'b.shape[1])).tril_(1)', "tests/test_favor_fast.py"),
+    Fault("FAVOR's chunks go by one unit however steep", "ops/favor_causal.py",
+          'SLACK = 20.0', 'SLACK = 2000.0', "tests/test_favor_fast.py"),
+    Fault("FAVOR's way back forgets the later chunks' units", "ops/favor_causal.py",
+          'back.fade((here.leaves - unit).exp_())', 'back.fade(torch.ones_like(unit))', "tests/test_favor_fast.py"),
+    Fault("FAVOR's way back carries nothing from chunk to chunk", "ops/favor_causal.py",
+          'back.add(queries, dn, dd)', 'None', "tests/test_favor_fast.py"),
+    Fault("FAVOR's keys have no gradient from their norms", "ops/favor_blocks.py",
+          'product.sum(-1)[..., None], value=self.sign', 'product.sum(-1)[..., None], value=0 * self.sign',
+          "tests/test_favor_fast.py"),
+    Fault("FAVOR's masked keys keep their features", "ops/favor_blocks.py",
+          'half = half.masked_fill(~mask, float("-inf"))', 'half = half.masked_fill(~mask, 0.0)',
+          "tests/test_favor_fast.py"),
 ]  # fmt: skip
 
 
