@@ -73,7 +73,9 @@ def definition(
     return scores @ v / (scores.sum(-1, keepdim=True) + eps)
 
 
-@pytest.mark.parametrize("sizes", [(64, 64), (129, 129), (300, 300), (200, 333), (333, 200), (1, 300), (300, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (60, 100), (100, 60), (129, 129), (300, 300), (200, 333), (333, 200), (1, 300), (300, 1)]
+)
 @pytest.mark.parametrize("phi", [EluPlusOne(), SoftmaxMap(), Taylor(), Custom(torch.sigmoid)], ids=repr)
 def test_mechanism_is_its_definition(phi: FeatureMap, sizes: tuple[int, int]) -> None:
     inputs = leaves(*qkv(*sizes))
