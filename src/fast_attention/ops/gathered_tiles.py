@@ -35,36 +35,37 @@ class Plan:
 
     def __init__(self, table: Tensor, seen: Tensor | None, like: Tensor, *, size: int, is_causal: bool) -> None:
         length, self.dtype = like.shape[-2], like.dtype
-        self.table, self.size, self.is_causal, self.length = table, size, is_causal, length
+        self.size, self.is_causal, self.length = size, is_causal, length
         self.seen = None if seen is None else split_mask(seen, size)
-        heads, self.blocks, choices = table.shape
+        heads, self.blocks, _ = table.shape
         own = torch.arange(self.blocks)[:, None]
         fresh = (table >= 0) & ~(table[..., None] == table[..., None, :]).tril(-1).any(-1)
-        self.fresh = fresh & (table <= own) if is_causal else fresh
-        alive, always = self.fresh.any(0), self.fresh.all(0)
-        self.agreed = (alive == always).all(-1).tolist()
-        self.columns = [[c for c in range(choices) if row[c]] for row in alive.tolist()]
-        self.index = table.clamp(min=0) + torch.arange(heads)[:, None, None] * self.blocks
-        self.special = [self._where(table, own if is_causal else None), self._where(table, None, self.blocks - 1)]
+        fresh = fresh & (table <= own) if is_causal else fresh
+        order = fresh.any(0).byte().argsort(dim=-1, descending=True, stable=True).expand_as(table)  # the dead come last
+        self.fresh, self.table = fresh.gather(-1, order), table.gather(-1, order)
+        alive = self.fresh.any(0)
+        self.agreed = (alive == self.fresh.all(0)).all(-1).tolist()
+        self.choices = alive.sum(-1).tolist()
+        self.index = self.table.clamp(min=0) + torch.arange(heads)[:, None, None] * self.blocks
+        self.special = [self._where(own if is_causal else own - own - 2), self._where(own - own + self.blocks - 1)]
         self.known: dict[tuple[int, ...], Tensor | None] = {}
 
-    def _where(self, table: Tensor, own: Tensor | None, block: int = -1) -> list[int]:
-        """Per block of queries: the choice that names this block for all heads, -1 for no head, -2 for some."""
-        named = self.fresh & (table == (block if own is None else own)) & (own is not None or block >= 0)
+    def _where(self, block: Tensor) -> list[int]:
+        """Per block of queries: the choice that names ``block`` for all heads, -1 for no head, -2 for some."""
+        named = self.fresh & (self.table == block)
         found = torch.where(named.all(0).any(-1), named.all(0).byte().argmax(-1), -1)
         return found.masked_fill((named.any(0) != named.all(0)).any(-1), -2).tolist()
 
     def tile(self, i: int, group: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Index, bias and hidden of a block of queries."""
-        columns, size = self.columns[i], self.size
-        index = self.index[group, i][:, columns]
+        number, size = self.choices[i], self.size
+        index = self.index[group, i, :number]
         diagonal, end = self.special[0][i], self.special[1][i] if self.length % size else -1
-        if self.seen is None and self.agreed[i] and diagonal > -2 and end > -2 and columns:
-            places = [columns.index(c) if c >= 0 else -1 for c in (diagonal, end)]
-            return index.flatten(), self._bias(len(columns), *places), None
+        if self.seen is None and self.agreed[i] and diagonal > -2 and end > -2 and number > 0:
+            return index.flatten(), self._bias(number, diagonal, end), None
         rows = min(size, self.length - i * size)
-        keys = self.table[group, i][:, columns, None] * size + torch.arange(size)
-        visible = self.fresh[group, i][:, columns, None] & (keys < self.length)
+        keys = self.table[group, i, :number, None] * size + torch.arange(size)
+        visible = self.fresh[group, i, :number, None] & (keys < self.length)
         if self.seen is not None:
             visible = visible & self.seen.flatten(0, 1)[index]
         visible = visible.flatten(1)[:, None]
@@ -87,7 +88,7 @@ class Plan:
     def work(self, start: int, stop: int) -> Iterator[Work]:
         """The blocks from ``start`` to ``stop`` in groups of heads."""
         heads, size = self.table.shape[0], self.size
-        together = max(SCORES // 2 // (size * size * self.table.shape[-1]), 2)  # two: one for each core
+        together = max(SCORES // (size * size * self.table.shape[-1]), 2)  # two: one for each core
         for head in range(0, heads, together):
             group = slice(head, head + together)
             for i in range(start, stop):
@@ -112,7 +113,7 @@ def _plan(k: Tensor, table: Tensor, key_mask: Tensor, *, size: int, is_causal: b
 
 
 def _take(rows: Tensor, index: Tensor, name: str, work: int, width: int, scratch: Scratch) -> Tensor:
-    out = scratch(name, len(index), rows.shape[1])
+    out = scratch(name, index.shape[0], rows.shape[1])
     return torch.index_select(rows, 0, index, out=out).view(work, -1, width)
 
 
@@ -128,8 +129,8 @@ def forward(
     keys, values = _rows(k, size), _rows(v, size)
     for group, rows, index, bias, hidden in plan.work(start, stop):
         mine = queries[group, rows]
-        near = _take(keys, index, "k", len(mine), q.shape[-1], scratch)
-        there = _take(values, index, "v", len(mine), v.shape[-1], scratch)
+        near = _take(keys, index, "k", mine.shape[0], q.shape[-1], scratch)
+        there = _take(values, index, "v", mine.shape[0], v.shape[-1], scratch)
         found = attend(mine, near, there, bias, hidden, scale=scale, scratch=scratch)
         flat[group, rows.start - first : rows.stop - first] = found
     return out, ()
@@ -147,12 +148,12 @@ def backward(
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     for group, rows, index, bias, hidden in plan.work(start, stop):
         mine, here = queries[group, rows], coming[group, rows.start - start * size : rows.stop - start * size]
-        near = _take(keys, index, "k", len(mine), q.shape[-1], scratch)
-        there = _take(values, index, "v", len(mine), v.shape[-1], scratch)
+        near = _take(keys, index, "k", mine.shape[0], q.shape[-1], scratch)
+        there = _take(values, index, "v", mine.shape[0], v.shape[-1], scratch)
         found = gradients(mine, near, there, here, bias, hidden, scale=scale, scratch=scratch)
         dq[group, rows] = found[0]
-        dk.index_add_(0, index, found[1].view(len(index), -1))
-        dv.index_add_(0, index, found[2].view(len(index), -1))
+        dk.index_add_(0, index, found[1].view(index.shape[0], -1))
+        dv.index_add_(0, index, found[2].view(index.shape[0], -1))
     length = k.shape[-2]
     dk, dv = (x.view(*y.shape[:-2], -1, y.shape[-1])[..., :length, :] for x, y in ((dk, k), (dv, v)))
     return dq.view(q.shape), dk, dv, None, None
