@@ -13,7 +13,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops import bias_products, masks, pool
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pool import Pool, same_width
-from fast_attention.ops.pool_passes import everywhere
+from fast_attention.ops.pool_passes import eager, everywhere
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.prefix_pool import causal_rows
 from fast_attention.ops.trail import took
@@ -100,7 +100,12 @@ class AFTSimple(Attention[tuple[()], Pool]):
     ) -> tuple[Tensor, Pool]:
         """Outputs of the stretch, and the pool of all keys up to its end."""
         same_width(self, k, v)
-        rows = pool.running(*pool.behind(state, *pool.terms(k, v, key_mask)))
+        scores, both = pool.terms(k, v, key_mask)
+        if eager() and k.shape[-2] == 1:
+            took("one key added to the sums", "decoding token by token")
+            row = Pool(scores, both) if state is None else pool.merged(state, Pool(scores, both))
+            return q.sigmoid() * pool.mean(row.sums, v.shape[-1]), row
+        rows = pool.running(*pool.behind(state, scores, both))
         out = q.sigmoid() * pool.mean(rows.sums[..., 1:, :], v.shape[-1])
         return out, Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import bias_windows, biased, masks, pool
+from fast_attention.ops import bias_windows, masks, pool
+from fast_attention.ops.bias_states import WindowState, advanced
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pool import same_width
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.value import at_least
 
 
@@ -47,35 +47,6 @@ def conv_band(
     centred = kernel - kernel.mean(-1, keepdim=True)
     unit = F.normalize(centred, dim=-1) * kernel.shape[-1] ** 0.5  # of standard deviation 1; 0 for equal taps
     return (gain[:, None] * unit + shift[:, None])[:, None]
-
-
-class WindowState(NamedTuple):
-    """The last ``window - 1`` keys and, in front of them, the pool of all earlier ones as if it were one more key."""
-
-    scores: Float[Tensor, "*batch window width"]
-    both: Float[Tensor, "*batch window both"]
-    position: Int[Tensor, ""]  # tokens so far
-
-
-def advanced(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, state: WindowState | None, *, strict: bool, key_mask: Tensor | None
-) -> tuple[Tensor, WindowState]:
-    """The outputs of a stretch of N tokens that follows ``state``; ``band`` (heads or 1, N or 1, taps) is theirs."""
-    window, length = band.shape[-1] // 2 + 1, k.shape[-2]
-    scores, both = pool.terms(k, v, key_mask)
-    if state is None:
-        start = (0, 0, window, 0)
-        scores, both = F.pad(scores, start, value=FLOOR), F.pad(both, start)
-        position = torch.zeros((), dtype=torch.long, device=k.device)
-    else:
-        scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
-        position = state.position
-    if band.shape[-2] > 1:
-        band = F.pad(band, (0, 0, window, 0))
-    sums = biased.windowed(band, scores, both, is_causal=True, strict=strict)[..., window:, :]
-    past = pool.pooled(scores[..., : length + 1, :], both[..., : length + 1, :])
-    scores, both = pool.behind(past, scores[..., length + 1 :, :], both[..., length + 1 :, :])
-    return q.sigmoid() * pool.mean(sums, v.shape[-1]), WindowState(scores, both, position + length)
 
 
 class Band(NamedTuple):
