@@ -83,7 +83,7 @@ FAULTS = [
           "return out, _last(near, left - 1)", LAW + "'decode and Local'"),
     Fault("decayed sums do not decay between blocks", "ops/decay.py",
           "join(inside + spread(_fading(before_level, level), x.shape[-1]) * before, length)",
-          "join(inside + before, length)", "tests/test_contract.py -k AFTSimple"),
+          "join(inside + before, length)", "tests/test_aft.py -k scans"),
     Fault("the running maximum sees the whole block", "ops/scan.py", "return x.cummax(-2).values",
           "return x.amax(-2, keepdim=True).expand_as(x)", "tests/test_aft.py"),
     Fault("the sorted form forgets what lies above", "ops/sorted_passes.py", ".sub_(count[..., -1:] / 2)",
@@ -183,6 +183,17 @@ FAULTS = [
     Fault("FAVOR's masked keys keep their features", "ops/favor_blocks.py",
           'half = half.masked_fill(~mask, float("-inf"))', 'half = half.masked_fill(~mask, 0.0)',
           "tests/test_favor_fast.py"),
+    Fault("a segment of AFT-simple forgets to rescale its past", "ops/prefix_pool.py",
+          "carry = sums.sum_up(carry * torch.cat([(old - top).exp()] * 2, -1))", "carry = sums.sum_up(carry)",
+          "tests/test_aft_paths.py -k test_simple"),
+    Fault("AFT-simple's gradient forgets what later segments owe", "ops/prefix_pool.py",
+          "owed = owing.sum_up(owed, backwards=True)", "owed = owing.sum_up(0 * owed, backwards=True)",
+          "tests/test_aft_paths.py -k test_simple"),
+    Fault("AFT-full's causal diagonal is lost", "ops/bias_products.py", "weights[:, now.start :].tril_()",
+          "weights[:, now.start :].tril_(-1)", "tests/test_aft_paths.py -k test_full"),
+    Fault("AFT's far blocks are counted from one block too near", "ops/window_blocks.py",
+          "total[:, reach + 1 :] += sums[:, :count]", "total[:, reach + 1 :] += sums[:, 1 : count + 1]",
+          "tests/test_aft_paths.py -k test_windows"),
 ]  # fmt: skip
 
 
