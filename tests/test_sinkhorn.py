@@ -181,6 +181,26 @@ def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.dev
         assert all(bool(x.isfinite().all()) for x in (out, *grads))
 
 
+@pytest.mark.parametrize("length", [63, 64, 65, 128, 144, 257])
+@pytest.mark.parametrize("mechanism", [Sinkhorn(block_size=16), SortCut(block_size=16)], ids=repr)
+def test_without_a_mask_is_with_a_mask_that_hides_nothing(mechanism: Any, length: int, device: torch.device) -> None:
+    """The fused kernel against products that write the masks out, outputs and gradients, some queries missing too."""
+    bound, mask = bind(mechanism, max_len=512, device=device), torch.ones(2, length, dtype=torch.bool, device=device)
+    for is_causal in (False, True) if mechanism.traits.causal else (False,):
+        for start in (0, 5, 33) if is_causal else (0,):
+            q, k, v = (x.requires_grad_() for x in qkv(length, device=device))
+            found = []
+            for key_mask in (None, mask):
+                if mechanism.traits.causal:
+                    settings: dict[str, Any] = {"block_size": 16, "is_causal": is_causal, "key_mask": key_mask}
+                    out = sinkhorn_attention(q[:, :, start:], k, v, bound.w.P, **settings)
+                else:
+                    out = bound(q, k, v, key_mask=key_mask)
+                found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v, bound.w.P))))
+            for ours, theirs in zip(*found, strict=True):
+                close(ours, theirs, 1e-10)
+
+
 def test_compiles_for_any_length() -> None:
     torch.compiler.reset()
     bound = bind(Sinkhorn(block_size=4, num_iterations=1))

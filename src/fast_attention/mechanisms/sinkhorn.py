@@ -15,6 +15,8 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import join, split
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.sorted_blocks import fused_blocks, masked_blocks
+from fast_attention.ops.trail import took
 from fast_attention.ops.transport import SortNet, block_permutation, cut_blocks, sort_blocks, sort_net
 from fast_attention.ops.value import at_least
 
@@ -43,21 +45,19 @@ def sinkhorn_attention(
     blocks alone (a column's sum would tell a block what later ones ask for), and block 0 sees itself only. With
     fewer queries than keys the queries are the last ones, as in decoding.
     """
-    length, scale = q.shape[-2], q.shape[-1] ** -0.5
+    length = q.shape[-2]
     lead = (k.shape[-2] - length) % block_size
     first = (k.shape[-2] - length) // block_size
     keys, values, seen = cut_blocks(k, v, key_mask, block_size)
     S = block_permutation(keys, seen, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
-    best = sort_blocks(S[..., first:, :], keys, values, seen)
     queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
-    own = seen[..., first:, None, :]
-    if is_causal:
-        own = own & masks.causal(block_size, block_size, q.device)
-    own = own.expand(*best.seen.shape[:-1], block_size, block_size)
-    mask = torch.cat([best.seen[..., None, :].expand(own.shape), own], -1)
-    scores = queries @ torch.cat([best.k, keys[..., first:, :, :]], -2).mT * scale
-    scores = scores + F.pad(best.share, (0, block_size))[..., None, :]
-    out = masks.masked_softmax(scores, mask) @ torch.cat([best.v, values[..., first:, :, :]], -2)
+    plain = torch.compiler.is_compiling() or key_mask is not None  # a traced length is a symbol: never ask it
+    if not plain and (is_causal or k.shape[-2] % block_size == 0):
+        took("fused softmax over own and sorted block", "no sorted place is masked", block=block_size)
+        out = fused_blocks(queries, S[..., first:, :], keys, values, first=first, is_causal=is_causal)
+    else:
+        took("products over own and sorted block", "masked places are sorted too, or tracing", block=block_size)
+        out = masked_blocks(queries, S[..., first:, :], keys, values, seen, first=first, is_causal=is_causal)
     return join(out, length + lead)[..., lead:, :]
 
 
@@ -84,6 +84,13 @@ def sortcut_attention(
     wanted = torch.arange(1, budget + 1, device=q.device)[:, None]
     S = ((held.cumsum(-1)[..., None, :] == wanted) & held[..., None, :]).to(S.dtype) @ S
     best = sort_blocks(S, keys, values, seen)
+    if not torch.compiler.is_compiling() and key_mask is None and k.shape[-2] % block_size == 0:
+        took("fused softmax over the kept blocks", "no sorted place is masked", block=block_size, budget=budget)
+        kept, content = (
+            x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
+        )
+        return F.scaled_dot_product_attention(q, kept, content)
+    took("products over the kept blocks", "masked places are sorted too, or tracing", block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.share.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.seen.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)
@@ -137,16 +144,9 @@ class Sinkhorn(_Sorting):
         """Own block and sorted block."""
         self.within(k.shape[-2], w.block_of.shape[0])
         return sinkhorn_attention(
-            q,
-            k,
-            v,
-            w.P,
-            block_size=self.block_size,
-            num_iterations=self.num_iterations,
-            temperature=self.temperature,
-            is_causal=is_causal,
-            key_mask=key_mask,
-        )
+            q, k, v, w.P, block_size=self.block_size, num_iterations=self.num_iterations, temperature=self.temperature,
+            is_causal=is_causal, key_mask=key_mask,
+        )  # fmt: skip
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: SortNet, state: History | None, *, key_mask: Tensor | None

@@ -1,0 +1,52 @@
+"""LSH in chunks of slots against the plain form that autograd follows: borders of chunks, masks, scales, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fast_attention.ops.hash_attention import hashed_attention
+from fast_attention.ops.hashing import Rules, buckets, hashed_softmax
+from tests.cases import qkv, some_keys
+
+KINDS = {
+    "causal": Rules(8, 16, True, False, True, True, 1.0),
+    "both sides": Rules(8, 16, True, False, False, True, 0.7),
+    "once per round": Rules(4, 5, True, False, True, False, 1.0),
+    "sorted": Rules(8, 16, False, False, False, True, 1.0),
+    "across": Rules(8, 16, False, True, False, True, 1.0),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [63, 64, 65, 129, 257, 1003])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_are_the_plain_form(kind: str, length: int, masked: bool, scale: float) -> None:
+    """Outputs and gradients in float64; inputs times 100 need their largest score taken off."""
+    rules = KINDS[kind]
+    q, _, v = qkv(length)
+    q, v = scale * q.mT.contiguous().mT, v  # not contiguous
+    bucket = buckets(q, torch.randn(2, 3, 8, rules.number // 2, dtype=q.dtype), (rules.number,))
+    seen = some_keys(2, length, q.device) if masked else torch.ones(2, length, dtype=torch.bool)
+    bucket = torch.where(seen[:, None, None, :], bucket, rules.number)
+    q, v = q.requires_grad_(), v.requires_grad_()
+    found = []
+    for form in (hashed_attention(q, v, bucket, rules), hashed_softmax(q, v, bucket, rules=rules)):
+        out = form.masked_fill(~seen[:, None, :, None], 0.0)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), (q, v))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_one_gradient_alone_and_twice() -> None:
+    """Only the values need a gradient; and a gradient that is differentiated again."""
+    rules = KINDS["causal"]
+    q, _, v = qkv(40)
+    bucket = buckets(q, torch.randn(2, 2, 8, 4, dtype=q.dtype), (8,))
+    v.requires_grad_()
+    (ours,) = torch.autograd.grad(hashed_attention(q, v, bucket, rules).square().sum(), v, create_graph=True)
+    (again,) = torch.autograd.grad(ours.square().sum(), v)
+    assert again.isfinite().all()
+    (theirs,) = torch.autograd.grad(hashed_softmax(q, v, bucket, rules=rules).square().sum(), v)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
