@@ -68,9 +68,9 @@ def test_gathered_blocks(is_causal: bool, masked: bool) -> None:
 def test_the_path_is_told() -> None:
     q = torch.randn(1, 2, 300, 8)
     expected = {
-        Local(299): "torch's fused attention",
-        BlockLocal(300): "torch's fused attention",
-        BigBird(): "torch's fused attention",
+        Local(299): "torch's fused kernel",
+        BlockLocal(300): "torch's fused kernel",
+        BigBird(): "torch's fused kernel",
         Local(9): "softmax in tiles",
         BigBird(block_size=8): "softmax in tiles",
     }

@@ -23,7 +23,7 @@ def attend(
     lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
-    why = _against(q, k, rows)
+    why = _against(lift, q, k, rows, is_causal=is_causal)
     if why:
         took("features of the whole sequence at once", why)
         keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
@@ -45,7 +45,7 @@ def advance(
 ) -> tuple[Tensor, LinearState]:
     """Causal outputs of a stretch that follows ``state``, and the state after it."""
     wanted = [q, k, v, rows, *(state or ())]
-    if _against(q, k, rows) or (torch.is_grad_enabled() and any(x.requires_grad for x in wanted)):
+    if _against(lift, q, k, rows, is_causal=True) or (torch.is_grad_enabled() and any(x.requires_grad for x in wanted)):
         if q.shape[-2] == 1 and state is not None and key_mask is None:
             return _step(lift, q, k, v, rows, state)
         keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
@@ -76,7 +76,7 @@ def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: Line
     return linear.normalise(linear.read(both[..., :1, :], state)), state
 
 
-def _against(q: Tensor, k: Tensor, rows: Tensor) -> str:
+def _against(lift: Lift, q: Tensor, k: Tensor, rows: Tensor, *, is_causal: bool) -> str:
     """Why blocks would not do; empty where they do."""
     if torch.compiler.is_compiling():
         return "traced"
@@ -84,6 +84,8 @@ def _against(q: Tensor, k: Tensor, rows: Tensor) -> str:
         return "not on a CPU"
     if rows.requires_grad and torch.is_grad_enabled():
         return "the projection is trained"
+    if is_causal and not lift.exponential:  # sums that cancel would show by which unit a later key makes them go
+        return "causal sums of features of either sign"
     return f"at most {SHORT} tokens" if max(q.shape[-2], k.shape[-2]) <= SHORT else ""
 
 
