@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.functional import aft_full, aft_local, aft_simple
-from fast_attention.ops import bias_products, bias_windows, pool_passes, prefix_pool, window_blocks
+from fast_attention.ops.pools import bias_products, bias_windows, pool_passes, prefix_pool, window_blocks
 from fast_attention.ops.trail import followed
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]

@@ -18,9 +18,9 @@ from fast_attention.functional import (
     optimal_damping,
     softmax_attention,
 )
-from fast_attention.ops import linear
-from fast_attention.ops.features import Custom, Exp, Features, Relu
-from fast_attention.ops.random_features import draw, generalised, positive, trigonometric
+from fast_attention.ops.linear import linear
+from fast_attention.ops.maps.features import Custom, Exp, Features, Relu
+from fast_attention.ops.maps.random_features import draw, generalised, positive, trigonometric
 from tests.cases import bind, qkv
 
 D = 8

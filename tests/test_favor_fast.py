@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.ops import favor_paths, linear
-from fast_attention.ops.favor_blocks import Lift
-from fast_attention.ops.favor_sums import chunk_of
-from fast_attention.ops.random_features import draw
+from fast_attention.ops.favor import favor_paths
+from fast_attention.ops.favor.favor_blocks import Lift
+from fast_attention.ops.favor.favor_sums import chunk_of
+from fast_attention.ops.linear import linear
+from fast_attention.ops.maps.random_features import draw
 
 D, M, WIDE = 8, 24, 5
 LIFTS = [Lift("positive"), Lift("positive", 0.1), Lift("hyperbolic"), Lift("hyperbolic", 0.05), Lift("sincos")]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fast_attention import Bound, LinearAttention, Shape, catalogue
 from fast_attention.functional import linear_attention
-from fast_attention.ops import linear
-from fast_attention.ops.features import (
+from fast_attention.ops.linear import linear
+from fast_attention.ops.maps.features import (
     Custom,
     EluPlusOne,
     Exp,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention
-from fast_attention.ops import linear_causal, linear_paths, linear_whole
 from fast_attention.ops.explicit import Explicit
-from fast_attention.ops.features import Custom, EluPlusOne, FeatureMap, Identity, Relu, SoftmaxMap, Taylor
+from fast_attention.ops.linear import linear_causal, linear_paths, linear_whole
+from fast_attention.ops.maps.features import Custom, EluPlusOne, FeatureMap, Identity, Relu, SoftmaxMap, Taylor
 from fast_attention.ops.trail import followed
 from tests.cases import qkv, some_keys
 
@@ -56,7 +56,7 @@ def test_blocks_are_the_plain_form(length: int, phi: FeatureMap) -> None:
 @pytest.mark.parametrize("room", [1, 20_000, 10**6])
 def test_the_size_of_a_block_does_not_matter(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one chunk of one head at a time to everything at once."""
-    monkeypatch.setattr("fast_attention.ops.linear_blocks.ROOM", room)
+    monkeypatch.setattr("fast_attention.ops.linear.linear_blocks.ROOM", room)
     inputs = leaves(*qkv(333))
     key_mask = some_keys(2, 333)[:, None]
     assert_same(linear_whole.attention, *inputs, key_mask, phi=EluPlusOne(), eps=1e-6)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention import LSH, Bound, Shape, Unsupported, catalogue
 from fast_attention.functional import lsh_attention
-from fast_attention.ops.hashing import arrange, buckets
+from fast_attention.ops.hashing.hashing import arrange, buckets
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.lsh import reachable
 

@@ -16,8 +16,8 @@ from fast_attention.functional import (
     signed_manhattan,
     vector_manhattan,
 )
-from fast_attention.ops import sorting
-from fast_attention.ops.positive import PositiveElu, PositiveExp, PositiveRelu, PositiveSoftplus
+from fast_attention.ops.differences import sorting
+from fast_attention.ops.maps.positive import PositiveElu, PositiveExp, PositiveRelu, PositiveSoftplus
 from tests.cases import bind, qkv, some_keys
 
 EVERY = [

@@ -14,7 +14,7 @@ from fast_attention import GMLP, Bound, FNet, MLPMixer, Shape, Unsupported
 from fast_attention.functional import fourier_mix, gated_mlp, token_mlp
 from fast_attention.mechanisms.gmlp import spatial_weights
 from fast_attention.mechanisms.mlp_mixer import TokenMLP
-from fast_attention.ops.triangular import lower
+from fast_attention.ops.scores.triangular import lower
 from tests.cases import bind, some_keys
 
 LEARNED: list[Any] = [

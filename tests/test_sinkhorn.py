@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import Sinkhorn, SortCut, Unsupported
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
-from fast_attention.ops.transport import soft_permutation
+from fast_attention.ops.scores.transport import soft_permutation
 from tests.cases import bind, qkv, some_keys
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.ops import rectified, scan, sorted_passes, stretches
+from fast_attention.ops import scan, stretches
+from fast_attention.ops.differences import sorted_passes
+from fast_attention.ops.scores import rectified
 from fast_attention.ops.trail import followed
 from tests.cases import qkv, some_keys
 

@@ -20,8 +20,8 @@ from fast_attention import (
     Unsupported,
 )
 from fast_attention.functional import softmax_attention, synthesizer_attention
-from fast_attention.ops import rows
-from fast_attention.ops.scores import Scores
+from fast_attention.ops.scores import rows
+from fast_attention.ops.scores.scores import Scores
 from fast_attention.ops.trail import followed
 from tests.cases import bind, qkv, some_keys
 

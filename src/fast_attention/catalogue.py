@@ -10,7 +10,7 @@ from typing import Any
 
 from fast_attention import mechanisms
 from fast_attention.mechanism import Attention, Mechanism, Mixer
-from fast_attention.ops import features
+from fast_attention.ops.maps import features
 from fast_attention.ops.value import Value
 
 

@@ -30,16 +30,16 @@ from fast_attention.mechanisms.relu import relu_attention as relu_attention
 from fast_attention.mechanisms.sinkhorn import sinkhorn_attention as sinkhorn_attention
 from fast_attention.mechanisms.sinkhorn import sortcut_attention as sortcut_attention
 from fast_attention.mechanisms.softmax import softmax_attention as softmax_attention
+from fast_attention.ops.differences.manhattan import absolute_manhattan as absolute_manhattan
+from fast_attention.ops.differences.manhattan import laplacian_manhattan as laplacian_manhattan
+from fast_attention.ops.differences.manhattan import signed_manhattan as signed_manhattan
+from fast_attention.ops.differences.manhattan import vector_manhattan as vector_manhattan
 from fast_attention.ops.fusion import Fusion, fusing
-from fast_attention.ops.manhattan import absolute_manhattan as absolute_manhattan
-from fast_attention.ops.manhattan import laplacian_manhattan as laplacian_manhattan
-from fast_attention.ops.manhattan import signed_manhattan as signed_manhattan
-from fast_attention.ops.manhattan import vector_manhattan as vector_manhattan
 from fast_attention.ops.precision import rebuild
-from fast_attention.ops.slots import convolved_attention as convolved_attention
-from fast_attention.ops.slots import linformer_attention as linformer_attention
-from fast_attention.ops.slots import pooled_attention as pooled_attention
-from fast_attention.ops.synthesis import synthesizer_attention as synthesizer_attention
+from fast_attention.ops.scores.slots import convolved_attention as convolved_attention
+from fast_attention.ops.scores.slots import linformer_attention as linformer_attention
+from fast_attention.ops.scores.slots import pooled_attention as pooled_attention
+from fast_attention.ops.scores.synthesis import synthesizer_attention as synthesizer_attention
 
 
 def attention(

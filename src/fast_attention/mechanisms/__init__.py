@@ -34,7 +34,7 @@ from fast_attention.mechanisms.linformer import MeanPool as MeanPool
 from fast_attention.mechanisms.linformer import MaxPool as MaxPool
 from fast_attention.mechanisms.linformer import Convolution as Convolution
 from fast_attention.mechanisms.synthesizer import DotProduct as DotProduct
-from fast_attention.ops.positive import PositiveElu as PositiveElu
-from fast_attention.ops.positive import PositiveExp as PositiveExp
-from fast_attention.ops.positive import PositiveRelu as PositiveRelu
-from fast_attention.ops.positive import PositiveSoftplus as PositiveSoftplus
+from fast_attention.ops.maps.positive import PositiveElu as PositiveElu
+from fast_attention.ops.maps.positive import PositiveExp as PositiveExp
+from fast_attention.ops.maps.positive import PositiveRelu as PositiveRelu
+from fast_attention.ops.maps.positive import PositiveSoftplus as PositiveSoftplus

@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import bias_products, masks, pool
+from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
-from fast_attention.ops.pool import Pool, same_width
-from fast_attention.ops.pool_passes import eager, everywhere
+from fast_attention.ops.pools import bias_products, pool
+from fast_attention.ops.pools.pool import Pool, same_width
+from fast_attention.ops.pools.pool_passes import eager, everywhere
+from fast_attention.ops.pools.prefix_pool import causal_rows
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.prefix_pool import causal_rows
 from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
 

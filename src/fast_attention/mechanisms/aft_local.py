@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import bias_windows, masks, pool
-from fast_attention.ops.bias_states import WindowState, advanced
+from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
-from fast_attention.ops.pool import same_width
+from fast_attention.ops.pools import bias_windows, pool
+from fast_attention.ops.pools.bias_states import WindowState, advanced
+from fast_attention.ops.pools.pool import same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least
 

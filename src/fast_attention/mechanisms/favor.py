@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import favor_paths, linear
-from fast_attention.ops.favor_blocks import Lift
-from fast_attention.ops.features import Features
-from fast_attention.ops.linear import LinearState, Sums
+from fast_attention.ops.favor import favor_paths
+from fast_attention.ops.favor.favor_blocks import Lift
+from fast_attention.ops.linear import linear
+from fast_attention.ops.linear.linear import LinearState, Sums
+from fast_attention.ops.maps.features import Features
+from fast_attention.ops.maps.random_features import draw, trigonometric
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.random_features import draw, trigonometric
 from fast_attention.ops.value import at_least, one_of
 
 

@@ -11,12 +11,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops import favor_paths, linear
-from fast_attention.ops.favor_blocks import Lift
-from fast_attention.ops.features import FeatureMap, Features, as_feature_map
-from fast_attention.ops.linear import LinearState
+from fast_attention.ops.favor import favor_paths
+from fast_attention.ops.favor.favor_blocks import Lift
+from fast_attention.ops.linear import linear
+from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.maps.features import FeatureMap, Features, as_feature_map
+from fast_attention.ops.maps.random_features import draw, generalised
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.random_features import draw, generalised
 from fast_attention.ops.value import at_least, one_of
 
 

@@ -14,7 +14,7 @@ from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.triangular import lower
+from fast_attention.ops.scores.triangular import lower
 from fast_attention.ops.value import at_least
 
 

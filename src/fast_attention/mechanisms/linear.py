@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops import linear, linear_paths
-from fast_attention.ops.features import EluPlusOne, FeatureMap, as_feature_map
-from fast_attention.ops.linear import LinearState
+from fast_attention.ops.linear import linear, linear_paths
+from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least
 

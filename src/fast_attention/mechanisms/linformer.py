@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops.slots import convolved_attention, linformer_attention, pool_max, pool_mean, pooled_attention
+from fast_attention.ops.scores.slots import (
+    convolved_attention,
+    linformer_attention,
+    pool_max,
+    pool_mean,
+    pooled_attention,
+)
 from fast_attention.ops.value import Value, at_least, one_of
 
 Sharing = Literal["none", "headwise", "key-value", "layerwise"]

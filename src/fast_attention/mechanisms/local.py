@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.ops.banded import banded_softmax, reach, smaller
-from fast_attention.ops.dense import softmax_attention
 from fast_attention.ops.history import History, extend
+from fast_attention.ops.scores.dense import softmax_attention
 from fast_attention.ops.value import at_least
+from fast_attention.ops.windows.banded import banded_softmax, reach, smaller
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 

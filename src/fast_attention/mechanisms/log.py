@@ -9,11 +9,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops import additive, linear, pool
-from fast_attention.ops.additive import KeySums
-from fast_attention.ops.linear import LinearState
-from fast_attention.ops.pool import Pool, same_width
-from fast_attention.ops.positive import Positive, PositiveSoftplus
+from fast_attention.ops.differences import additive
+from fast_attention.ops.differences.additive import KeySums
+from fast_attention.ops.linear import linear
+from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.maps.positive import Positive, PositiveSoftplus
+from fast_attention.ops.pools import pool
+from fast_attention.ops.pools.pool import Pool, same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
 from fast_attention.ops.value import at_least, one_of

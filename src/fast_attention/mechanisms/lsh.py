@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops.hash_attention import hashed_attention
-from fast_attention.ops.hash_memory import HashMemory, copied, remember, step
-from fast_attention.ops.hashing import SHORTEST, Rules, buckets
+from fast_attention.ops.hashing.hash_attention import hashed_attention
+from fast_attention.ops.hashing.hash_memory import HashMemory, copied, remember, step
+from fast_attention.ops.hashing.hashing import SHORTEST, Rules, buckets
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least, one_of
 

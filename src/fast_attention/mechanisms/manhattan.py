@@ -10,11 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops import differences, masks, pool
-from fast_attention.ops.differences import Differences
-from fast_attention.ops.manhattan import Distance, Past, appended, pairs
-from fast_attention.ops.pool import same_width
-from fast_attention.ops.positive import Positive, PositiveSoftplus
+from fast_attention.ops import masks
+from fast_attention.ops.differences import differences
+from fast_attention.ops.differences.differences import Differences
+from fast_attention.ops.differences.manhattan import Distance, Past, appended, pairs
+from fast_attention.ops.maps.positive import Positive, PositiveSoftplus
+from fast_attention.ops.pools import pool
+from fast_attention.ops.pools.pool import same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
 from fast_attention.ops.value import at_least, one_of

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.ops import rectified
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.rectified import Norm
+from fast_attention.ops.scores import rectified
+from fast_attention.ops.scores.rectified import Norm
 from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least, one_of
 

@@ -15,9 +15,9 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import join, split
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.sorted_blocks import fused_blocks, masked_blocks
+from fast_attention.ops.scores.sorted_blocks import fused_blocks, masked_blocks
+from fast_attention.ops.scores.transport import SortNet, block_permutation, cut_blocks, sort_blocks, sort_net
 from fast_attention.ops.trail import took
-from fast_attention.ops.transport import SortNet, block_permutation, cut_blocks, sort_blocks, sort_net
 from fast_attention.ops.value import at_least
 
 

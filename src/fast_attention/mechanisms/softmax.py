@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.ops.dense import softmax_attention
 from fast_attention.ops.history import History, extend
+from fast_attention.ops.scores.dense import softmax_attention
 
 
 @dataclass(frozen=True, repr=False)

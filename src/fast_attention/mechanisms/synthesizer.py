@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Shape, Traits
-from fast_attention.ops import synthesis
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scores import Scores, mixed
+from fast_attention.ops.scores import synthesis
+from fast_attention.ops.scores.scores import Scores, mixed
 from fast_attention.ops.value import Value, at_least
 
 _TABLE = Traits(

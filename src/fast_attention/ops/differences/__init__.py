@@ -1,0 +1,1 @@
+"""Log attention and Manhattan: sums of logarithms and of their differences."""

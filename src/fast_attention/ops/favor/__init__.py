@@ -1,0 +1,1 @@
+"""FAVOR and FAVOR+ in blocks: features made where they are read."""

@@ -1,0 +1,159 @@
+"""Random features block by block, in place, for loops that never hold the features of a whole sequence.
+
+Everything here works on flat heads: tokens (h, n, d), projections (h, m, d), features (h, n, C), in buffers that a
+``Desk`` keeps between blocks. Keys' features are in units of the largest scale so far, or of one not far below it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fast_attention.ops.maps.features import Features
+from fast_attention.ops.maps.random_features import positive, trigonometric
+
+
+class Heads(NamedTuple):
+    """What belongs to a group of heads: rows (h, m, d), and what is added to every ``W x`` (h, 1, m) or None."""
+
+    rows: Tensor
+    bias: Tensor | None
+
+    def some(self, heads: slice) -> Heads:
+        """Those of a few heads."""
+        return Heads(self.rows[heads], None if self.bias is None else self.bias[heads])
+
+
+@dataclass
+class Desk:
+    """Buffers that are reused from block to block."""
+
+    like: Tensor
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+    def room(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised buffer; what it held under this name is lost."""
+        found = self.held.get(name)
+        if found is None or found.shape != shape:
+            found = self.held[name] = self.like.new_empty(shape)
+        return found
+
+
+@dataclass(frozen=True)
+class Lift:
+    """From tokens to features and back: ``z = stretch d^(-1/4) W x + bias``, then ``kind``.
+
+    A key's scale is ``top + sign ||x||^2 / (2 sqrt d)``: ``top`` is the largest exponent of a positive feature, 0 else.
+    """
+
+    kind: Literal["positive", "hyperbolic", "sincos"]
+    damping: float = 0.0
+
+    @property
+    def pairs(self) -> bool:
+        """Whether each row makes two features."""
+        return self.kind != "positive"
+
+    @property
+    def exponential(self) -> bool:
+        """Whether features are exponentials."""
+        return self.kind != "sincos"
+
+    @property
+    def sign(self) -> float:
+        """Of half the squared norm in the scale."""
+        return -1.0 if self.exponential else 1.0
+
+    def factor(self, width: int) -> float:
+        """On ``W x``."""
+        return math.sqrt(1 + 4 * self.damping) * width**-0.25
+
+    def width(self, rows: Tensor) -> int:
+        """Features of rows (..., m, d)."""
+        return rows.shape[-2] * (2 if self.pairs else 1)
+
+    def bias(self, rows: Tensor) -> Tensor | None:
+        """What is added to every ``W x``, (h, 1, m)."""
+        return rows.square().sum(-1)[:, None].mul_(-self.damping) if self.damping else None
+
+    def constant(self, rows: Tensor) -> float:
+        """What ``plain`` and ``keys`` leave out of the scale: it is the same for all keys."""
+        if self.kind == "sincos":
+            return -math.log(rows.shape[-2]) / 2
+        return rows.shape[-1] / 4 * math.log(1 + 4 * self.damping) - math.log(self.width(rows)) / 2
+
+    def plain(self, x: Tensor, rows: Tensor) -> Features:
+        """The same features in operations that autograd follows."""
+        x = x * x.shape[-1] ** -0.25
+        if self.kind == "sincos":
+            values, scale = trigonometric(x, rows)
+        else:
+            values, scale = positive(x, rows, hyperbolic=self.kind == "hyperbolic", damping=self.damping)
+        assert scale is not None
+        return Features(values, scale - self.constant(rows))
+
+    def raw(self, x: Tensor, heads: Heads, desk: Desk, name: str) -> tuple[Tensor, Tensor | None]:
+        """Exponents, or finished cosines, in a buffer called ``name``, and each token's largest exponent (h, n)."""
+        W, bias = heads
+        h, n, m = len(x), x.shape[1], W.shape[1]
+        z = desk.room("rows" if self.pairs else name, h, n, m)
+        z.baddbmm_(x, W.mT, beta=0, alpha=self.factor(x.shape[-1]))
+        if self.kind == "hyperbolic":
+            values = desk.room(name, h, n, 2 * m)
+            torch.neg(z, out=values[..., m:])
+            values[..., :m] = z
+            if bias is not None:
+                values.view(h, n, 2, m).add_(bias[:, None])
+            return values, values.amax(-1)
+        if bias is not None:
+            z.add_(bias)
+        if self.kind == "positive":
+            return z, z.amax(-1)
+        values = desk.room(name, h, n, 2 * m)
+        torch.cos(z, out=values[..., :m])
+        torch.sin(z, out=values[..., m:])
+        return values, None
+
+    def queries(self, x: Tensor, heads: Heads, desk: Desk, name: str) -> Tensor:
+        """Features up to one factor per query."""
+        values, top = self.raw(x, heads, desk, name)
+        return values if top is None else values.sub_(top[..., None]).exp_()
+
+    def keys(
+        self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Desk, name: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``raw``, the scale of every key (-inf where masked), and half its squared norm with the sign (h, n)."""
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0.0)
+        values, top = self.raw(x, heads, desk, name)
+        half = torch.linalg.vecdot(x, x).mul_(self.sign * 0.5 * x.shape[-1] ** -0.5)
+        scale = half.clone() if top is None else top.add_(half)
+        if mask is not None:
+            scale.masked_fill_(~mask, float("-inf"))
+            half = half.masked_fill(~mask, float("-inf"))
+        return values, scale, half
+
+    def finish(self, values: Tensor, half: Tensor, unit: Tensor) -> Tensor:
+        """Keys' features in units of ``e^unit`` (h, 1), in place."""
+        shift = (half - unit)[..., None]
+        return values.add_(shift).exp_() if self.exponential else values.mul_(shift.exp_())
+
+    def pull(self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Desk, out: Tensor, is_key: bool) -> None:
+        """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``."""
+        m = heads.rows.shape[1]
+        if self.kind == "sincos":  # the derivative of a cosine is minus the sine
+            product = torch.mul(d, values, out=desk.room("product", *d.shape)) if is_key else d
+            d[..., m:].mul_(values[..., :m])
+            dz = d[..., m:].sub_(d[..., :m].mul_(values[..., m:]))
+        else:
+            dz = product = d.mul_(values)
+            if self.pairs:
+                dz = torch.sub(d[..., :m], d[..., m:], out=desk.room("rows", *d.shape[:2], m))
+        found = torch.bmm(dz, heads.rows).mul_(self.factor(x.shape[-1]))
+        if is_key:
+            found.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)
+        out.copy_(found)

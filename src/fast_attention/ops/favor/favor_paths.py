@@ -1,0 +1,170 @@
+"""Which way attention from random features goes: in blocks with a written-out gradient, or in one piece."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.ops.explicit import Explicit, Tensors
+from fast_attention.ops.favor import favor_causal, favor_whole
+from fast_attention.ops.favor.favor_blocks import Desk, Heads, Lift
+from fast_attention.ops.favor.favor_causal import Part
+from fast_attention.ops.favor.favor_sums import Kept, Running, blocks, chunk_of
+from fast_attention.ops.linear import linear
+from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.trail import took
+
+SHORT = 64  # tokens: below, blocks cost more than they save
+TOKENS = 512  # in one chunk, of all heads of a group
+
+
+def attend(
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
+    why = _against(lift, q, k, rows, is_causal=is_causal)
+    if why:
+        took("features of the whole sequence at once", why)
+        keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
+        return linear.normalise(linear.attend(lift.plain(q, rows).values, keys, v, is_causal=is_causal))
+    extra = q.shape[-2] - k.shape[-2] if is_causal else 0
+    if extra > 0:  # the first queries see nothing
+        return F.pad(attend(lift, q[..., extra:, :], k, v, rows, is_causal=True, key_mask=key_mask), (0, 0, extra, 0))
+    lead, flat = _flat(lift, q, k, v, rows, key_mask)
+    if is_causal:
+        took("features chunk by chunk, with a running state", "causal", chunk=chunk_of(lift, rows))
+    else:
+        took("features block by block", "every query sees all keys", block=favor_whole.BLOCK)
+    out = (CAUSAL if is_causal else WHOLE)(*flat, lift=lift)
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def advance(
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: LinearState | None, key_mask: Tensor | None
+) -> tuple[Tensor, LinearState]:
+    """Causal outputs of a stretch that follows ``state``, and the state after it."""
+    wanted = [q, k, v, rows, *(state or ())]
+    if _against(lift, q, k, rows, is_causal=True) or (torch.is_grad_enabled() and any(x.requires_grad for x in wanted)):
+        if q.shape[-2] == 1 and state is not None and key_mask is None:
+            return _step(lift, q, k, v, rows, state)
+        keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
+        sums, state = linear.advance(lift.plain(q, rows).values, keys, v, state)
+        return linear.normalise(sums), state
+    lead, flat = _flat(lift, q, k, v, rows, key_mask)
+    count, width, values = flat[0].shape[0], lift.width(rows), v.shape[-1]
+    G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), q.new_full((count, 1), FLOOR)
+    if state is not None:
+        G.copy_(state.kv.reshape(G.shape))
+        g.copy_(state.k.reshape(g.shape))
+        unit.copy_(state.top.reshape(unit.shape))
+    out = _chunks(*flat, lift=lift, keep=False, carry=(G, g, unit))[0]
+    after = LinearState(G.view(*lead, width, values), g.view(*lead, width), unit.view(lead))
+    return out.reshape(*lead, *out.shape[-2:]), after
+
+
+def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    """One token: features of query and key together, one pass over the state to fade it and add to it, one to read."""
+    both, scale = lift.plain(torch.cat([q, k], -2), rows)
+    assert scale is not None
+    level = scale[..., 1]
+    top = torch.maximum(state.top, level.detach())
+    fading = (state.top - top).exp()[..., None]
+    values = both[..., 1, :] * (level - top).exp()[..., None]
+    kv = torch.addcmul(values[..., None] * v, state.kv, fading[..., None])
+    state = LinearState(kv, torch.addcmul(values, state.k, fading), top)
+    return linear.normalise(linear.read(both[..., :1, :], state)), state
+
+
+def _against(lift: Lift, q: Tensor, k: Tensor, rows: Tensor, *, is_causal: bool) -> str:
+    """Why blocks would not do; empty where they do."""
+    if torch.compiler.is_compiling():
+        return "traced"
+    if q.device.type != "cpu":
+        return "not on a CPU"
+    if rows.requires_grad and torch.is_grad_enabled():
+        return "the projection is trained"
+    if is_causal and not lift.exponential:  # sums that cancel would show by which unit a later key makes them go
+        return "causal sums of features of either sign"
+    return f"at most {SHORT} tokens" if max(q.shape[-2], k.shape[-2]) <= SHORT else ""
+
+
+def _flat(
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None
+) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """The leading sizes, and all tensors with these as one: q, k, v, rows, bias, mask."""
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, rows)))
+    q, k, v, rows = (x.expand(*lead, -1, -1).reshape(-1, *x.shape[-2:]) for x in (q, k, v, rows))
+    mask = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(-1, k.shape[-2])
+    return lead, (q, k, v, rows, lift.bias(rows), mask)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
+    is_causal: bool,
+) -> Tensor:  # fmt: skip
+    keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, mask)
+    return linear.normalise(linear.attend(lift.plain(q, rows).values, keys, v, is_causal=is_causal))
+
+
+def _groups(count: int, size: int) -> list[slice]:
+    several = max(1, TOKENS // size)
+    return [slice(at, min(at + several, count)) for at in range(0, count, several)]
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
+    keep: bool, carry: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """All groups of heads forward; ``carry`` (G, g, unit) is where they begin, and is left where they end."""
+    size, count, width = chunk_of(lift, rows), len(q), lift.width(rows)
+    order = blocks(size, q.shape[1], k.shape[1])
+    places, held = (len(order), count) if keep else (1, count)
+    kept = Kept(
+        q.new_empty(held, places, width, v.shape[-1]), q.new_empty(held, places, 1, width),
+        q.new_empty(held, places, 1), q.new_empty(held, places, 1),
+    )  # fmt: skip
+    out, over, desk = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]), Desk(q)
+    for some in _groups(count, size):
+        part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
+                    lift, desk)  # fmt: skip
+        G, g, unit = (x[some] for x in carry) if carry else (
+            q.new_zeros(len(part.q), width, v.shape[-1]), q.new_zeros(len(part.q), 1, width),
+            q.new_full((len(part.q), 1), FLOOR),
+        )  # fmt: skip
+        sums = Running(G, g)
+        end = favor_causal.forward(part, order, kept.some(some), sums, unit, out[some], over[some])
+        if carry:
+            sums.read(G, g)
+            unit.copy_(end)
+    return out, (*kept, over) if keep else ()
+
+
+def _chunks_back(
+    inputs: Tensors, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
+    lift: Lift,
+) -> Tensors:  # fmt: skip
+    q, k, v, rows, bias, mask = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert rows is not None
+    *places, over = kept
+    size, desk = chunk_of(lift, rows), Desk(q)
+    order = blocks(size, q.shape[1], k.shape[1])
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for some in _groups(len(q), size):
+        part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
+                    lift, desk)  # fmt: skip
+        favor_causal.backward(part, order, Kept(*places).some(some), outputs[0][some], over[some], gradients[0][some],
+                              (dq[some], dk[some], dv[some]))  # fmt: skip
+    return dq, dk, dv, None, None, None
+
+
+WHOLE = Explicit(lambda *x, lift: _plain(*x, lift=lift, is_causal=False), favor_whole.forward, favor_whole.backward)
+CAUSAL = Explicit(
+    lambda *x, lift: _plain(*x, lift=lift, is_causal=True),
+    _chunks,
+    _chunks_back,
+)

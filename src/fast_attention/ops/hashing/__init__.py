@@ -1,0 +1,1 @@
+"""LSH attention: buckets, chunks of slots, decoding."""

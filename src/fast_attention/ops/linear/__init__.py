@@ -1,0 +1,1 @@
+"""Kernelised attention: sums over features, whole and causal, in blocks that stay in cache."""

@@ -1,0 +1,102 @@
+"""Kernelised attention by the path that suits the call: a few products, blocks in cache, or the plain form."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.ops.linear import linear, linear_causal, linear_short, linear_whole
+from fast_attention.ops.linear.linear import LinearState, Sums
+from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap
+from fast_attention.ops.maps.features import EluPlusOne, Identity, Relu, SoftmaxMap
+from fast_attention.ops.trail import took
+
+SHORT = 128  # tokens up to which fewer operations count for more than less work
+NEVER_NEGATIVE = (EluPlusOne, Relu, SoftmaxMap)
+
+
+def attend(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Tensor | None,
+    *,
+    phi: FeatureMap,
+    eps: float,
+    is_causal: bool,
+) -> Float[Tensor, "*batch length values"]:
+    """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
+    if not _direct_passes(q, k, v):
+        took("plain sums", "traced, or not on a CPU")
+        keys = linear.masked_keys(phi.features, k, key_mask)
+        sums = linear.attend(phi.features(q).values, keys, v, is_causal=is_causal)
+        return linear.normalise(sums, eps if keys.log_scale is None else 0.0)
+    length, extra = q.shape[-2], k.shape[-2] - q.shape[-2]
+    short = max(length, k.shape[-2]) <= SHORT
+    if short or not isinstance(phi, Elementwise):
+        keys = linear.masked_keys(phi.features, k, key_mask)
+        queries = phi.features(q).values
+        if keys.log_scale is not None:
+            took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
+            return linear.normalise(linear.attend(queries, keys, v, is_causal=is_causal))
+        if short:
+            took("one masked product" if is_causal else "one product", f"no more than {SHORT} tokens")
+            sums = linear_short.attend(queries, keys.values, v, is_causal=is_causal)
+            return _quotient(sums, eps, phi, queries)
+        q, k, key_mask, phi = queries, keys.values, None, Identity()
+    if not is_causal:
+        took("one state, blocks in cache", "every query sees every key", chunk=linear_whole.CHUNK)
+        return linear_whole.attention(q, k, v, key_mask, phi=phi, eps=eps)
+    took("chunked causal sums, blocks in cache", "causal", chunk=linear_causal.CHUNK)
+    if extra < 0:  # the first queries see nothing
+        out = attend(q[..., -extra:, :], k, v, key_mask, phi=phi, eps=eps, is_causal=True)
+        return F.pad(out, (0, 0, -extra, 0))
+    state = None, None
+    if extra > 0:  # every query sees the first keys
+        first = linear.masked_keys(phi.features, k[..., :extra, :], None if key_mask is None else key_mask[..., :extra])
+        state = linear.summarise(first, v[..., :extra, :])[:2]
+        k, v, key_mask = k[..., extra:, :], v[..., extra:, :], None if key_mask is None else key_mask[..., extra:]
+    return linear_causal.attention(q, k, v, key_mask, *state, phi=phi, eps=eps)[0]
+
+
+def advance(
+    q: Float[Tensor, "*batch n width"],
+    k: Float[Tensor, "*batch n width"],
+    v: Float[Tensor, "*batch n values"],
+    key_mask: Tensor | None,
+    state: LinearState | None,
+    *,
+    phi: FeatureMap,
+    eps: float,
+) -> tuple[Tensor, LinearState]:
+    """Outputs of a stretch that follows ``state``, and the state after it."""
+    length, plain = q.shape[-2], not _direct_passes(q, k, v)
+    if plain or length <= SHORT or not isinstance(phi, Elementwise):
+        keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q).values
+        if plain or keys.log_scale is not None:
+            took("plain sums", "traced, or every key has a scale of its own", chunk=linear.CHUNK)
+            sums, state = linear.advance(queries, keys, v, state)
+            return linear.normalise(sums, eps if keys.log_scale is None else 0.0), state
+        if length <= SHORT:
+            took("one masked product", f"no more than {SHORT} tokens")
+            sums, state = linear_short.advance(queries, keys.values, v, state)
+            return _quotient(sums, eps, phi, queries), state
+        q, k, key_mask, phi = queries, keys.values, None, Identity()
+    took("chunked causal sums, blocks in cache", "a long stretch", chunk=linear_causal.CHUNK)
+    kv, z = (None, None) if state is None else state[:2]
+    out, kv, z = linear_causal.attention(q, k, v, key_mask, kv, z, phi=phi, eps=eps)
+    return out, LinearState(kv, z, torch.zeros_like(z[..., 0]))
+
+
+def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    same = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype == k.dtype == v.dtype
+    return same and q.device.type == "cpu" and min(q.numel(), k.numel(), v.numel()) > 0
+
+
+def _quotient(sums: Sums, eps: float, phi: FeatureMap, q: Tensor) -> Tensor:
+    out = linear_short.quotient(sums, eps, positive=isinstance(phi, NEVER_NEGATIVE))
+    return out.view(*q.shape[:-1], out.shape[-1])

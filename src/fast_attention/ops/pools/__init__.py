@@ -1,0 +1,1 @@
+"""Softmax pools channel by channel: AFT with and without biases."""

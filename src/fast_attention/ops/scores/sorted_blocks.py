@@ -1,0 +1,37 @@
+"""Softmax over every block of keys beside the block that was sorted to its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.ops import masks
+from fast_attention.ops.scores.transport import sort_blocks
+
+
+def fused_blocks(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_causal: bool) -> Tensor:
+    """Blocks (..., n, b, E) of queries, the last n blocks of keys, where whatever is sorted is visible."""
+    sides = [torch.cat([(S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]), x[..., first:, :, :]], -2) for x in (k, v)]
+    mask = None
+    if is_causal:
+        size = q.shape[-2]
+        mask = F.pad(masks.causal(size, size, q.device), (size, 0), value=True)
+        if first == 0:  # nothing is before the first block
+            mask = mask.expand(q.shape[-3], -1, -1).clone()
+            mask[0, :, :size] = False
+    keys, values = (x.flatten(0, -4) for x in sides)  # blocks stand where the fused kernels expect heads
+    return F.scaled_dot_product_attention(q.flatten(0, -4), keys, values, attn_mask=mask).unflatten(0, q.shape[:-3])
+
+
+def masked_blocks(q: Tensor, S: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, first: int, is_causal: bool) -> Tensor:
+    """The same, where of a sorted place only a share may be visible."""
+    size, best = q.shape[-2], sort_blocks(S, k, v, seen)
+    own = seen[..., first:, None, :]
+    if is_causal:
+        own = own & masks.causal(size, size, q.device)
+    own = own.expand(*best.seen.shape[:-1], size, size)
+    mask = torch.cat([best.seen[..., None, :].expand(own.shape), own], -1)
+    scores = q @ torch.cat([best.k, k[..., first:, :, :]], -2).mT * q.shape[-1] ** -0.5
+    scores = scores + F.pad(best.share, (0, size))[..., None, :]
+    return masks.masked_softmax(scores, mask) @ torch.cat([best.v, v[..., first:, :, :]], -2)

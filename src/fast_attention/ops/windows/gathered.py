@@ -1,0 +1,107 @@
+"""Softmax of blocks of queries over gathered blocks of keys, and the tables that say which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fast_attention.ops.blocks import join, split, split_mask
+from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
+from fast_attention.ops.windows import gathered_tiles
+from fast_attention.ops.windows.banded import blockwise_softmax
+
+WORD = 0xFFFFFFFF
+
+
+def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
+    """(*batch, n, size, E) at ``table`` (*batch, *taken) -> (*batch, *taken, size, E): whole rows are copied."""
+    lead, row = blocks.shape[:-3], blocks.shape[-2:]
+    if torch.compiler.is_exporting():  # see ops/blocks.py: a flattened table cannot be proved to unflatten again
+        ones = [1] * table.ndim
+        which = [torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(lead)]
+        return blocks[(*which, table)]
+    which = torch.arange(lead.numel(), device=blocks.device).view(*lead, *[1] * (table.ndim - len(lead)))
+    rows = blocks.reshape(-1, *row).index_select(0, (table + which * blocks.shape[-3]).flatten())
+    return rows.view(*table.shape, *row)
+
+
+def gathered_softmax(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    table: Int[Tensor, "*batch blocks choices"],
+    key_mask: Bool[Tensor, "*#batch2 length"],
+    *,
+    size: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Float[Tensor, "*batch rows values"]:
+    """Softmax attention of every block of ``size`` queries over the blocks of keys that ``table`` names.
+
+    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. Only the blocks of queries
+    from ``start`` to before ``stop`` are computed and returned.
+    """
+    settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "start": start}
+    settings |= {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    settings |= {"stop": table.shape[-2] if stop is None else stop}
+    if q.is_cpu:
+        took(
+            "softmax in tiles", "every block of queries reads a few blocks of keys", rows=size, choices=table.shape[-1]
+        )
+        return _tiled(q, k, v, table, key_mask, **settings)
+    took("softmax in blocks", "tiles are for the CPU", rows=size, choices=table.shape[-1])
+    return _plain(q, k, v, table, key_mask, **settings)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
+    *, size: int, is_causal: bool, scale: float, start: int, stop: int,
+) -> Tensor:  # fmt: skip
+    length, number = q.shape[-2], table.shape[-2]
+    place = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
+    chosen = table.clamp(min=0)
+    fresh = (table >= 0) & ~(table[..., None] == table[..., None, :]).tril(-1).any(-1)
+    seen = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
+    mask = (fresh[..., None] & take(seen, chosen)[..., 0]).flatten(-2)[..., None, :]
+    if is_causal:
+        own = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
+        mask = mask & (place[..., None, :] <= own[..., None])
+    keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
+    out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
+    return out if start == 0 and stop == number else out[..., start * size : stop * size, :]
+
+
+_tiled = in_float32(Explicit(_plain, gathered_tiles.forward, gathered_tiles.backward))
+
+
+def mixed(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """A hash of 32-bit integers held in int64: two rounds of shift, exclusive or and multiplication."""
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & WORD  # below 2^59: exact, and the same on every device
+    return (x >> 16) ^ x
+
+
+def distinct(
+    seeds: Int[Tensor, "..."], index: Int[Tensor, "..."], available: Int[Tensor, "..."], number: int
+) -> Int[Tensor, "... number"]:
+    """``min(number, available)`` different numbers below ``available`` for each index, in slots filled up with -1.
+
+    Floyd's sampling (Bentley and Floyd 1987), driven by a hash of the seed, the index and the draw: the same seeds give
+    the same choice at any length, and every set is equally likely.
+    """
+    start = mixed(mixed(seeds) ^ index)
+    chosen: list[Tensor] = []
+    for draw in range(number):
+        last = available - number + draw
+        pick = mixed(start ^ draw) % (last + 1).clamp(min=1)
+        for earlier in chosen:
+            pick = torch.where(pick == earlier, last, pick)
+        chosen.append(torch.where(last >= 0, pick, -1))
+    return torch.stack(torch.broadcast_tensors(*chosen), -1)
