@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATE := $(shell date +%Y-%m-%d)
 
-.PHONY: demo test lint oracles test-peers docs gpu clean
+.PHONY: demo test lint oracles test-peers bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -27,6 +27,12 @@ oracles: .venv/dev
 test-peers: .venv-peers/ready
 	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/test_peers.py
 
+# Ours, exact attention and published packages side by side: benchmarks/README.md. BENCH adds options, e.g. --resume.
+bench: .venv-bench/ready
+	.venv-bench/bin/fast-attention bench --vs-peers --decode --lengths 64 128 256 512 1024 2048 4096 16384 \
+		--memory-lengths 1024 4096 16384 65536 --budget 6000 --out out/bench $(BENCH)
+	.venv-bench/bin/python benchmarks/keep.py out/bench/bench.json
+
 docs: .venv/docs
 	$(BIN)/python docs/tables.py
 	$(BIN)/sphinx-build -W docs docs/_build
@@ -44,11 +50,14 @@ gpu:
 		$(PYTHON) -m fast_attention.cli compare --device cuda --dtype bfloat16 $$model \
 			--lengths 512 1024 2048 4096 8192 16384 32768 --out out/gpu; \
 		cp out/gpu/records.json records/$(DATE)-gpu.json; \
+		$(PYTHON) -m fast_attention.cli bench --device cuda --dtype bfloat16 --decode --memory-lengths 0 \
+			--lengths 512 1024 2048 4096 8192 16384 32768 --budget 600 --out out/gpu-bench; \
+		$(PYTHON) benchmarks/keep.py out/gpu-bench/bench.json gpu-bench; \
 		echo "Records: records/$(DATE)-gpu.json and records/$(DATE)-gpu-tests.log"; \
 	fi
 
 clean:
-	rm -rf .venv .venv-peers report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-bench report out build dist .pytest_cache .ruff_cache
 
 .venv/python: constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -72,4 +81,10 @@ clean:
 .venv-peers/ready: pyproject.toml constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e '.[peers]'
+	touch $@
+
+.venv-bench/ready: pyproject.toml constraints.txt benchmarks/install.py
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet -c constraints.txt -e '.[lab]'
+	.venv-bench/bin/python benchmarks/install.py
 	touch $@

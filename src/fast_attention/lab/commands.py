@@ -1,4 +1,4 @@
-"""The commands: ``compare``, ``list``, ``check``."""
+"""The commands: ``compare``, ``bench``, ``list``, ``check``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from fast_attention import catalogue, conformance
 from fast_attention.lab import capture, compare, corpus, inputs, measure, records, report, tables, verdicts
+from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
 from fast_attention.mechanism import Mixer
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-MANY = ("--mechanisms", "--lengths")
+MANY = ("--mechanisms", "--lengths", "--memory-lengths")
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -122,7 +123,7 @@ def compare_command(
 def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) -> str:
     """Compare under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("starting", total=plan.steps)
 
         def watch(what: str) -> None:
@@ -166,11 +167,6 @@ def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:
     }
 
 
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    return Progress(*columns, console=console, transient=True)
-
-
 def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
     if as_json:
         print(record.to_json())
@@ -181,6 +177,9 @@ def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
         for words in verdicts.headline(record):
             show.print(Text(words))
     say.print(Text(f"\nReport: {page.resolve()}\nRecords: {page.resolve().with_name('records.json')}"), soft_wrap=True)
+
+
+app.command("bench")(bench_command)
 
 
 @app.command("list")

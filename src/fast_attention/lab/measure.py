@@ -25,7 +25,7 @@ MOST_REPEATS = 50
 
 @dataclass(frozen=True)
 class Setting:
-    """What every competitor is measured with: one sequence (batch 1) of Gaussian tokens."""
+    """What every competitor is measured with: Gaussian tokens, one sequence unless ``batch`` says more."""
 
     heads: int
     head_dim: int
@@ -34,13 +34,18 @@ class Setting:
     is_causal: bool
     backward: bool
     seed: int = 0
+    batch: int = 1
 
     def tensors(self, length: int) -> Tensors:
         """Queries, keys and values of one length, which ask for gradients if backward is measured."""
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randn(3, 1, self.heads, length, self.head_dim, generator=generator)
+        drawn = torch.randn(3, self.batch, self.heads, length, self.head_dim, generator=generator)
         q, k, v = (x.to(self.device, self.dtype).requires_grad_(self.backward) for x in drawn)
         return q, k, v
+
+    def tokens(self, length: int) -> Tensor:
+        """The queries of ``tensors`` as whole tokens (batch, length, heads * head_dim)."""
+        return self.tensors(length)[0].detach().transpose(1, 2).flatten(2).requires_grad_(self.backward)
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,18 @@ def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Settin
         if memory is None or not isinstance(mechanism, Attention):
             return None
         stretch = 16 if memory == "constant" else length
-        return _held(bound.decode(*(z[..., :stretch, :] for z in (q, k, v)))[1])
+        return state_bytes(bound.decode(*(z[..., :stretch, :] for z in (q, k, v)))[1])
 
     held = sum(weight.nbytes for weight in (*bound.parameters(), *bound.buffers()))
     wanted = [*inputs, *bound.parameters()]
     return Competitor(_without_gradients(attend), _with_gradients(attend, wanted), decoded, held)
+
+
+def runner(attend: Callable[[], Tensor], inputs: list[Tensor], weights: list[Tensor]) -> Competitor:
+    """A competitor that calls ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
+    wanted = [x for x in (*inputs, *weights) if x.requires_grad]
+    held = sum(weight.nbytes for weight in weights)
+    return Competitor(_without_gradients(attend), _with_gradients(attend, wanted), lambda: None, held)
 
 
 def _without_gradients(attend: Callable[[], Tensor]) -> Run:
@@ -107,11 +119,11 @@ def _with_gradients(attend: Callable[[], Tensor], wanted: list[Tensor]) -> Run:
     return training
 
 
-def _held(state: Any) -> int:
+def state_bytes(state: Any) -> int:
     """Bytes of all tensors in a state."""
     if isinstance(state, Tensor):
         return state.nbytes
-    return sum(_held(part) for part in state) if isinstance(state, tuple | list) else 0
+    return sum(state_bytes(part) for part in state) if isinstance(state, tuple | list) else 0
 
 
 def costs(runner: Competitor, setting: Setting) -> dict[str, int | None]:

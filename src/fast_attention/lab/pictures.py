@@ -20,7 +20,7 @@ from fast_attention.lab.verdicts import Pass, crossing, percent
 
 INK, PALE, WIN = "#1f2933", "#9aa5b1", "#d9f2e3"
 COLOURS = ("#0b69a3", "#d64545", "#8d5fd3", "#b7791f", "#2f855a", "#718096")
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fast-attention",
     "font.family": ["sans-serif"],
@@ -63,7 +63,7 @@ def growth(record: Record, quantity: Quantity, unit: str, alt: str, crossed: Cro
     shown = {family: names for family, names in families.items() if any(_line(record, n, quantity)[0] for n in names)}
     columns = min(5, max(len(shown), 1))
     rows = max(math.ceil(len(shown) / columns), 1)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 0.5 + 2.15 * rows), layout="constrained")
         panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
         for axes, (family, names) in zip(panels, shown.items(), strict=False):
@@ -74,7 +74,7 @@ def growth(record: Record, quantity: Quantity, unit: str, alt: str, crossed: Cro
             axes.tick_params(labelbottom=True)
         figure.supxlabel("tokens", fontsize=9)
         figure.supylabel(unit, fontsize=9)
-        return Picture(_svg(figure, alt), alt)
+        return Picture(svg(figure, alt), alt)
 
 
 def _line(record: Record, name: str, quantity: Quantity) -> tuple[list[int], list[float]]:
@@ -134,7 +134,7 @@ def heat(errors: list[Error], layers: list[str]) -> Picture:
         for error in errors
         if (found := error.summary()) is not None
     )
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 1.3 + 0.24 * len(errors)), layout="constrained")
         axes = figure.subplots()
         norm = matplotlib.colors.LogNorm(1e-2, 3.0)
@@ -153,7 +153,7 @@ def heat(errors: list[Error], layers: list[str]) -> Picture:
         bar = figure.colorbar(image, ax=axes, extend="both", pad=0.01, aspect=30, shrink=0.9)
         bar.set_ticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], labels=["1 %", "3 %", "10 %", "30 %", "100 %", "300 %"])
         bar.outline.set_visible(False)  # type: ignore[operator]
-        return Picture(_svg(figure, alt), alt)
+        return Picture(svg(figure, alt), alt)
 
 
 def _median_and_worst(error: Error) -> str:
@@ -168,7 +168,7 @@ def matrices(exact: Tensor, approximate: dict[str, Tensor], where: str) -> Pictu
     top = float(exact.flatten().quantile(0.999)) if exact.numel() < 2**24 else float(exact.max())
     columns = min(5, len(shown))
     rows = math.ceil(len(shown) / columns)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 2.75 * rows), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, (name, matrix) in zip(panels, shown.items(), strict=False):
@@ -179,18 +179,18 @@ def matrices(exact: Tensor, approximate: dict[str, Tensor], where: str) -> Pictu
             axes.set_yticks([])
         for axes in panels[len(shown) :]:
             axes.set_visible(False)
-        return Picture(_svg(figure, alt), alt)
+        return Picture(svg(figure, alt), alt)
 
 
 def _folded(name: str) -> str:
     return name if len(name) < 30 else name.replace("(", "(\n", 1)
 
 
-def _svg(figure: Any, alt: str) -> str:
+def svg(figure: Any, alt: str) -> str:
     """The figure as an SVG element that scales with the page and carries its text for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
     label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

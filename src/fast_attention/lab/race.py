@@ -66,22 +66,36 @@ class Race:
         self.watch(f"{self.length:,} tokens: {name}")
         cell = Cell(name, self.length)
         self.record.cells.append(cell)
-        if self.spent > 1.5 * self.share and name != EXACT:
+        is_reference = self.against(name) == name
+        if self.spent > 1.5 * self.share and not is_reference:
             cell.status = "over budget"
             cell.note = f"the {self.share:.0f} s for {self.length:,} tokens were spent before its turn"
             return
         try:
             runner = make()
-            self.estimates[name] = _warm(runner, self.setting)
-            for cost, value in measure.costs(runner, self.setting).items():
-                setattr(cell, cost, value)
+            self.estimates[name] = self.prepare(runner, cell)
             self.runners[name] = runner
         except Unsupported as error:
             cell.status, cell.note = "refused", _line(error)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # a fault, not a refusal
             cell.status, cell.note = "failed", f"{type(error).__name__}: {_line(error)}"
-        if name == EXACT and cell.status == "failed":
+        if is_reference and cell.status == "failed":
             raise InputError(f"exact attention itself fails at {self.length} tokens: {cell.note}")
+
+    def against(self, name: str) -> str:
+        """The competitor whose times are the line to beat; a line to beat is its own."""
+        return EXACT
+
+    def prepare(self, runner: Competitor, cell: Cell) -> tuple[float, float]:
+        """Warm a competitor up and weigh it into its cell; seconds of one call of each pass."""
+        found = _warm(runner, self.setting)
+        for cost, value in measure.costs(runner, self.setting).items():
+            setattr(cell, cost, value)
+        return found
+
+    def rests(self, name: str, number: int) -> bool:
+        """Whether a competitor sits out a round; once it has, it runs in no later one."""
+        return False
 
     def admitted(self) -> list[tuple[Any, str]]:
         """The mechanisms, the quickest first, each with why it is not worth its time or memory, or nothing.
@@ -106,11 +120,16 @@ class Race:
 
     def foretell(self, mechanism: Any) -> tuple[float, float]:
         """Seconds of one pass of each kind, and bytes, from the greatest length at which it was measured."""
-        own = [c for c in self.record.cells if c.mechanism == repr(mechanism) and c.forward_best_ms is not None]
+        return self.predicted(repr(mechanism), mechanism.traits.order)
+
+    def predicted(self, name: str, order: float) -> tuple[float, float]:
+        """The same for whoever is called ``name`` and grows with the power ``order`` of the length."""
+        cells = [cell for cell in self.record.cells if cell.mechanism == name and cell.length < self.length]
+        own = [cell for cell in cells if cell.forward_best_ms is not None]
         if not own:
             return 0.0, 0.0
         before = max(own, key=lambda cell: cell.length)
-        grown = (self.length / before.length) ** max(mechanism.traits.order, 1.0)
+        grown = (self.length / before.length) ** max(order, 1.0)
         size = (before.peak_bytes or 0) + (before.weight_bytes or 0)
         return ((before.forward_best_ms or 0.0) + (before.training_best_ms or 0.0)) / 1000 * grown, size * grown
 
@@ -127,6 +146,8 @@ class Race:
                 if number and self.spent + next_round > patience * self.share:
                     break
                 for name in names[number % len(names) :] + names[: number % len(names)]:
+                    if self.rests(name, number):
+                        continue
                     runner, (once, both) = self.runners[name], self.estimates[name]
                     repeats = measure.repeats_for(once)
                     forward[name].append(measure.seconds(runner.forward, setting.device, repeats))
@@ -140,14 +161,15 @@ class Race:
     def note(self, name: str, forward: dict[str, list[float]], training: dict[str, list[float]]) -> None:
         """Write the summary of a competitor's samples into its cell."""
         cell = self.record.cell(name, self.length)
-        if cell is None or not forward[name] or not forward[EXACT]:
+        line = self.against(name)
+        if cell is None or not forward[name] or not forward[line]:
             return
-        found = measure.timing(forward[name], forward[EXACT])
+        found = measure.timing(forward[name], forward[line])
         cell.status, cell.rounds = "measured", found.rounds
         cell.forward_ms, cell.forward_ratio = found.median * 1000, found.ratio
         cell.forward_best_ms, cell.forward_best_ratio = found.best * 1000, found.best_ratio
-        if training[name] and training[EXACT]:
-            found = measure.timing(training[name], training[EXACT])
+        if training[name] and training[line]:
+            found = measure.timing(training[name], training[line])
             cell.training_ms, cell.training_ratio = found.median * 1000, found.ratio
             cell.training_best_ms, cell.training_best_ratio = found.best * 1000, found.best_ratio
 

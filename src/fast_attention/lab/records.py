@@ -40,9 +40,11 @@ class Cell:
     training_best_ratio: float | None = None
     forward_bytes: int | None = None  # peak beyond the inputs
     training_bytes: int | None = None
-    operations: int | None = None
+    operations: int | None = None  # of the forward pass
+    training_operations: int | None = None
     weight_bytes: int | None = None
     state_bytes: int | None = None  # of decoding, after this many tokens
+    group: str = ""  # with whom it ran in the same rounds, where not everybody did
 
     @property
     def peak_bytes(self) -> int | None:
@@ -102,7 +104,7 @@ class Record:
     def to_json(self) -> str:
         """``{"meta": ..., "rows": [...], "errors": [...]}``; numbers that are not finite become null."""
         rows = {"meta": self.meta, "rows": self.cells, "errors": self.errors}
-        return json.dumps(_plain(rows), indent=1, allow_nan=False)
+        return json.dumps(plain(rows), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Record:
@@ -115,13 +117,14 @@ class Record:
         return cls(held["meta"], [Cell(**row) for row in held["rows"]], errors)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON has it: cells as objects, tuples as lists, numbers that are not finite as None."""
     if isinstance(value, Cell | Error):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

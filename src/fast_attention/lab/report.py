@@ -30,10 +30,17 @@ def html(record: Record) -> str:
         _run(record), _verdict(record), _table(record), _growth(record), _errors(record), _matrices(record),
         _cannot(record), _notes(record), _again(record),
     ])  # fmt: skip
-    return _PAGE.read_text(encoding="utf-8").replace("<!-- body -->", body)
+    return page("compare", body)
 
 
-def _section(title: str, *parts: str) -> str:
+def page(command: str, body: str) -> str:
+    """A page of a command around its sections."""
+    text = _PAGE.read_text(encoding="utf-8").replace("<!-- command -->", command)
+    return text.replace("<!-- body -->", body)
+
+
+def section(title: str, *parts: str) -> str:
+    """A part of the page under a heading."""
     return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
 
 
@@ -60,7 +67,7 @@ def _run(record: Record) -> str:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
         warning += f"<p class=warn>{escape(busy)}</p>"
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())
-    return warning + _section("What was run", f"<dl>{cells}</dl>")
+    return warning + section("What was run", f"<dl>{cells}</dl>")
 
 
 def _verdict(record: Record) -> str:
@@ -69,7 +76,7 @@ def _verdict(record: Record) -> str:
         f"<li><code>{escape(name)}</code> {escape(verdicts.sentence(record, catalogue.parse(name)))}</li>"
         for name in record.mechanisms
     )
-    return _section("Verdict", said, f"<ul class=each>{each}</ul>")
+    return section("Verdict", said, f"<ul class=each>{each}</ul>")
 
 
 _READING = """<p>Speed is exact attention's time divided by the mechanism's, forward pass, median over interleaved
@@ -88,7 +95,7 @@ def _table(record: Record) -> str:
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in heads)
     rows = "".join(_row(record, name) for name in (EXACT, *record.mechanisms))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return _section("Table", _READING, f"<div class=wide>{table}</div>")
+    return section("Table", _READING, f"<div class=wide>{table}</div>")
 
 
 def _matrix_length(record: Record) -> str:
@@ -138,7 +145,8 @@ def _speed(cell: Cell) -> str:
     return f'<td class={kind} title="{details}">{factor(cell.forward_ratio)}</td>'
 
 
-def _figure(picture: Picture, caption: str) -> str:
+def figure(picture: Picture, caption: str) -> str:
+    """A picture with its caption."""
     return f"<figure>{picture.svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
@@ -156,13 +164,13 @@ def _growth(record: Record) -> str:
         figures.append(_against_length(record, title, lambda cell: cell.training_ms, "training"))
     title = f"Peak memory of a forward {'and backward ' if backward else ''}pass"
     memory = _against_length(record, title, lambda cell: cell.peak_bytes and cell.peak_bytes / 2**20)
-    return _section("Time against length", *figures) + _section("Memory against length", memory)
+    return section("Time against length", *figures) + section("Memory against length", memory)
 
 
 def _against_length(record: Record, title: str, quantity: Quantity, crossed: pictures.Crossed = None) -> str:
     alt = f"{title} against length, a panel per mechanism. {_LINE}"
     picture = pictures.growth(record, quantity, "milliseconds" if crossed else "MiB", alt, crossed)
-    return _figure(picture, f"{title}. {_LINE} {_DOTS if crossed else ''}")
+    return figure(picture, f"{title}. {_LINE} {_DOTS if crossed else ''}")
 
 
 def _errors(record: Record) -> str:
@@ -172,7 +180,7 @@ def _errors(record: Record) -> str:
     if not shown:
         return ""
     caption = f"Relative RMS error of every head's output at {length:,} tokens; on the right median and worst."
-    return _section("Error of every head", _figure(pictures.heat(shown, record.meta["layers"]), caption))
+    return section("Error of every head", figure(pictures.heat(shown, record.meta["layers"]), caption))
 
 
 def _matrices(record: Record) -> str:
@@ -183,7 +191,7 @@ def _matrices(record: Record) -> str:
     caption = (
         f"{held.where}. Rows are queries, columns keys; one colour scale (square root); negative weights shown as 0."
     )
-    return _section("Attention matrices", _figure(picture, caption))
+    return section("Attention matrices", figure(picture, caption))
 
 
 def _cannot(record: Record) -> str:
@@ -191,14 +199,14 @@ def _cannot(record: Record) -> str:
     for name in record.mechanisms:
         denied = ", ".join(verdicts.cannot(catalogue.parse(name))) or "-"
         rows += f"<tr><th scope=row>{escape(name)}</th><td>{escape(denied)}</td></tr>"
-    return _section("What each cannot do", f"<table class=plain><tbody>{rows}</tbody></table>")
+    return section("What each cannot do", f"<table class=plain><tbody>{rows}</tbody></table>")
 
 
 def _notes(record: Record) -> str:
     rows = "".join(f"<li>{escape(note)}</li>" for note in footnotes(record))
-    return _section("Not measured", f"<ul>{rows}</ul>") if rows else ""
+    return section("Not measured", f"<ul>{rows}</ul>") if rows else ""
 
 
 def _again(record: Record) -> str:
     command = escape(shlex.join(record.meta["command"]))
-    return _section("How to reproduce", f"<pre>{command}</pre>", "<p>All numbers: records.json beside this page.</p>")
+    return section("How to reproduce", f"<pre>{command}</pre>", "<p>All numbers: records.json beside this page.</p>")

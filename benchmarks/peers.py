@@ -1,0 +1,8 @@
+"""Every peer, with what it is compared against. A package is imported only when its peer is built."""
+
+from __future__ import annotations
+
+from benchmarks import cores, mixers, modules
+from fast_attention.lab.bench.entrants import Peer
+
+PEERS: list[Peer] = [*cores.PEERS, *modules.PEERS, *mixers.PEERS]

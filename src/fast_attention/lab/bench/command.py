@@ -1,0 +1,139 @@
+"""``fast-attention bench``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fast_attention.lab import inputs, records
+from fast_attention.lab.bench import figures, lineup, page, run, terminal
+from fast_attention.lab.bench.ledger import Ledger, resume
+from fast_attention.lab.bench.run import Plan
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.progress import progress_bar
+
+RECORD, PAGE = "bench.json", "bench.html"
+
+
+def bench_command(
+    mechanisms: Annotated[
+        list[str] | None, typer.Option(help="Names or spellings, e.g. 'Local(window=64)'. Default: the standard set.")
+    ] = None,
+    lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 64 to 4096.")] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="One direction only. Default: both.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = True,
+    memory_lengths: Annotated[
+        list[int] | None,
+        typer.Option(help="Lengths weighed in fresh processes. Default: lengths from 1024 on; 0: none."),
+    ] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Also time single tokens up to position 65,536.")] = False,
+    vs_peers: Annotated[bool, typer.Option("--vs-peers", help="Run published packages beside ours.")] = False,
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 900,
+    seed: Annotated[int, typer.Option(help="For weights and inputs.")] = 0,
+    out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
+    go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped benchmark in the folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
+) -> int:
+    """Time, memory and percent of the machine's limits, beside exact attention and published packages.
+
+    [dim]fast-attention bench --mechanisms LinearAttention "Local(window=64)" --lengths 512 4096[/dim]
+    """
+    torch.set_num_threads(threads or torch.get_num_threads())
+    where, kind = inputs.device(device), inputs.dtype(dtype)
+    chosen = inputs.mechanisms(mechanisms) if mechanisms else lineup.default_mechanisms()
+    sizes = inputs.lengths(lengths or list(lineup.LENGTHS))
+    weighed = [n for n in sizes if n >= run.SHORTEST_WEIGHED] if memory_lengths is None else _some(memory_lengths)
+    inputs.folder(out)
+    setting = Setting(heads, head_dim, where, kind, False, backward, seed, batch)
+    direction: Any = {None: "both", True: "causal", False: "bidirectional"}[causal]
+    peers = lineup.load_peers() if vs_peers else []
+    count = torch.get_num_threads()
+    plan = Plan(chosen, peers, sizes, weighed, setting, direction, budget, count, decode)
+    if not plan.entrants:
+        raise InputError("--causal: none of these mechanisms is causal")
+    meta = _meta(plan, dtype)
+    ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
+    status = _carry_out(plan, ledger, out, Console(stderr=True))
+    _tell(ledger, out, as_json)
+    wrong = any(row.check == "wrong" for row in ledger.rows)
+    return 130 if status == "interrupted" else int(wrong)
+
+
+def _some(lengths: list[int]) -> list[int]:
+    return [] if lengths == [0] else inputs.lengths(lengths)
+
+
+def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
+    """Run under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    status = "complete"
+    with progress_bar(console) as progress:
+        task = progress.add_task("starting", total=plan.steps)
+
+        def watch(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        def save() -> None:
+            records.write(out / RECORD, ledger.to_json() + "\n")
+
+        watched = replace(plan, watch=watch, save=save)
+        try:
+            run.bench(watched, ledger)
+        except KeyboardInterrupt:
+            status = "interrupted"
+    run.finish(plan, ledger, status)
+    ledger.summary = figures.summarise(ledger)
+    records.write(out / RECORD, ledger.to_json() + "\n")
+    records.write(out / PAGE, page.html(ledger))
+    return status
+
+
+def _meta(plan: Plan, dtype: str) -> dict[str, Any]:
+    setting = plan.setting
+    return {
+        "status": "running",
+        "command": ["fast-attention", *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "heads": setting.heads,
+        "head_dim": setting.head_dim,
+        "batch": setting.batch,
+        "lengths": plan.lengths,
+        "direction": plan.direction,
+        "backward": setting.backward,
+        "dtype": dtype,
+        "seed": setting.seed,
+        "budget": plan.budget,
+        "memory": "growth of resident memory in a fresh process per pass, beyond weights and inputs",
+        **records.surroundings(setting.device),
+    }
+
+
+def _tell(ledger: Ledger, out: Path, as_json: bool) -> None:
+    if as_json:
+        print(ledger.to_json())
+    else:
+        show = Console(width=None if sys.stdout.isatty() else 200)
+        show.print(terminal.table(ledger))
+        show.print()
+        for words in terminal.remarks(ledger):
+            show.print(Text(words))
+    say = Console(stderr=True)
+    say.print(Text(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}"), soft_wrap=True)

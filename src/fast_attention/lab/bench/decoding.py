@@ -1,0 +1,94 @@
+"""Decoding one token at a time: what a token costs early and late in the sequence, and what the state holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fast_attention.lab import measure
+from fast_attention.lab.bench.ledger import Step
+from fast_attention.lab.measure import Setting
+from fast_attention.mechanism import Attention, Shape
+from fast_attention.nn.bound import Bound
+
+POSITIONS = (256, 1024, 4096, 16384, 65536)
+BATCHES = (1, 8)
+ROUNDS = 25
+Stretch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+STRETCH = 4096  # tokens of a prefill at a time
+
+
+def steady(mechanism: Any) -> bool:
+    """Whether its decoding state has a size that does not grow."""
+    return isinstance(mechanism, Attention) and mechanism.traits.memory in ("constant", "window")
+
+
+@torch.no_grad()
+def decoding(
+    mechanism: Any,
+    batch: int,
+    setting: Setting,
+    positions: Iterable[int] = POSITIONS,
+    rounds: int = ROUNDS,
+    watch: Callable[[str], None] = lambda _: None,
+) -> list[Step]:
+    """Seconds of one token at every position, in interleaved rounds, from a state that has read that many tokens."""
+    steps = [Step(repr(mechanism), batch, position) for position in positions]
+    torch.manual_seed(setting.seed)
+    longest = max(positions) + rounds * len(steps) + 8
+    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, longest)).to(setting.device, setting.dtype)
+
+    def tokens(count: int) -> Stretch:
+        size = (batch, setting.heads, count, setting.head_dim)
+        q, k, v = (torch.randn(size).to(setting.device, setting.dtype) for _ in range(3))
+        return q, k, v
+
+    states: dict[int, Any] = {}
+    state, read = None, 0
+    try:
+        for position in positions:
+            watch(f"decoding: {mechanism!r}, batch {batch}, reads {position:,} tokens")
+            while read < position:
+                count = min(STRETCH, position - read)
+                _, state = bound.decode(*tokens(count), state)
+                read += count
+            states[position] = state
+        samples = _timed(bound, tokens(1), states, rounds, setting)
+    except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError) as error:
+        for step in steps:
+            step.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+        return steps
+    for step in steps:
+        step.seconds = statistics.median(samples[step.position])
+        step.state_bytes = measure.state_bytes(states[step.position])
+    return steps
+
+
+def _timed(
+    bound: Bound, token: Stretch, states: dict[int, Any], rounds: int, setting: Setting
+) -> dict[int, list[float]]:
+    """Samples of every position; each decodes from its own state, which moves on by a token each time."""
+    samples: dict[int, list[float]] = {position: [] for position in states}
+    moving = dict(states)
+    for number in range(rounds + 2):
+        for position in states:
+
+            def step(at: int = position) -> None:
+                _, moving[at] = bound.decode(*token, moving[at])
+
+            took = measure.seconds(step, setting.device)
+            if number >= 2:
+                samples[position].append(took)
+    return samples
+
+
+def flatness(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
+    """Time of a token at the last position over that at the first, for every mechanism and batch."""
+    known: dict[tuple[str, int], dict[int, float]] = {}
+    for step in steps:
+        if step.seconds is not None:
+            known.setdefault((step.name, step.batch), {})[step.position] = step.seconds
+    return {who: found[max(found)] / found[min(found)] for who, found in known.items() if len(found) > 1}

@@ -1,0 +1,158 @@
+"""What the numbers say: crossovers, the best peer, the geometric mean, slopes of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fast_attention.lab.bench.decoding import flatness
+from fast_attention.lab.bench.entrants import OURS, TORCH
+from fast_attention.lab.bench.ledger import Ledger, Row
+from fast_attention.lab.bench.run import percent_of_ceiling
+from fast_attention.lab.records import Cell
+from fast_attention.lab.verdicts import Pass
+
+PASSES: tuple[Pass, ...] = ("forward", "training")
+
+
+def speed(cell: Cell | None, which: Pass = "forward") -> float | None:
+    """The line to beat's time over its own, median over rounds: above 1 is faster."""
+    if cell is None or cell.status != "measured":
+        return None
+    ratio = cell.forward_ratio if which == "forward" else cell.training_ratio
+    return 1 / ratio if ratio else None
+
+
+def speeds(ledger: Ledger, name: str, which: Pass = "forward") -> dict[int, float]:
+    """Speed by length, where it was measured."""
+    found = {cell.length: speed(cell, which) for cell in ledger.cells if cell.mechanism == name}
+    return {length: value for length, value in sorted(found.items()) if value}
+
+
+def crossover(known: Mapping[int, float]) -> tuple[float, bool] | None:
+    """The length from which on it is faster at every measured length, and whether it may be shorter still.
+
+    Between the last length at which it was slower and the first of the lasting lead, speeds are joined by a straight
+    line on logarithmic scales; where it led from the first length on, that length is an upper bound.
+    """
+    won = None
+    for length in sorted(known, reverse=True):
+        if known[length] <= 1.0:
+            break
+        won = length
+    if won is None:
+        return None
+    shorter = [length for length in known if length < won]
+    if not shorter:
+        return float(won), True
+    before = max(shorter)
+    low, high = math.log(known[before]), math.log(known[won])
+    return math.exp(math.log(before) - low / (high - low) * math.log(won / before)), False
+
+
+class Match(NamedTuple):
+    """Ours against the best peer of the same family, direction and kind, at one length; factor above 1: ours leads."""
+
+    family: str
+    is_causal: bool
+    kind: str
+    peer: str
+    ours: float
+    theirs: float
+
+    @property
+    def factor(self) -> float:
+        """Our speed over the peer's."""
+        return self.ours / self.theirs
+
+
+def matches(ledger: Ledger, length: int, which: Pass = "forward") -> list[Match]:
+    """Every comparison of like with like that was measured at ``length``."""
+    found = []
+    for row in ledger.rows:
+        mine = speed(ledger.cell(row.name, length), which) if row.owner == OURS else None
+        if mine is None:
+            continue
+        rivals = {peer.name: speed(ledger.cell(peer.name, length), which) for peer in rivals_of(ledger, row)}
+        known = {name: value for name, value in rivals.items() if value}
+        if known:
+            best = max(known, key=lambda name: known[name])
+            found.append(Match(row.family, row.is_causal, row.kind, best, mine, known[best]))
+    return found
+
+
+def rivals_of(ledger: Ledger, row: Row) -> list[Row]:
+    """The peers of one of ours: same family, same direction, same kind."""
+    like = (row.family, row.is_causal, row.kind)
+    return [r for r in ledger.rows if r.owner not in (OURS, TORCH) and (r.family, r.is_causal, r.kind) == like]
+
+
+def hardest(found: Iterable[Match]) -> list[Match]:
+    """One match per family and direction: where it has several kinds, the one with the smallest factor."""
+    best: dict[tuple[str, bool], Match] = {}
+    for match in found:
+        key = (match.family, match.is_causal)
+        if key not in best or match.factor < best[key].factor:
+            best[key] = match
+    return list(best.values())
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """None of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def slope(points: Mapping[int, float]) -> float | None:
+    """The exponent with which a positive quantity grows with length, by least squares on logarithmic scales."""
+    known = [(math.log(length), math.log(value)) for length, value in points.items() if value > 0]
+    if len(known) < 2:
+        return None
+    mean_x, mean_y = (sum(axis) / len(known) for axis in zip(*known, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in known)
+    return sum((x - mean_x) * (y - mean_y) for x, y in known) / spread
+
+
+def memory_of(ledger: Ledger, name: str, which: Pass = "forward") -> dict[int, int]:
+    """Peak growth by length in fresh processes."""
+    values = {w.length: w.forward_bytes if which == "forward" else w.training_bytes for w in sorted_weights(ledger)
+              if w.name == name}  # fmt: skip
+    return {length: value for length, value in values.items() if value is not None}
+
+
+def sorted_weights(ledger: Ledger) -> list[Any]:
+    """By length."""
+    return sorted(ledger.weights, key=lambda weight: weight.length)
+
+
+def common_length(ledger: Ledger) -> int | None:
+    """The greatest length at which the most comparisons with peers were measured; else the greatest measured."""
+    lengths = sorted({cell.length for cell in ledger.cells if speed(cell) is not None})
+    counts = {length: len(matches(ledger, length)) for length in lengths}
+    return max(lengths, key=lambda length: (counts[length], length), default=None)
+
+
+def summarise(ledger: Ledger) -> dict[str, Any]:
+    """Everything that is derived, as it goes into the record."""
+    length = common_length(ledger)
+    mine = [row.name for row in ledger.rows if row.owner == OURS]
+    found: dict[str, Any] = {"common_length": length, "crossover": {}, "percent_of_gemm": {}, "memory_slope": {}}
+    for name in mine:
+        found["crossover"][name] = {which: crossover(speeds(ledger, name, which)) for which in PASSES}
+        slopes = {which: slope(memory_of(ledger, name, which)) for which in PASSES}
+        if slopes["forward"] is not None:
+            found["memory_slope"][name] = slopes
+        cell = ledger.cell(name, length) if length else None
+        if cell is not None and cell.status == "measured":
+            found["percent_of_gemm"][name] = {w: percent_of_ceiling(ledger, cell, w) for w in PASSES}
+    for which in PASSES:
+        each = hardest(matches(ledger, length, which)) if length else []
+        worst = min(each, key=lambda match: match.factor, default=None)
+        found[f"peers_{which}"] = {
+            "geometric_mean": geometric_mean(match.factor for match in each),
+            "smallest": None if worst is None else {**worst._asdict(), "factor": worst.factor},
+            "matches": [{**match._asdict(), "factor": match.factor} for match in matches(ledger, length or 0, which)],
+        }
+    found["decode_flatness"] = {f"{name}, batch {batch}": v for (name, batch), v in flatness(ledger.steps).items()}
+    return found

@@ -1,0 +1,147 @@
+"""Peak memory in fresh processes: a parent that has only imported forks a child for every pass to be weighed.
+
+``python -m fast_attention.lab.bench.memory`` is that parent: it reads jobs from its input, one JSON object a line, and
+answers each with one line. A child's growth is its high-water mark of resident memory (``VmHWM``, reset after weights
+and inputs are made) less what was resident then. Linux only.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fast_attention import catalogue
+from fast_attention.lab.bench import lineup
+from fast_attention.lab.bench.entrants import Entrant
+from fast_attention.lab.measure import Setting
+
+WARM = 256  # tokens of the passes that load libraries and start threads
+
+
+def available(device: torch.device) -> bool:
+    """Whether resident memory can be read here, and is what the device uses."""
+    return device.type == "cpu" and sys.platform == "linux" and os.path.exists("/proc/self/status")
+
+
+class Scales:
+    """The parent process that weighs, as seen from outside. Close it after use."""
+
+    def __init__(self, setting: Setting, threads: int, mechanisms: list[Any], vs_peers: bool) -> None:
+        told = {
+            "heads": setting.heads, "head_dim": setting.head_dim, "batch": setting.batch, "seed": setting.seed,
+            "dtype": str(setting.dtype).removeprefix("torch."), "threads": threads,
+            "mechanisms": list(map(repr, mechanisms)), "vs_peers": vs_peers,
+        }  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-m", "fast_attention.lab.bench.memory", json.dumps(told)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+    def weigh(self, name: str, length: int, backward: bool, patience: float) -> tuple[int | None, str]:
+        """Growth in bytes of one pass of one entrant, or None and why not."""
+        job = json.dumps({"name": name, "length": length, "backward": backward, "patience": patience})
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(job + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline())
+        except (OSError, ValueError) as error:
+            return None, f"the weighing process ended ({error})"
+        return answer.get("bytes"), answer.get("note", "")
+
+    def close(self) -> None:
+        """End the parent."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def growth(entrant: Entrant, setting: Setting, length: int) -> int:
+    """Bytes by which resident memory rises above weights and inputs during one pass, in this process."""
+
+    def one(tokens: int) -> Any:
+        competitor = entrant.make(setting, tokens)
+        return competitor.training if setting.backward else competitor.forward
+
+    one(min(WARM, length))()
+    run = one(length)
+    gc.collect()
+    _reset()
+    before = _status("VmHWM")
+    result = run()
+    after = _status("VmHWM")
+    del result
+    return after - before
+
+
+def _reset() -> None:
+    """Set the high-water mark to what is resident now."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+def _child(job: dict[str, Any], told: dict[str, Any], entrants: dict[str, Entrant], answer: int) -> None:
+    """Weigh one job and write the answer; never returns."""
+    try:
+        torch.set_num_threads(told["threads"])
+        dtype = getattr(torch, told["dtype"])
+        sizes = (told["heads"], told["head_dim"], torch.device("cpu"), dtype, False, job["backward"])
+        setting = Setting(*sizes, told["seed"], told["batch"])
+        found = {"bytes": growth(entrants[job["name"]], setting, job["length"])}
+    except Exception as error:  # whatever it is, the parent must hear of it
+        found = {"note": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]}
+    os.write(answer, json.dumps(found).encode())
+    os._exit(0)
+
+
+def _serve(told: dict[str, Any]) -> None:
+    mechanisms = [catalogue.parse(text) for text in told["mechanisms"]]
+    chosen = lineup.entrants(mechanisms, "both", lineup.load_peers() if told["vs_peers"] else ())
+    entrants = {entrant.name: entrant for entrant in (*lineup.references(chosen), *chosen)}
+    for line in sys.stdin:
+        job = json.loads(line)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(2, 1)  # what a peer prints is no answer
+            _child(job, told, entrants, writer)
+        os.close(writer)
+        print(json.dumps(_answer(child, reader, job["patience"])), flush=True)
+
+
+def _answer(child: int, reader: int, patience: float) -> dict[str, Any]:
+    until = time.monotonic() + patience
+    ready, _, _ = select.select([reader], [], [], patience)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    text = os.read(reader, 2**16).decode() if ready else ""
+    os.close(reader)
+    _, status = os.waitpid(child, 0)
+    if text:
+        return json.loads(text)
+    late = time.monotonic() >= until
+    return {"note": f"stopped after {patience:.0f} s" if late else f"died with status {status}"}
+
+
+def weighed(setting: Setting, backward: bool) -> Setting:
+    """The setting of one pass alone."""
+    return replace(setting, backward=backward)
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

@@ -1,0 +1,231 @@
+"""The benchmark itself: ceilings, checks, times, memory, decoding, ceilings again; whole at any moment."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fast_attention.lab.bench import ceilings, checks, decoding, lineup, memory
+from fast_attention.lab.bench.entrants import OURS, Entrant, Peer
+from fast_attention.lab.bench.heat import Heat
+from fast_attention.lab.bench.ledger import Ledger, Row, Weight, time_key
+from fast_attention.lab.measure import Setting, memory_at_hand
+from fast_attention.lab.race import MOST_ROUNDS
+from fast_attention.lab.records import Cell, load_average
+
+LONG = 4096  # tokens beyond which several families share a group, so that exact attention runs less often
+FAMILIES_AT_ONCE = 6
+SHARES = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
+SHORTEST_WEIGHED = 1024  # tokens: below it, growth is the noise of pages
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and how long that may take."""
+
+    mechanisms: list[Any]
+    peers: list[Peer]
+    lengths: list[int]
+    memory_lengths: list[int]
+    setting: Setting
+    direction: lineup.Direction
+    budget: float  # seconds
+    threads: int
+    decode: bool = False
+    positions: tuple[int, ...] = decoding.POSITIONS
+    watch: Callable[[str], None] = field(default=_nothing, compare=False)
+    save: Callable[[], None] = field(default=_nothing, compare=False)
+
+    @property
+    def entrants(self) -> list[Entrant]:
+        """Everybody but the lines to beat."""
+        return lineup.entrants(self.mechanisms, self.direction, self.peers)
+
+    @property
+    def steps(self) -> int:
+        """About how often ``watch`` will be called."""
+        count = len(self.entrants)
+        timed = len(self.lengths) * (count + 2 * len(self.mechanisms) + MOST_ROUNDS * len(self.mechanisms))
+        weighed = len(self.memory_lengths) * count
+        return count + timed + weighed + self.decode * len(self.mechanisms) * 10
+
+
+def bench(plan: Plan, ledger: Ledger) -> None:
+    """Fill ``ledger``. Interrupted, it holds what was measured until then."""
+    began = time.perf_counter()
+    _measure_ceilings(plan, ledger, "before")
+    right = _check(plan, ledger)
+    plan.save()
+    if plan.memory_lengths and not memory.available(plan.setting.device):
+        ledger.meta["memory"] = "the allocator's peak, in the timed process: resident memory tells nothing here"
+    later = {"memory": bool(plan.memory_lengths), "decode": plan.decode}
+    spare = sum(share for name, share in SHARES.items() if not later.get(name, True))
+    _times(plan, ledger, right, plan.budget * (SHARES["time"] + spare) - (time.perf_counter() - began))
+    if plan.memory_lengths and memory.available(plan.setting.device):
+        _weigh(plan, ledger, right, max(plan.budget * SHARES["memory"], 10.0))
+    if plan.decode:
+        _decode(plan, ledger, right, max(plan.budget * SHARES["decode"], 10.0))
+    _measure_ceilings(plan, ledger, "after")
+    ledger.meta["seconds"] = round(ledger.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
+
+
+def _measure_ceilings(plan: Plan, ledger: Ledger, when: str) -> None:
+    plan.watch(f"ceilings {when}")
+    found = ceilings.ceilings(plan.setting.device, plan.setting.dtype)
+    ledger.ceilings.append({"when": when, "load_average": load_average(), **found})
+
+
+def _check(plan: Plan, ledger: Ledger) -> list[Entrant]:
+    """The entrants that may run: ours if they are right, peers if they are there, whatever their faults."""
+    allowed, judged = [], {}
+    for entrant in plan.entrants:
+        plan.watch(f"check: {entrant.name}")
+        row = ledger.row(entrant.name)
+        if row is None:
+            row = Row.of(entrant)
+            ledger.rows.append(row)
+        key = (entrant.family, entrant.is_causal, entrant.peer and entrant.name)
+        if key in judged:  # the same mechanism, between projections
+            row.check, row.faults = judged[key]
+        else:
+            checks.check(entrant, row, plan.setting.device)
+            judged[key] = (row.check, row.faults)
+        if row.check not in ("wrong", "missing"):
+            allowed.append(entrant)
+    return allowed
+
+
+def groups(entrants: list[Entrant], length: int) -> dict[str, list[Entrant]]:
+    """Who runs in the same rounds: a family, or several at great lengths; each with the lines to beat it needs."""
+    families: dict[str, list[Entrant]] = {}
+    for entrant in entrants:
+        families.setdefault(entrant.family, []).append(entrant)
+    names = list(families)
+    size = 1 if length <= LONG else FAMILIES_AT_ONCE
+    found = {}
+    for at in range(0, len(names), size):
+        members = [entrant for name in names[at : at + size] for entrant in families[name]]
+        found[" + ".join(names[at : at + size])] = [*lineup.references(members), *members]
+    return found
+
+
+def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
+    """Every group at every length, each within its share of the time; a group that is done is saved as such."""
+    todo = [(length, name, group) for length in plan.lengths for name, group in groups(entrants, length).items()]
+    todo = [job for job in todo if time_key(*job[:2]) not in ledger.done]
+    left = max(budget, 1.0)
+    for number, (length, name, group) in enumerate(todo):
+        started = time.perf_counter()
+        ahead = sum(_effort(later, len(others)) for later, _, others in todo[number:])
+        share = left * _effort(length, len(group)) / ahead
+        Heat(plan.setting, group, ledger, length, share, plan.watch, group=name).run()
+        left = max(left - (time.perf_counter() - started), 1.0)
+        ledger.done.append(time_key(length, name))
+        plan.save()
+
+
+def _effort(length: int, entrants: int) -> float:
+    """How time is shared out: exact attention grows with the square of the length, the others with the length."""
+    return (1.0 + length / 512) * (2 + entrants) + 2 * (length / 1024) ** 2
+
+
+def _weigh(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
+    """Peak memory of everybody, the lines to beat and ours first, the short lengths first."""
+    everybody = [*lineup.references(entrants), *sorted(entrants, key=lambda e: e.owner != OURS)]
+    todo = [(e, n) for n in plan.memory_lengths for e in everybody if f"memory {n} {e.name}" not in ledger.done]
+    ledger.weights = [w for w in ledger.weights if f"memory {w.length} {w.name}" in ledger.done]
+    until = time.perf_counter() + budget
+    scales = memory.Scales(plan.setting, plan.threads, plan.mechanisms, bool(plan.peers))
+    try:
+        for entrant, length in todo:
+            plan.watch(f"memory at {length:,} tokens: {entrant.name}")
+            weight = Weight(entrant.name, length, essential_bytes=_essential(plan.setting, entrant, length))
+            weight.note = _too_much(plan, ledger, entrant, length, until - time.perf_counter())
+            patience = max(min(until - time.perf_counter(), budget / 4), 5.0)
+            if not weight.note:
+                weight.forward_bytes, weight.note = scales.weigh(entrant.name, length, False, patience)
+            if not weight.note and plan.setting.backward:
+                weight.training_bytes, weight.note = scales.weigh(entrant.name, length, True, patience)
+            ledger.weights.append(weight)
+            ledger.done.append(f"memory {length} {entrant.name}")
+            plan.save()
+    finally:
+        scales.close()
+
+
+def _too_much(plan: Plan, ledger: Ledger, entrant: Entrant, length: int, left: float) -> str:
+    """Why a weighing is not worth it, foretold from the times and sizes already known, or nothing."""
+    timed = [c for c in ledger.cells if c.mechanism == entrant.name and c.forward_best_ms and c.length <= length]
+    if left <= 0:
+        return "over budget: the time for memory was spent"
+    if not timed:
+        return ""
+    before = max(timed, key=lambda cell: cell.length)
+    grown = (length / before.length) ** entrant.order
+    seconds = grown * ((before.forward_best_ms or 0.0) * 2 + (before.training_best_ms or 0.0)) / 1000
+    size = grown * ((before.peak_bytes or 0) + 2 * (before.weight_bytes or 0))
+    if size > memory_at_hand(plan.setting.device) / 2:
+        return f"over budget: about {size / 2**30:.1f} GiB"
+    return f"over budget: about {seconds:.0f} s" if seconds > left / 4 else ""
+
+
+def _essential(setting: Setting, entrant: Entrant, length: int) -> int:
+    """Bytes of q, k, v and the output; of input and output where whole tokens go in."""
+    tensors = 4 if entrant.kind == "core" else 2
+    return tensors * setting.batch * length * setting.heads * setting.head_dim * setting.dtype.itemsize
+
+
+def _decode(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
+    """Time per token of whatever decodes in a memory that does not grow."""
+    fine = {entrant.family for entrant in entrants if entrant.owner == OURS}
+    chosen = [m for m in plan.mechanisms if decoding.steady(m) and repr(m) in fine]
+    until = time.perf_counter() + budget
+    for mechanism in chosen:
+        for batch in decoding.BATCHES:
+            key = f"decode {batch} {mechanism!r}"
+            if key in ledger.done:
+                continue
+            if time.perf_counter() > until:
+                note = "over budget: the time for decoding was spent"
+                ledger.steps += [decoding.Step(repr(mechanism), batch, at, note=note) for at in plan.positions]
+                continue
+            setting = replace(plan.setting, backward=False)
+            ledger.steps += decoding.decoding(mechanism, batch, setting, plan.positions, watch=plan.watch)
+            ledger.done.append(key)
+            plan.save()
+
+
+def finish(plan: Plan, ledger: Ledger, status: str) -> None:
+    """Note how it ended, and every cell that was not reached or not allowed."""
+    ledger.meta["status"] = status
+    ledger.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    ledger.meta["load_average_after"] = load_average()
+    for entrant in plan.entrants:
+        row = ledger.row(entrant.name)
+        for length in plan.lengths:
+            cell = ledger.cell(entrant.name, length)
+            if cell is None:
+                cell = Cell(entrant.name, length)
+                ledger.cells.append(cell)
+            if row is not None and row.check in ("wrong", "missing"):
+                cell.status = "refused"
+                cell.note = f"no speed: {'; '.join(row.faults)}"
+            elif cell.status == "not reached":
+                cell.note = f"the benchmark was {status} before"
+
+
+def percent_of_ceiling(ledger: Ledger, cell: Cell, which: str = "forward") -> float | None:
+    """Counted operations per second of the fastest sample, in percent of the best matrix product of the same run."""
+    best = cell.forward_best_ms if which == "forward" else cell.training_best_ms
+    operations = cell.operations if which == "forward" else cell.training_operations
+    peak = max((found["gemm_gflops"] for found in ledger.ceilings), default=math.nan)
+    if not best or operations is None or not peak > 0:
+        return None
+    return 100 * operations / (best / 1000) / (peak * 1e9)

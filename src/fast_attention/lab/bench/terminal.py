@@ -1,0 +1,119 @@
+"""The benchmark on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from fast_attention.lab.bench import figures
+from fast_attention.lab.bench.decoding import flatness
+from fast_attention.lab.bench.entrants import OURS
+from fast_attention.lab.bench.ledger import Ledger, Row
+from fast_attention.lab.bench.run import percent_of_ceiling
+from fast_attention.lab.records import Cell
+from fast_attention.lab.tables import bytes_of, milliseconds
+
+MARKS = {"right": "", "faulty": " *", "wrong": " WRONG", "missing": " not installed", "not checked": " not checked"}
+
+
+def table(ledger: Ledger) -> Table:
+    """A row for everybody; speeds are forward / forward and backward, against the line to beat in the same rounds."""
+    measured = sorted({cell.length for cell in ledger.cells if cell.status == "measured"})
+    shown = sorted({measured[0], measured[len(measured) // 2], measured[-1]}) if measured else []
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    found.add_column("who", no_wrap=True)
+    for length in shown:
+        found.add_column(f"speed at {length:,}", justify="right")
+    last = shown[-1] if shown else 0
+    for title in (f"time at {last:,}", "% of GEMM", "memory", "faster from"):
+        found.add_column(title, justify="right")
+    lines = dict.fromkeys(row.reference for row in ledger.rows)
+    for name in lines:
+        times = [_both(ledger.cell(name, length)) for length in shown]
+        found.add_row(Text(name, style="bold"), *times, *_costs(ledger, name, last), "")
+    for row in ledger.rows:
+        name = Text(("" if row.owner == OURS else "  ") + row.name + MARKS[row.check], style=_style(row))
+        cells = [_speeds(ledger.cell(row.name, length)) for length in shown]
+        timed = ledger.cell(row.name, last)
+        found.add_row(name, *cells, _both(timed), *_costs(ledger, row.name, last)[1:], wins(ledger, row.name))
+    return found
+
+
+def _style(row: Row) -> str:
+    return "bold red" if row.check == "wrong" else "" if row.owner == OURS else "dim"
+
+
+def _speeds(cell: Cell | None) -> Text:
+    """``12 / 9.5``, coloured by who leads."""
+    if cell is None or cell.status != "measured":
+        return Text(cell.status if cell else "-", style="dim")
+    forward, training = (figures.speed(cell, which) for which in figures.PASSES)
+    words = " / ".join(times(value) for value in (forward, training) if value)
+    return Text(words, style="green" if forward and forward > 1 else "red")
+
+
+def times(value: float) -> str:
+    """A speed: ``0.52``, ``8.3``, ``31``."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _both(cell: Cell | None) -> str:
+    if cell is None or cell.forward_ms is None:
+        return "-"
+    both = (cell.forward_ms, cell.training_ms)
+    return " / ".join(milliseconds(value) for value in both if value is not None)
+
+
+def _costs(ledger: Ledger, name: str, length: int) -> list[str]:
+    cell = ledger.cell(name, length)
+    share = None if cell is None else percent_of_ceiling(ledger, cell)
+    weighed = figures.memory_of(ledger, name)
+    size = weighed[max(weighed)] if weighed else None
+    at = f" at {max(weighed):,}" if weighed else ""
+    return [_both(cell), "-" if share is None else f"{share:.2g}", bytes_of(size) + at]
+
+
+def wins(ledger: Ledger, name: str, which: figures.Pass = "forward") -> str:
+    """From which length on it leads, in words."""
+    known = figures.speeds(ledger, name, which)
+    found = figures.crossover(known)
+    if not known:
+        return "not timed"
+    if found is None:
+        return f"never up to {max(known):,}"
+    return f"{'≤ ' if found[1] else ''}{found[0]:,.0f}"
+
+
+def remarks(ledger: Ledger) -> Iterator[str]:
+    """What stands below the table."""
+    for found in ledger.ceilings:
+        yield (
+            f"Machine {found['when']}: matrix product {found['gemm_gflops']:.0f} GFLOP/s, small batched products "
+            f"{found['bmm_gflops']:.0f}, exp {found['exp_gelem_s']:.2g} G numbers/s, copy {found['copy_gb_s']:.0f} "
+            f"GB/s, an operation on one number {found['empty_us']:.1f} us"
+        )
+    summary = ledger.summary
+    for which, words in zip(figures.PASSES, ("Forward", "Forward and backward"), strict=True):
+        found = summary.get(f"peers_{which}", {})
+        if found.get("smallest"):
+            worst = found["smallest"]
+            direction = ", causal" if worst["is_causal"] else ""
+            yield (
+                f"{words}, {summary['common_length']:,} tokens: {found['geometric_mean']:.2f} times the speed of the "
+                f"best peer in the geometric mean; least {worst['factor']:.2f} ({worst['family']}{direction} against "
+                f"{worst['peer']})"
+            )
+    for (name, batch), ratio in flatness(ledger.steps).items():
+        yield f"Decoding {name}, batch {batch}: a token costs {ratio:.2f} times as much at the end as at the start"
+    for row in ledger.rows:
+        if row.faults:
+            mark = {"wrong": "WRONG, so no speed", "missing": "not run"}.get(row.check, "*")
+            yield f"{mark} {row.name}: {'; '.join(row.faults)}"
+    said = dict.fromkeys(
+        f"{cell.mechanism} at {cell.length:,} tokens: {cell.status}, {cell.note}"
+        for cell in ledger.cells
+        if cell.status in ("failed", "over budget")
+    )
+    yield from said

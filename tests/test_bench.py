@@ -1,0 +1,480 @@
+"""``fast-attention bench``: refuses speeds for what is wrong, can be stopped and resumed; its arithmetic is right."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import keep
+from benchmarks.peers import PEERS
+from fast_attention import catalogue
+from fast_attention.cli import main
+from fast_attention.lab import measure
+from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup, memory, page, run, terminal
+from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes, line, theirs
+from fast_attention.lab.bench.heat import Heat
+from fast_attention.lab.bench.ledger import Ledger, Row, Step, Weight
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.records import EXACT, Cell
+from fast_attention.mechanisms.aft import AFTSimple
+
+SMALL = ["--heads", "2", "--head-dim", "8", "--threads", "1", "--budget", "20"]
+TINY = [*SMALL, "--lengths", "16", "32", "--memory-lengths", "0"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "PATIENCE", 0.0)
+    monkeypatch.setattr("fast_attention.lab.bench.ceilings.ceilings.__defaults__", (0.0,))
+
+
+def bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "--out", str(folder), *arguments])
+    out, err = capsys.readouterr()
+    assert isinstance(stopped.value.code, int), err
+    return stopped.value.code, out, err
+
+
+def read(folder: Path) -> Ledger:
+    return Ledger.from_json((folder / "bench.json").read_text())
+
+
+def test_a_small_benchmark_leaves_a_table_a_page_and_a_record(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chosen = ["--mechanisms", "LinearAttention", "FNet", "Local(window=8)"]
+    code, out, err = bench(capsys, tmp_path, *TINY, *chosen)
+    assert code == 0, err
+    assert "LinearAttention(), causal" in out
+    assert "Machine before: matrix product" in out
+    assert "Machine after" in out
+    ledger = read(tmp_path)
+    rows = ["LinearAttention()", "LinearAttention(), causal", "FNet()", "Local(window=8)", "Local(window=8), causal"]
+    assert [row.name for row in ledger.rows] == rows
+    assert {row.check for row in ledger.rows} == {"right"}
+    lines = [EXACT, f"{EXACT}, causal", f"{EXACT}, projected"]
+    for name in (*rows, *lines):
+        for length in (16, 32):
+            cell = ledger.cell(name, length)
+            assert cell is not None
+            assert cell.status == "measured"
+            assert cell.rounds >= 1
+            assert cell.forward_ms
+            assert cell.forward_best_ms
+            assert cell.training_ms
+            assert cell.operations
+            assert cell.training_operations
+            assert cell.training_operations > cell.operations
+    assert ledger.row("FNet()").reference == f"{EXACT}, projected"  # type: ignore[union-attr]
+    assert ledger.meta["status"] == "complete"
+    assert set(ledger.ceilings[0]) == {
+        "when", "load_average", "gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "empty_us"
+    }  # fmt: skip
+    assert set(ledger.summary["crossover"]) == set(rows)
+    html = (tmp_path / "bench.html").read_text()
+    assert html.endswith("</html>\n")
+    assert html.count("<svg") == 3
+    assert "<script" not in html
+    assert "http" not in html.replace("http://www.w3.org", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.html", "bench.json"]
+
+
+def test_the_record_is_strict_json_and_comes_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "--causal", "--json", "--no-backward")
+    assert code == 0
+    held = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert {"schema", "meta", "ceilings", "rows", "cells", "weights", "steps", "done", "summary"} == set(held)
+    ledger = read(tmp_path)
+    assert json.loads(ledger.to_json()) == held
+    assert [row.name for row in ledger.rows] == ["AFTSimple(), causal"]
+    assert all(cell.training_ms is None for cell in ledger.cells)
+    ledger.ceilings[0]["gemm_gflops"] = math.inf
+    assert json.loads(ledger.to_json())["ceilings"][0]["gemm_gflops"] is None
+
+
+def test_what_is_wrong_gets_no_speed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = AFTSimple.attend
+
+    def leaky(self: AFTSimple, q: Tensor, k: Tensor, v: Tensor, w: Any, **options: Any) -> Tensor:
+        return right(self, q, k, v, w, is_causal=False, key_mask=options["key_mask"])
+
+    monkeypatch.setattr(AFTSimple, "attend", leaky)
+    code, out, _ = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "LinearAttention")
+    assert code == 1
+    ledger = read(tmp_path)
+    for name in ("AFTSimple()", "AFTSimple(), causal"):
+        row, cell = ledger.row(name), ledger.cell(name, 16)
+        assert row is not None
+        assert row.check == "wrong"
+        assert any("future" in fault for fault in row.faults)
+        assert cell is not None
+        assert (cell.status, cell.forward_ms, cell.operations) == ("refused", None, None)
+        assert cell.note.startswith("no speed: ")
+    assert ledger.cell("LinearAttention()", 16).forward_ms  # type: ignore[union-attr]
+    assert "AFTSimple(), causal WRONG" in out
+    assert "WRONG, so no speed" in out
+    assert "no speed" in (tmp_path / "bench.html").read_text()
+
+
+FAULTS = {
+    "one part in a thousand": lambda out: out * 1.001,
+    "not a number": lambda out: out * float("nan"),
+    "gradient": lambda out: out.detach() + 0.9 * (out - out.detach()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_finds_fast_paths_that_differ_from_the_plain_one(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeded fault is in the eager path alone: under torch.func the mechanism is right."""
+    right = AFTSimple.attend
+
+    def eager_only(self: AFTSimple, *tensors: Any, **options: Any) -> Tensor:
+        out = right(self, *tensors, **options)
+        return out if torch._C._are_functorch_transforms_active() else FAULTS[fault](out)
+
+    assert not list(checks._differences(AFTSimple(), False, CPU))
+    monkeypatch.setattr(AFTSimple, "attend", eager_only)
+    assert list(checks._differences(AFTSimple(), False, CPU))
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    count, right = [0], Heat.run
+
+    def stop(self: Heat) -> None:
+        count[0] += 1
+        if count[0] > after:
+            raise KeyboardInterrupt
+        right(self)
+
+    monkeypatch.setattr(Heat, "run", stop)
+
+
+def test_a_stopped_benchmark_keeps_what_it_has_and_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [*TINY, "--mechanisms", "AFTSimple", "LinearAttention", "--no-causal"]
+    with monkeypatch.context() as patch:
+        stopping(patch, after=1)
+        code, out, _ = bench(capsys, tmp_path, *chosen)
+    assert code == 130
+    assert "AFTSimple()" in out
+    partial = read(tmp_path)
+    assert partial.meta["status"] == "interrupted"
+    assert partial.done == ["time 16 AFTSimple()"]
+    known = partial.cell("AFTSimple()", 16)
+    assert known is not None
+    assert known.status == "measured"
+    assert partial.cell("LinearAttention()", 32).status == "not reached"  # type: ignore[union-attr]
+    assert "was interrupted" in (tmp_path / "bench.html").read_text()
+    code, _, err = bench(capsys, tmp_path, *chosen, "--resume")
+    assert code == 0, err
+    whole = read(tmp_path)
+    assert whole.meta["status"] == "complete"
+    assert whole.cell("AFTSimple()", 16) == known, "not measured again"
+    assert all(cell.status == "measured" for cell in whole.cells)
+    assert len(whole.meta["resumed"]) == 1
+    assert len(whole.done) == len(set(whole.done)) == 4
+    code, _, err = bench(capsys, tmp_path, *chosen, "--head-dim", "4", "--resume")
+    assert code == 2
+    assert "head_dim was 8, is 4" in err
+    code, _, err = bench(capsys, tmp_path / "new", *chosen, "--resume")
+    assert code == 2
+    assert "no benchmark to go on with" in err
+
+
+def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rounds stay; the one that was cut short leaves no ratio of its own."""
+    calls, clock = [0], measure.seconds
+    setting = Setting(2, 8, CPU, torch.float32, False, False)
+    group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
+    ledger = Ledger({})
+    heat = Heat(setting, group, ledger, 16, 30.0, lambda what: None, group="AFTSimple()")
+    heat.rests = lambda name, number: False  # type: ignore[method-assign]
+
+    def cut(*rest: Any) -> float:
+        calls[0] += 1
+        if calls[0] > 4 + 5:  # two calls to prepare each of the two, then two rounds and a half
+            raise KeyboardInterrupt
+        return clock(*rest)
+
+    monkeypatch.setattr(measure, "seconds", cut)
+    with pytest.raises(KeyboardInterrupt):
+        heat.run()
+    assert [cell.rounds for cell in ledger.cells] == [3, 2] or [cell.rounds for cell in ledger.cells] == [2, 2]
+
+
+class Fake(nn.Module):
+    """Exact attention, with whatever fault is asked for."""
+
+    def __init__(self, is_causal: bool, leaks: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        self.is_causal, self.factor = is_causal and not leaks, factor
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return self.factor * self.weight * out
+
+
+def absent(sizes: Sizes) -> Any:
+    raise ImportError("no module named 'absent'")
+
+
+def exact(made: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+FAKES = [
+    Peer("good", "good", "AFTSimple()", lambda sizes: Fake(False), truth=exact),
+    Peer("off", "off", "AFTSimple()", lambda sizes: Fake(False, factor=1.01), truth=exact),
+    Peer("leaky, causal", "leaky", "AFTSimple()", lambda sizes: Fake(True, leaks=True), is_causal=True),
+    Peer("absent", "absent", "AFTSimple()", absent),
+    Peer("whole", "whole", "AFTSimple()", lambda sizes: nn.Linear(sizes.width, sizes.width), "module"),
+    Peer("of another", "other", "LinearAttention()", absent),
+]
+
+
+def test_peers_run_beside_ours_with_their_faults_marked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lineup, "load_peers", lambda: FAKES)
+    code, out, err = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "--vs-peers")
+    assert code == 0, err
+    ledger = read(tmp_path)
+    found = {row.name: row.check for row in ledger.rows}
+    assert found == {
+        "AFTSimple()": "right", "AFTSimple(), projected": "right", "AFTSimple(), causal": "right",
+        "good": "right", "off": "faulty", "leaky, causal": "faulty", "absent": "missing", "whole": "right",
+    }  # fmt: skip
+    assert "off by 1 %" in ledger.row("off").faults[0]  # type: ignore[union-attr]
+    assert "future" in ledger.row("leaky, causal").faults[0]  # type: ignore[union-attr]
+    for name in ("good", "off", "leaky, causal", "whole"):
+        assert ledger.cell(name, 32).forward_ms  # type: ignore[union-attr]
+    assert ledger.cell("absent", 32).status == "refused"  # type: ignore[union-attr]
+    assert ledger.row("whole").reference == line("module", False)  # type: ignore[union-attr]
+    assert len({cell.rounds for cell in ledger.cells if cell.length == 32 and cell.rounds}) == 1, "the same rounds"
+    assert "off *" in out
+    assert "absent not installed" in out
+    assert "times the speed of the best peer" in out
+    kinds = {(m.kind, m.is_causal, m.peer) for m in figures.matches(ledger, 32)}
+    assert {kind[:2] for kind in kinds} == {("core", False), ("core", True), ("module", False)}
+    assert "Beside the best peer" in (tmp_path / "bench.html").read_text()
+
+
+def test_without_a_checkout_peers_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lineup, "checkout", lambda: None)
+    code, _, err = bench(capsys, tmp_path, *TINY, "--vs-peers")
+    assert code == 2
+    assert "--vs-peers: the adapters are in a checkout's benchmarks folder" in err
+
+
+def test_every_adapter_names_one_of_the_line_up() -> None:
+    families = {repr(mechanism) for mechanism in lineup.default_mechanisms()}
+    assert len(families) == len(lineup.SETTINGS) == 20
+    names = [peer.name for peer in PEERS]
+    assert len(names) == len(set(names)) >= 25
+    for peer in PEERS:
+        assert repr(catalogue.parse(peer.against)) in families, peer.name
+        assert peer.kind in ("core", "module", "mixer")
+        assert peer.is_causal == peer.name.endswith(", causal")
+        assert peer.is_causal <= catalogue.parse(peer.against).traits.causal, peer.name
+    found = lineup.entrants(lineup.default_mechanisms(), "both", PEERS)
+    assert len({entrant.name for entrant in found}) == len(found)
+    assert {peer.name for peer in PEERS} <= {entrant.name for entrant in found}, "no peer is left out"
+
+
+def test_a_peer_that_is_not_there_is_missing_not_fatal() -> None:
+    entrant = theirs(FAKES[3])
+    row = Row.of(entrant)
+    checks.check(entrant, row, CPU)
+    assert (row.check, row.faults) == ("missing", ["absent is not installed (ImportError: no module named 'absent')"])
+    assert "/" not in checks._said(ImportError("cannot import name 'a' from 'b' (/home/me/lib/b.py)")).split("(")[1]
+
+
+def test_crossovers_are_joined_on_logarithmic_scales() -> None:
+    assert figures.crossover({64: 0.5, 256: 2.0}) == (pytest.approx(128.0), False)
+    assert figures.crossover({64: 0.25, 128: 0.5, 1024: 4.0}) == (pytest.approx(128 * 8 ** (1 / 3)), False)
+    assert figures.crossover({64: 1.5, 128: 3.0}) == (64.0, True)
+    assert figures.crossover({64: 1.5, 128: 0.5, 256: 2.0}) == (pytest.approx(128 * 2**0.5), False), "it lost again"
+    assert figures.crossover({64: 2.0, 128: 0.5}) is None
+    assert figures.crossover({}) is None
+
+
+def synthetic() -> Ledger:
+    """Two families with peers: ours 4 and 0.5 times as fast as exact attention, the peers 1, 2 and 1."""
+    rows = [
+        Row("A()", "A()", "core", False, "fast-attention", EXACT),
+        Row("A(), projected", "A()", "module", False, "fast-attention", line("module", False)),
+        Row("a", "A()", "core", False, "x", EXACT),
+        Row("a2", "A()", "core", False, "y", EXACT),
+        Row("am", "A()", "module", False, "x", line("module", False)),
+        Row("B()", "B()", "core", False, "fast-attention", EXACT),
+        Row("b", "B()", "core", False, "x", EXACT),
+        Row("b, causal", "B()", "core", True, "x", line("core", True)),
+    ]
+    speeds = {"A()": 4.0, "A(), projected": 3.0, "a": 1.0, "a2": 2.0, "am": 1.0, "B()": 0.5, "b": 1.0, "b, causal": 9.0}
+    cells = [
+        Cell(name, 64, "measured", forward_ms=1.0, forward_best_ms=1.0, forward_ratio=1 / speed, operations=10**8)
+        for name, speed in speeds.items()
+    ]
+    ledger = Ledger({"lengths": [64]}, cells, rows=rows)
+    ledger.ceilings = [{"when": "before", "gemm_gflops": 100.0}, {"when": "after", "gemm_gflops": 200.0}]
+    return ledger
+
+
+def test_like_is_compared_with_like() -> None:
+    ledger = synthetic()
+    found = figures.matches(ledger, 64)
+    assert [(m.family, m.kind, m.peer, m.factor) for m in found] == [
+        ("A()", "core", "a2", 2.0), ("A()", "module", "am", 3.0), ("B()", "core", "b", 0.5)
+    ]  # fmt: skip
+    assert [m.factor for m in figures.hardest(found)] == [2.0, 0.5]
+    summary = figures.summarise(ledger)
+    assert summary["peers_forward"]["geometric_mean"] == pytest.approx(1.0)
+    assert summary["peers_forward"]["smallest"]["family"] == "B()"
+    assert summary["peers_training"]["geometric_mean"] is None
+    assert summary["common_length"] == 64
+    assert summary["crossover"]["A()"]["forward"] == (64.0, True)
+
+
+def test_percent_of_the_ceiling_is_of_the_best_product_of_the_run() -> None:
+    ledger = synthetic()
+    assert run.percent_of_ceiling(ledger, ledger.cells[0]) == pytest.approx(50.0)  # 1e8 in 1 ms, of 2e11 a second
+    assert run.percent_of_ceiling(ledger, ledger.cells[0], "training") is None
+    ledger.ceilings = []
+    assert run.percent_of_ceiling(ledger, ledger.cells[0]) is None
+
+
+def test_slopes_and_means() -> None:
+    assert figures.slope({1024: 3.0, 2048: 6.0, 4096: 12.0}) == pytest.approx(1.0)
+    assert figures.slope({1024: 1.0, 2048: 4.0}) == pytest.approx(2.0)
+    assert figures.slope({1024: 1.0}) is None
+    assert figures.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert figures.geometric_mean([]) is None
+    steps = [Step("A()", 1, 256, 1e-3), Step("A()", 1, 65536, 3e-3), Step("A()", 8, 256, None)]
+    assert decoding.flatness(steps) == {("A()", 1): pytest.approx(3.0)}
+
+
+def test_the_slow_sit_out_and_what_takes_too_long_is_over_budget() -> None:
+    entrants = lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional")
+    group = run.groups(entrants, 64)["AFTSimple()"]
+    ledger = Ledger({}, [Cell("AFTSimple()", 16, "measured", forward_best_ms=100.0, training_best_ms=150.0)])
+    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, ledger, 64, 2.0, lambda what: None)
+    assert heat.reason(entrants[0]) == "about 1.0 s a pass: too long for its group's 2 s at this length"
+    heat.share = 4.0
+    assert heat.reason(entrants[0]) == ""
+    ledger.cells[0].training_bytes = 2**50
+    assert "more than half of the free memory" in heat.reason(entrants[0])
+    heat.estimates = {"AFTSimple()": (0.3, 0.4), EXACT: (9.0, 9.0)}
+    assert [heat.rests("AFTSimple()", number) for number in range(3)] == [False, True, True]
+    assert not any(heat.rests(EXACT, number) for number in range(9))
+
+
+def test_long_lengths_share_the_lines_to_beat() -> None:
+    entrants = lineup.entrants(lineup.default_mechanisms(), "both")
+    assert len(run.groups(entrants, 4096)) == 20
+    together = run.groups(entrants, 16384)
+    assert len(together) == 4
+    for group in together.values():
+        names = [entrant.name for entrant in group]
+        assert len(names) == len(set(names))
+        assert {entrant.reference for entrant in group} <= set(names)
+    assert sum(map(len, together.values())) < len(entrants) + 20
+
+
+@pytest.mark.skipif(not memory.available(CPU), reason="resident memory can be read on Linux only")
+def test_memory_is_weighed_in_fresh_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--heads", "4", "--head-dim", "64", "--threads", "1", "--budget", "30", "--lengths", "32"]
+    chosen = ["--mechanisms", "LinearAttention", "--no-causal", "--memory-lengths", "4096", "8192"]
+    code, _, err = bench(capsys, tmp_path, *sizes, *chosen)
+    assert code == 0, err
+    ledger = read(tmp_path)
+    weights = {(weight.name, weight.length): weight for weight in ledger.weights}
+    assert set(weights) == {(name, n) for name in (EXACT, "LinearAttention()") for n in (4096, 8192)}
+    for weight in weights.values():
+        assert weight.note == ""
+        assert weight.essential_bytes == 4 * 4 * 64 * 4 * weight.length
+        output = weight.essential_bytes / 4
+        assert 0.9 * output < weight.forward_bytes < 20 * output, "at least the output, and nothing quadratic"  # type: ignore[operator]
+        assert weight.training_bytes > weight.forward_bytes  # type: ignore[operator]
+    assert "LinearAttention()" in ledger.summary["memory_slope"]
+    assert "Memory" in (tmp_path / "bench.html").read_text()
+
+
+def test_scales_say_why_they_could_not_weigh() -> None:
+    setting = Setting(2, 8, CPU, torch.float32, False, True)
+    scales = memory.Scales(setting, 1, [catalogue.parse("AFTSimple")], False)
+    try:
+        assert scales.weigh("nobody", 64, False, 20.0) == (None, "KeyError: 'nobody'")
+        size, note = scales.weigh("AFTSimple()", 64, True, 20.0)
+        assert (size is not None, note) == (True, "")
+    finally:
+        scales.close()
+    assert scales.weigh("AFTSimple()", 64, True, 20.0)[0] is None
+
+
+def test_decoding_measures_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(2, 8, CPU, torch.float32, False, False)
+    monkeypatch.setattr(decoding, "STRETCH", 5)
+    steps = decoding.decoding(catalogue.parse("LinearAttention"), 3, setting, (4, 16), rounds=2)
+    assert [(step.name, step.batch, step.position) for step in steps] == [
+        ("LinearAttention()", 3, 4), ("LinearAttention()", 3, 16)
+    ]  # fmt: skip
+    assert all(step.seconds and not step.note for step in steps)
+    assert steps[0].state_bytes == steps[1].state_bytes
+    assert decoding.steady(catalogue.parse("Local"))
+    assert not decoding.steady(catalogue.parse("Softmax"))
+    assert not decoding.steady(catalogue.parse("FNet"))
+    broken = decoding.decoding(catalogue.parse("Linformer"), 1, setting, (4,), rounds=1)
+    assert broken[0].seconds is None
+    assert broken[0].note
+
+
+def test_a_partial_ledger_still_makes_a_page_and_a_table() -> None:
+    ledger = Ledger({
+        "status": "interrupted", "command": ["fast-attention", "bench"], "started": "now", "heads": 1, "head_dim": 8,
+        "batch": 1, "lengths": [16], "dtype": "float32", "seed": 0, "hardware": "h", "device": "cpu", "threads": 1,
+        "cores": 1, "load_average": [0.0], "fast_attention": "0", "commit": None, "torch": "0", "python": "3",
+        "platform": "p", "memory": "m", "backward": True,
+    })  # fmt: skip
+    ledger.summary = figures.summarise(ledger)
+    assert "was interrupted" in page.html(ledger)
+    assert terminal.table(ledger).row_count == 0
+    ledger.weights = [Weight("A()", 16, note="over budget")]
+    assert "memory at 16 tokens: over budget" in page.html(ledger)
+
+
+def test_records_that_tell_of_this_machine_are_not_kept(tmp_path: Path) -> None:
+    held: dict[str, Any] = {"meta": {"status": "complete", "started": "2030-01-02T03:04:05+0000"}}
+    source = tmp_path / "bench.json"
+    source.write_text(json.dumps(held))
+    assert keep.keep(source, tmp_path / "records").name == "2030-01-02-bench.json"
+    assert keep.keep(source, tmp_path / "records").name == "2030-01-02-bench-2.json"
+    source.write_text(json.dumps({**held, "note": f"in {Path.cwd()}/x"}))
+    with pytest.raises(ValueError, match="relative paths"):
+        keep.keep(source, tmp_path / "records")
+    source.write_text(json.dumps({"meta": {**held["meta"], "status": "interrupted"}}))
+    with pytest.raises(ValueError, match="only complete records"):
+        keep.keep(source, tmp_path / "records")
+
+
+def test_an_entrant_of_each_kind_runs_in_every_direction(device: torch.device) -> None:
+    setting = Setting(2, 8, device, torch.float32, False, True, batch=3)
+    found: list[Entrant] = lineup.entrants([catalogue.parse("AFTSimple"), catalogue.parse("GMLP")], "both", FAKES[4:5])
+    for entrant in (*found, *lineup.references(found)):
+        competitor = entrant.make(setting, 12)
+        out = competitor.forward()
+        assert out.shape == ((3, 2, 12, 8) if entrant.kind == "core" else (3, 12, 16)), entrant.name
+        assert all(g is None or torch.isfinite(g).all() for g in competitor.training())
