@@ -28,9 +28,12 @@ test-peers: .venv-peers/ready
 	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/test_peers.py
 
 # Ours, exact attention and published packages side by side: benchmarks/README.md. BENCH adds options, e.g. --resume.
+LENGTHS ?= 64 128 256 512 1024 2048 4096 16384
+WEIGHED ?= 1024 4096 16384 65536
+BUDGET ?= 6000
 bench: .venv-bench/ready
-	.venv-bench/bin/fast-attention bench --vs-peers --decode --lengths 64 128 256 512 1024 2048 4096 16384 \
-		--memory-lengths 1024 4096 16384 65536 --budget 6000 --out out/bench $(BENCH)
+	.venv-bench/bin/fast-attention bench --vs-peers --decode --lengths $(LENGTHS) --memory-lengths $(WEIGHED) \
+		--budget $(BUDGET) --out out/bench $(BENCH)
 	.venv-bench/bin/python benchmarks/keep.py out/bench/bench.json
 
 docs: .venv/docs

@@ -86,6 +86,10 @@ class Race:
         """The competitor whose times are the line to beat; a line to beat is its own."""
         return EXACT
 
+    def cell(self, name: str) -> Cell | None:
+        """Where a competitor's summary goes."""
+        return self.record.cell(name, self.length)
+
     def prepare(self, runner: Competitor, cell: Cell) -> tuple[float, float]:
         """Warm a competitor up and weigh it into its cell; seconds of one call of each pass."""
         found = _warm(runner, self.setting)
@@ -124,14 +128,7 @@ class Race:
 
     def predicted(self, name: str, order: float) -> tuple[float, float]:
         """The same for whoever is called ``name`` and grows with the power ``order`` of the length."""
-        cells = [cell for cell in self.record.cells if cell.mechanism == name and cell.length < self.length]
-        own = [cell for cell in cells if cell.forward_best_ms is not None]
-        if not own:
-            return 0.0, 0.0
-        before = max(own, key=lambda cell: cell.length)
-        grown = (self.length / before.length) ** max(order, 1.0)
-        size = (before.peak_bytes or 0) + (before.weight_bytes or 0)
-        return ((before.forward_best_ms or 0.0) + (before.training_best_ms or 0.0)) / 1000 * grown, size * grown
+        return foretold(self.record.cells, name, order, self.length)
 
     def race(self) -> None:
         """Rounds in which everyone runs once in turn, until the time is spent; an interruption keeps whole rounds."""
@@ -160,7 +157,7 @@ class Race:
 
     def note(self, name: str, forward: dict[str, list[float]], training: dict[str, list[float]]) -> None:
         """Write the summary of a competitor's samples into its cell."""
-        cell = self.record.cell(name, self.length)
+        cell = self.cell(name)
         line = self.against(name)
         if cell is None or not forward[name] or not forward[line]:
             return
@@ -172,6 +169,17 @@ class Race:
             found = measure.timing(training[name], training[line])
             cell.training_ms, cell.training_ratio = found.median * 1000, found.ratio
             cell.training_best_ms, cell.training_best_ratio = found.best * 1000, found.best_ratio
+
+
+def foretold(cells: list[Cell], name: str, order: float, length: int) -> tuple[float, float]:
+    """Seconds of one pass of each kind, and bytes, at ``length``: from the greatest shorter one that was measured."""
+    own = [c for c in cells if c.mechanism == name and c.length < length and c.forward_best_ms is not None]
+    if not own:
+        return 0.0, 0.0
+    before = max(own, key=lambda cell: cell.length)
+    grown = (length / before.length) ** max(order, 1.0)
+    size = (before.peak_bytes or 0) + (before.weight_bytes or 0)
+    return ((before.forward_best_ms or 0.0) + (before.training_best_ms or 0.0)) / 1000 * grown, size * grown
 
 
 def _warm(runner: Competitor, setting: Setting) -> tuple[float, float]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fast_attention import conformance
 from fast_attention.conformance import Law, Subject, independence, robustness
 from fast_attention.conformance.finding import moved
-from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes
-from fast_attention.lab.bench.ledger import Row
+from fast_attention.lab.bench.entrants import Peer, Sizes
 from fast_attention.mechanism import Mixer, Shape
 from fast_attention.nn.bound import Bound
 
@@ -44,23 +43,18 @@ _FOLDERS = re.compile(r"(?:/[\w.+-]+)+/")
 OFF = 1e-3  # relative rms beyond which a peer computes something else than it should
 
 
-def check(entrant: Entrant, row: Row, device: torch.device) -> None:
-    """Write into ``row`` what was found: ``right``; ``wrong`` for ours; ``faulty`` or ``missing`` for a peer."""
-    if entrant.peer is not None:
-        row.check, row.faults = _peer(entrant.peer)
-    elif entrant.mechanism is not None:
-        row.faults = list(faults(entrant.mechanism, entrant.is_causal, device))
-        row.check = "wrong" if row.faults else "right"
-
-
-def faults(mechanism: Any, is_causal: bool, device: torch.device) -> Iterable[str]:
-    """What is wrong with one of ours: laws it breaks, fast paths that differ from the plain definition."""
-    try:
-        yield from _differences(mechanism, is_causal, device)
-    except Exception as error:  # whatever a broken mechanism raises
-        yield f"raised {_said(error)}"
+def broken(mechanism: Any, device: torch.device) -> list[str]:
+    """The laws that one of ours breaks."""
     report = conformance.check(conformance.of(mechanism), device=str(device), laws=LAWS)
-    yield from (f"{finding.law}: {finding.size:.2g}" for finding in report.broken)
+    return [f"{finding.law}: {finding.size:.2g}" for finding in report.broken]
+
+
+def differences(mechanism: Any, is_causal: bool, device: torch.device) -> list[str]:
+    """Where one of ours differs from its plain definition."""
+    try:
+        return list(_differences(mechanism, is_causal, device))
+    except Exception as error:  # whatever a broken mechanism raises
+        return [f"raised {_said(error)}"]
 
 
 def _differences(mechanism: Any, is_causal: bool, device: torch.device) -> Iterable[str]:
@@ -110,8 +104,8 @@ def _if_off(what: str, size: float, limit: float) -> list[str]:
     return [] if size <= limit else [f"{what}: {size:.2g}, more than {limit:.0e}"]
 
 
-def _peer(peer: Peer) -> tuple[str, list[str]]:
-    """A peer's check: its true formula where there is one, and the laws."""
+def peer(peer: Peer) -> tuple[str, list[str]]:
+    """``right``, ``faulty`` or ``missing``, and why: its true formula where there is one, and the laws."""
     try:
         made = built(peer)
     except ImportError as error:

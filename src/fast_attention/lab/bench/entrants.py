@@ -79,6 +79,11 @@ class Entrant:
     peer: Peer | None = None
 
     @property
+    def memory_order(self) -> float:
+        """The exponent of its memory: torch's fused exact attention holds no scores."""
+        return 1.0 if self.owner == TORCH else self.order
+
+    @property
     def reference(self) -> str:
         """The name of the line to beat."""
         return line(self.kind, self.is_causal)

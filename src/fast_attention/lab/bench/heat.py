@@ -51,6 +51,11 @@ class Heat(Race):
         """Exact attention in the same form and direction."""
         return next(entrant.reference for entrant in self.mechanisms if entrant.name == name)
 
+    def cell(self, name: str) -> Cell | None:
+        """This group's own: a line to beat has a cell in every group."""
+        mine = (name, self.length, self.group)
+        return next((c for c in self.record.cells if (c.mechanism, c.length, c.group) == mine), None)
+
     def rests(self, name: str, number: int) -> bool:
         """Slow ones run once, then no more than their share of the time; the lines to beat run in every round."""
         if name == self.against(name):

@@ -60,9 +60,10 @@ class Scales:
         return answer.get("bytes"), answer.get("note", "")
 
     def close(self) -> None:
-        """End the parent."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        """End the parent, once it has answered."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
         self.process.wait()
 
 

@@ -13,11 +13,12 @@ from fast_attention.lab.bench.entrants import OURS, Entrant, Peer
 from fast_attention.lab.bench.heat import Heat
 from fast_attention.lab.bench.ledger import Ledger, Row, Weight, time_key
 from fast_attention.lab.measure import Setting, memory_at_hand
-from fast_attention.lab.race import MOST_ROUNDS
+from fast_attention.lab.race import MOST_ROUNDS, foretold
 from fast_attention.lab.records import Cell, load_average
 
 LONG = 4096  # tokens beyond which several families share a group, so that exact attention runs less often
 FAMILIES_AT_ONCE = 6
+SET_UP, GUESS = 0.03, 1e-5  # seconds: per entrant; per token of one that was never measured
 SHARES = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
 SHORTEST_WEIGHED = 1024  # tokens: below it, growth is the noise of pages
 
@@ -84,19 +85,22 @@ def _measure_ceilings(plan: Plan, ledger: Ledger, when: str) -> None:
 
 def _check(plan: Plan, ledger: Ledger) -> list[Entrant]:
     """The entrants that may run: ours if they are right, peers if they are there, whatever their faults."""
-    allowed, judged = [], {}
+    allowed: list[Entrant] = []
+    laws: dict[str, list[str]] = {}
     for entrant in plan.entrants:
         plan.watch(f"check: {entrant.name}")
         row = ledger.row(entrant.name)
         if row is None:
             row = Row.of(entrant)
             ledger.rows.append(row)
-        key = (entrant.family, entrant.is_causal, entrant.peer and entrant.name)
-        if key in judged:  # the same mechanism, between projections
-            row.check, row.faults = judged[key]
+        if entrant.peer is not None:
+            row.check, row.faults = checks.peer(entrant.peer)
         else:
-            checks.check(entrant, row, plan.setting.device)
-            judged[key] = (row.check, row.faults)
+            broken = laws.get(entrant.family)
+            if broken is None:
+                broken = laws[entrant.family] = checks.broken(entrant.mechanism, plan.setting.device)
+            row.faults = [*checks.differences(entrant.mechanism, entrant.is_causal, plan.setting.device), *broken]
+            row.check = "wrong" if row.faults else "right"
         if row.check not in ("wrong", "missing"):
             allowed.append(entrant)
     return allowed
@@ -120,20 +124,24 @@ def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -
     """Every group at every length, each within its share of the time; a group that is done is saved as such."""
     todo = [(length, name, group) for length in plan.lengths for name, group in groups(entrants, length).items()]
     todo = [job for job in todo if time_key(*job[:2]) not in ledger.done]
-    left = max(budget, 1.0)
+    left, before = max(budget, 1.0), None
     for number, (length, name, group) in enumerate(todo):
         started = time.perf_counter()
-        ahead = sum(_effort(later, len(others)) for later, _, others in todo[number:])
-        share = left * _effort(length, len(group)) / ahead
+        if before not in (None, length):
+            _measure_ceilings(plan, ledger, f"before {length:,} tokens")
+        before = length
+        ahead = sum(_effort(ledger, later, others) for later, _, others in todo[number:])
+        share = left * _effort(ledger, length, group) / ahead
         Heat(plan.setting, group, ledger, length, share, plan.watch, group=name).run()
         left = max(left - (time.perf_counter() - started), 1.0)
         ledger.done.append(time_key(length, name))
         plan.save()
 
 
-def _effort(length: int, entrants: int) -> float:
-    """How time is shared out: exact attention grows with the square of the length, the others with the length."""
-    return (1.0 + length / 512) * (2 + entrants) + 2 * (length / 1024) ** 2
+def _effort(ledger: Ledger, length: int, group: list[Entrant]) -> float:
+    """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up."""
+    seconds = (foretold(ledger.cells, entrant.name, entrant.order, length)[0] for entrant in group)
+    return sum(SET_UP + (known or GUESS * length) for known in seconds)
 
 
 def _weigh(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
@@ -168,12 +176,12 @@ def _too_much(plan: Plan, ledger: Ledger, entrant: Entrant, length: int, left: f
     if not timed:
         return ""
     before = max(timed, key=lambda cell: cell.length)
-    grown = (length / before.length) ** entrant.order
-    seconds = grown * ((before.forward_best_ms or 0.0) * 2 + (before.training_best_ms or 0.0)) / 1000
-    size = grown * ((before.peak_bytes or 0) + 2 * (before.weight_bytes or 0))
+    ratio = length / before.length
+    seconds = ratio**entrant.order * ((before.forward_best_ms or 0.0) * 2 + (before.training_best_ms or 0.0)) / 1000
+    size = ratio**entrant.memory_order * ((before.peak_bytes or 0) + 2 * (before.weight_bytes or 0))
     if size > memory_at_hand(plan.setting.device) / 2:
         return f"over budget: about {size / 2**30:.1f} GiB"
-    return f"over budget: about {seconds:.0f} s" if seconds > left / 4 else ""
+    return f"over budget: about {seconds:.0f} s" if seconds > left else ""
 
 
 def _essential(setting: Setting, entrant: Entrant, length: int) -> int:
