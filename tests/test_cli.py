@@ -182,7 +182,7 @@ def test_check_tells_kept_from_broken(
 def test_help_is_for_strangers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(command in out for command in ("compare", "list", "check"))
+    assert all(command in out for command in ("compare", "bench", "list", "check"))
     code, out, _ = run(capsys, "compare", "--help")
     assert code == 0
     assert all(option in out for option in ("--model", "--fasta", "--lengths", "--seed", "--out", "--json"))

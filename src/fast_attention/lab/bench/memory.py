@@ -7,6 +7,7 @@ and inputs are made) less what was resident then. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -60,10 +61,12 @@ class Scales:
         return answer.get("bytes"), answer.get("note", "")
 
     def close(self) -> None:
-        """End the parent, once it has answered."""
+        """End the parent and the child that it may be waiting for: both are in a session of their own."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
