@@ -261,6 +261,7 @@ def test_peers_run_beside_ours_with_their_faults_marked(
         "AFTSimple()": "right", "AFTSimple(), projected": "right", "AFTSimple(), causal": "right",
         "good": "right", "off": "faulty", "leaky, causal": "faulty", "absent": "missing", "whole": "right",
     }  # fmt: skip
+    assert {row.name for row in ledger.rows if not row.same} == {"off"}
     assert "off by 1 %" in ledger.row("off").faults[0]  # type: ignore[union-attr]
     assert "future" in ledger.row("leaky, causal").faults[0]  # type: ignore[union-attr]
     for name in ("good", "off", "leaky, causal", "whole"):
@@ -348,6 +349,10 @@ def test_like_is_compared_with_like() -> None:
     assert summary["peers_forward"]["geometric_mean"] == pytest.approx(1.0)
     assert summary["peers_forward"]["smallest"]["family"] == "B()"
     assert summary["peers_training"]["geometric_mean"] is None
+    ledger.row("b").same = False  # type: ignore[union-attr]
+    again = figures.summarise(ledger)["peers_forward"]
+    assert again["geometric_mean"] == pytest.approx(1.0)
+    assert again["geometric_mean_of_the_same_function"] == pytest.approx(2.0)
     assert summary["common_length"] == 64
     assert summary["crossover"]["A()"]["forward"] == (64.0, True)
 

@@ -136,7 +136,7 @@ def _bars(axes: Axes, found: list[figures.Match], which: Pass) -> None:
         ink = INK if match.factor >= 1 else COLOURS[1]
         axes.annotate(words, (right, at), va="center", fontsize=6.5, color=ink)
     axes.set_yticks(places, [f"{m.family}{_words(m)}" for m in found])
-    axes.invert_yaxis()
+    axes.set_ylim(len(found) - 0.3, -0.7)
     axes.set_xscale("log")
     low = min((min(m.ours, m.theirs) for m in found), default=0.1)
     high = max((max(m.ours, m.theirs) for m in found), default=1.0)
@@ -173,7 +173,7 @@ def ceilings(ledger: Ledger, length: int) -> Picture:
             axes.barh([at + 0.2 for at in places], values, 0.38, color=COLOURS[2], label="forward and backward")
         axes.axvline(100, color=INK, linewidth=0.8)
         axes.set_yticks(places, [name for name, _ in shares])
-        axes.invert_yaxis()
+        axes.set_ylim(len(shares) - 0.3, -0.7)
         axes.set_xlabel("percent of the rate of one large matrix product in the same run")
         axes.legend(fontsize=7, frameon=False, loc="lower right")
         return Picture(svg(figure, alt), alt)

@@ -50,6 +50,7 @@ class Peer:
         mask: The name of its key mask argument (True = may be seen), if it has one.
         order: The exponent of its time, to foretell.
         note: What it does differently by design.
+        same: Whether it is meant to compute the same function of its inputs as ours.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Peer:
     mask: str | None = None
     order: float = 1.0
     note: str = ""
+    same: bool = True
 
 
 @dataclass(frozen=True)

@@ -67,14 +67,18 @@ class Match(NamedTuple):
         return self.ours / self.theirs
 
 
-def matches(ledger: Ledger, length: int, which: Pass = "forward") -> list[Match]:
-    """Every comparison of like with like that was measured at ``length``."""
+def matches(ledger: Ledger, length: int, which: Pass = "forward", *, same: bool = False) -> list[Match]:
+    """Every comparison of like with like that was measured at ``length``; ``same``: of the same function only."""
     found = []
     for row in ledger.rows:
         mine = speed(ledger.cell(row.name, length), which) if row.owner == OURS else None
         if mine is None:
             continue
-        rivals = {peer.name: speed(ledger.cell(peer.name, length), which) for peer in rivals_of(ledger, row)}
+        rivals = {
+            peer.name: speed(ledger.cell(peer.name, length), which)
+            for peer in rivals_of(ledger, row)
+            if peer.same or not same
+        }
         known = {name: value for name, value in rivals.items() if value}
         if known:
             best = max(known, key=lambda name: known[name])
@@ -148,9 +152,11 @@ def summarise(ledger: Ledger) -> dict[str, Any]:
             found["percent_of_gemm"][name] = {w: percent_of_ceiling(ledger, cell, w) for w in PASSES}
     for which in PASSES:
         each = hardest(matches(ledger, length, which)) if length else []
+        alike = hardest(matches(ledger, length, which, same=True)) if length else []
         worst = min(each, key=lambda match: match.factor, default=None)
         found[f"peers_{which}"] = {
             "geometric_mean": geometric_mean(match.factor for match in each),
+            "geometric_mean_of_the_same_function": geometric_mean(match.factor for match in alike),
             "smallest": None if worst is None else {**worst._asdict(), "factor": worst.factor},
             "matches": [{**match._asdict(), "factor": match.factor} for match in matches(ledger, length or 0, which)],
         }

@@ -29,13 +29,15 @@ class Row:
     note: str = ""
     check: str = "not checked"  # or right, wrong, faulty (a peer's broken law), missing (not installed)
     faults: list[str] = field(default_factory=list)
+    same: bool = True  # a peer that computes the same function as ours, by design and by its check
 
     @classmethod
     def of(cls, entrant: Entrant) -> Row:
         """The row of an entrant, before its check."""
         note = entrant.peer.note if entrant.peer else ""
         e = entrant
-        return cls(e.name, e.family, e.kind, e.is_causal, e.owner, e.reference, note)
+        same = entrant.peer is None or entrant.peer.same
+        return cls(e.name, e.family, e.kind, e.is_causal, e.owner, e.reference, note, same=same)
 
 
 @dataclass

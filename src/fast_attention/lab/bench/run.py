@@ -18,6 +18,7 @@ from fast_attention.lab.records import Cell, load_average
 
 LONG = 4096  # tokens beyond which several families share a group, so that exact attention runs less often
 FAMILIES_AT_ONCE = 6
+SHORTEST_SHARE = 2.0  # seconds
 SET_UP, GUESS = 0.03, 1e-5  # seconds: per entrant; per token of one that was never measured
 SHARES = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
 SHORTEST_WEIGHED = 1024  # tokens: below it, growth is the noise of pages
@@ -95,6 +96,7 @@ def _check(plan: Plan, ledger: Ledger) -> list[Entrant]:
             ledger.rows.append(row)
         if entrant.peer is not None:
             row.check, row.faults = checks.peer(entrant.peer)
+            row.same = entrant.peer.same and not any(fault.startswith(checks.OTHER) for fault in row.faults)
         else:
             broken = laws.get(entrant.family)
             if broken is None:
@@ -131,7 +133,7 @@ def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -
             _measure_ceilings(plan, ledger, f"before {length:,} tokens")
         before = length
         ahead = sum(_effort(ledger, later, others) for later, _, others in todo[number:])
-        share = left * _effort(ledger, length, group) / ahead
+        share = max(left * _effort(ledger, length, group) / ahead, SHORTEST_SHARE)
         Heat(plan.setting, group, ledger, length, share, plan.watch, group=name).run()
         left = max(left - (time.perf_counter() - started), 1.0)
         ledger.done.append(time_key(length, name))

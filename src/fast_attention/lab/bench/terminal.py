@@ -99,10 +99,12 @@ def remarks(ledger: Ledger) -> Iterator[str]:
         found = summary.get(f"peers_{which}", {})
         if found.get("smallest"):
             worst = found["smallest"]
-            direction = ", causal" if worst["is_causal"] else ""
+            who = worst["family"] + (", causal" if worst["is_causal"] else "")
+            alike = found["geometric_mean_of_the_same_function"]
+            alike = "" if alike is None else f" ({alike:.2f} against those that compute the same function)"
             yield (
                 f"{words}, {summary['common_length']:,} tokens: {found['geometric_mean']:.2f} times the speed of the "
-                f"best peer in the geometric mean; least {worst['factor']:.2f} ({worst['family']}{direction} against "
+                f"best peer in the geometric mean{alike}; least {worst['factor']:.2f} ({who} against "
                 f"{worst['peer']})"
             )
     for (name, batch), ratio in flatness(ledger.steps).items():
