@@ -12,11 +12,9 @@ from torch import Tensor
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.differences import differences
-from fast_attention.ops.differences.differences import Differences
 from fast_attention.ops.differences.manhattan import Distance, Past, appended, pairs
 from fast_attention.ops.maps.positive import Positive, PositiveSoftplus
 from fast_attention.ops.pools import pool
-from fast_attention.ops.pools.pool import same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
 from fast_attention.ops.value import at_least, one_of
@@ -50,7 +48,7 @@ def manhattan_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class Manhattan(Attention[tuple[()], Differences | Past]):
+class Manhattan(Attention[tuple[()], differences.Differences | Past]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
     Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
@@ -145,13 +143,13 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
 
     @in_float32
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | Past | None, *,
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: differences.Differences | Past | None, *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, Differences | Past]:  # fmt: skip
+    ) -> tuple[Tensor, differences.Differences | Past]:  # fmt: skip
         """Outputs of the stretch, and the sums over all keys up to its end, or the keys themselves."""
         l, x, ones, own, size = self._terms(k, v, key_mask)
         if self._linear:
-            assert state is None or isinstance(state, Differences)
+            assert state is None or isinstance(state, differences.Differences)
             sums = differences.running(l, x, own, key_mask, state)
             first = self.reference == "first"
             related = sums.weighed if first else differences.related(l, sums)
@@ -164,16 +162,20 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
 
     @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
+    def summarise(
+        self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
+    ) -> differences.Differences | Past:
         """The sums over a stretch."""
         if not self._linear:
             raise self.refuse("summarising", "memory")
         l, x, _, own, _ = self._terms(k, v, key_mask)
         return differences.summarised(l, x, own, key_mask)
 
-    def combine(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
+    def combine(
+        self, earlier: differences.Differences | Past, later: differences.Differences | Past
+    ) -> differences.Differences | Past:
         """The sums over two neighbouring stretches."""
-        if not isinstance(earlier, Differences) or not isinstance(later, Differences):
+        if not isinstance(earlier, differences.Differences) or not isinstance(later, differences.Differences):
             raise self.refuse("combining states", "memory")
         return differences.combined(earlier, later)
 
@@ -191,12 +193,12 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
 
     def _keys(self, k: Tensor, v: Tensor) -> Tensor:
         k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
-        same_width(self, k, v, or_one=True)
+        pool.same_width(self, k, v, or_one=True)
         return k
 
     def _gated(self, q: Tensor, out: Tensor) -> Tensor:
         if self.query_dim == 0:
             return out
         gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
-        same_width(self, gate, out, name="queries", or_one=True)
+        pool.same_width(self, gate, out, name="queries", or_one=True)
         return gate.sigmoid() * out
