@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fast_attention.ops.exponential import exp_
 from fast_attention.ops.maps.features import Features
 from fast_attention.ops.maps.random_features import positive, trigonometric
 
@@ -121,7 +122,7 @@ class Lift:
     def queries(self, x: Tensor, heads: Heads, desk: Desk, name: str) -> Tensor:
         """Features up to one factor per query."""
         values, top = self.raw(x, heads, desk, name)
-        return values if top is None else values.sub_(top[..., None]).exp_()
+        return values if top is None else exp_(values.sub_(top[..., None]))
 
     def keys(
         self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Desk, name: str
@@ -140,7 +141,7 @@ class Lift:
     def finish(self, values: Tensor, half: Tensor, unit: Tensor) -> Tensor:
         """Keys' features in units of ``e^unit`` (h, 1), in place."""
         shift = (half - unit)[..., None]
-        return values.add_(shift).exp_() if self.exponential else values.mul_(shift.exp_())
+        return exp_(values.add_(shift)) if self.exponential else values.mul_(shift.exp_())
 
     def pull(self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Desk, out: Tensor, is_key: bool) -> None:
         """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fast_attention.ops.exponential import exp_
 from fast_attention.ops.hashing.hash_chunks import Chunks, Order, cut
 from fast_attention.ops.hashing.hashing import SHORTEST, Rules
 
@@ -59,7 +60,7 @@ class Lanes:
         scores = torch.bmm(taken(self.q, pairs.queries), taken(self.k, pairs.keys).mT)
         if shift is not None:  # what does not count may be larger than the largest that does
             scores.sub_(shift.take(pairs.queries)[..., None]).clamp_(max=TAME + 1)
-        return self.prune(scores.exp_(), r, pairs)
+        return self.prune(exp_(scores), r, pairs)
 
     def prune(self, weights: Tensor, r: int, pairs: Pairs) -> Tensor:
         """Zeros, in place, where a key does not count: itself, later, in an empty slot, or met in an earlier round."""

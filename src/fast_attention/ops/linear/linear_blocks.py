@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.ops.maps.feature_map import Elementwise
 
-ROOM = 131072  # numbers in one buffer of a block
+ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32
 
 
 class Cut(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.exponential import exp_
 from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features
 from fast_attention.ops.value import at_least
 
@@ -25,7 +26,7 @@ class EluPlusOne(Elementwise):
 
     def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
         """The larger of ``x + 1`` and ``e^min(x, 0)``, which meet at zero."""
-        torch.clamp_max(x, 0.0, out=out).exp_()
+        exp_(torch.clamp_max(x, 0.0, out=out))
         torch.maximum(out, torch.add(x, 1.0, out=scratch), out=out)
 
     def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:

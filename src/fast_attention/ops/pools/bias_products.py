@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools import biased, pool
 from fast_attention.ops.pools.pool_passes import eager, filled, pieces, unit
 from fast_attention.ops.pools.prefix_pool import lowest
@@ -35,7 +36,7 @@ def steady(k: Tensor, bias: Tensor, *, holes: bool) -> bool:
 def weighed(k: Tensor, v: Tensor, top: Tensor, out: Tensor) -> None:
     """``exp(k - top)`` times values and ones, into ``out`` (..., S, 2 D)."""
     above, below = out.split(v.shape[-1], -1)
-    torch.mul(torch.sub(k, top, out=below).exp_(), v, out=above)
+    torch.mul(exp_(torch.sub(k, top, out=below)), v, out=above)
 
 
 def gated(q: Tensor, sums: Tensor, out: Tensor, *, holes: bool) -> Tensor:
@@ -82,7 +83,7 @@ def _terms(k: Tensor, v: Tensor) -> Tensor:
 def _weights(bias: Tensor, now: slice, is_causal: bool, buffer: Tensor) -> Tensor:
     rows = bias[now, : now.stop] if is_causal else bias[now]
     weights = buffer[: rows.numel()].view(rows.shape)
-    torch.sub(rows, rows.amax(-1, keepdim=True), out=weights).exp_()
+    exp_(torch.sub(rows, rows.amax(-1, keepdim=True), out=weights))
     if is_causal:
         weights[:, now.start :].tril_()
     return weights

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools import pool
 from fast_attention.ops.scan import FLOOR
 
@@ -72,7 +73,7 @@ def _sums(k: Tensor, v: Tensor, top: Tensor, size: int) -> tuple[Tensor, Tensor]
     e = k.new_empty(*k.shape[:-2], size, k.shape[-1])
     above, below = (torch.zeros_like(top, dtype=torch.float64) for _ in range(2))
     for now in pieces(k.shape[-2], size):
-        weights = torch.sub(k[..., now, :], top, out=e[..., : now.stop - now.start, :]).exp_()
+        weights = exp_(torch.sub(k[..., now, :], top, out=e[..., : now.stop - now.start, :]))
         below += weights.sum(-2, keepdim=True)
         above += weights.mul_(v[..., now, :]).sum(-2, keepdim=True)
     return above.to(k.dtype), below.to(k.dtype)
@@ -93,7 +94,7 @@ def _backward(
         part.mul_(row).mul_(gate.neg_().add_(1.0))  # out = gate * row
     factor = total.to(k.dtype) / below
     for now in pieces(k.shape[-2], block_length(k)):
-        values = torch.sub(k[..., now, :], top, out=dv[..., now, :]).exp_().mul_(factor)
+        values = exp_(torch.sub(k[..., now, :], top, out=dv[..., now, :])).mul_(factor)
         torch.sub(v[..., now, :], row, out=dk[..., now, :]).mul_(values)
     return dq, dk, dv
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools import pool
 from fast_attention.ops.pools.pool import Pool
 from fast_attention.ops.pools.pool_passes import block_length, filled
@@ -111,7 +112,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, holes: bool) -> tup
         )
         sums = Rows(k, segment, 2 * width)
         above, below = sums.tokens.split(width, -1)
-        torch.mul(torch.sub(scores, top[..., None, :], out=below).exp_(), values, out=above)
+        torch.mul(exp_(torch.sub(scores, top[..., None, :], out=below)), values, out=above)
         carry = sums.sum_up(carry * torch.cat([(old - top).exp()] * 2, -1))
         torch.sigmoid(queries, out=gate).mul_(above).div_(filled(below, holes=holes))
     return out, (tops, torch.cat(carries, -2)) if keep else ()
@@ -143,7 +144,7 @@ def _gradients(own: list[Tensor], segment: Segment, carry: Tensor, owed: Tensor,
     q, k, v, g, out, dq, dk, dv = own
     width = v.shape[-1]
     sums, owing = Rows(top, segment, width), Rows(top, segment, 2 * width)
-    torch.sub(k, top[..., None, :], out=dv).exp_()
+    exp_(torch.sub(k, top[..., None, :], out=dv))
     sums.tokens.copy_(dv)
     sums.sum_up(carry[..., width:])
     above, below = owing.tokens.split(width, -1)
