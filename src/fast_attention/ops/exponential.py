@@ -1,0 +1,18 @@
+"""The exponential, where it is what takes the time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """``e^x`` in place, as ``2^(x log2 e)`` in float32, which takes half the time on a CPU. No gradient.
+
+    The relative error grows by ``|x|`` units in the last place, as much as an ``x`` of that size carries by itself.
+    """
+    return x.mul_(LOG2E).exp2_() if x.dtype == torch.float32 and x.device.type == "cpu" else x.exp_()
