@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fast_attention.ops.linear import linear, linear_causal, linear_short, linear_whole
 from fast_attention.ops.linear.linear import LinearState, Sums
-from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap
+from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features
 from fast_attention.ops.maps.features import EluPlusOne, Identity, Relu, SoftmaxMap
 from fast_attention.ops.trail import took
 
@@ -36,8 +36,8 @@ def attend(
     length, extra = q.shape[-2], k.shape[-2] - q.shape[-2]
     short = max(length, k.shape[-2]) <= SHORT
     if short or not isinstance(phi, Elementwise):
-        keys = linear.masked_keys(phi.features, k, key_mask)
-        queries = phi.features(q).values
+        keys = linear.masked_keys(lambda x: _features(phi, x), k, key_mask)
+        queries = _features(phi, q).values
         if keys.log_scale is not None:
             took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
             return linear.normalise(linear.attend(queries, keys, v, is_causal=is_causal))
@@ -74,7 +74,7 @@ def advance(
     """Outputs of a stretch that follows ``state``, and the state after it."""
     length, plain = q.shape[-2], not _direct_passes(q, k, v)
     if plain or length <= SHORT or not isinstance(phi, Elementwise):
-        keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q).values
+        keys, queries = linear.masked_keys(lambda x: _features(phi, x), k, key_mask), _features(phi, q).values
         if plain or keys.log_scale is not None:
             took("plain sums", "traced, or every key has a scale of its own", chunk=linear.CHUNK)
             sums, state = linear.advance(queries, keys, v, state)
@@ -95,6 +95,16 @@ def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     same = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype == k.dtype == v.dtype
     return same and q.device.type == "cpu" and min(q.numel(), k.numel(), v.numel()) > 0
+
+
+def _features(phi: FeatureMap, x: Tensor) -> Features:
+    """``phi.features(x)``, in place where no gradient is asked for."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or not isinstance(phi, Elementwise) or (x.requires_grad and torch.is_grad_enabled()):
+        return phi.features(x)
+    made = torch.empty_like(x)
+    phi.fill(x, made, torch.empty_like(x))
+    return Features(made)
 
 
 def _quotient(sums: Sums, eps: float, phi: FeatureMap, q: Tensor) -> Tensor:
