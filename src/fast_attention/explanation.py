@@ -65,7 +65,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **keywords: Any) -> Explanation:
-    """Run a call and tell which implementation it took, with which chunk sizes, and why.
+    """Run a call (twice) and tell which implementation it took, with which chunk sizes, and why.
 
     Args:
         subject: A mechanism, its name or repr (weights are then made for the inputs), a ``Bound``, or any module that
@@ -87,7 +87,9 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         name = repr(subject.mechanism)
     else:
         name = type(subject).__name__
-    with trail.followed() as steps, _Kernels() as kernels, torch.no_grad():
+    with trail.followed() as steps, torch.no_grad():
+        subject(*inputs, **keywords)
+    with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)
     shapes = " ".join(str(tuple(x.shape)) for x in inputs)
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""

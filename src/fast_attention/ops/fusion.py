@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fast_attention.ops.trail import took
 
@@ -31,18 +32,26 @@ def fusing(mode: Fusion) -> Iterator[None]:
         _allowed.reset(token)
 
 
+def allowed() -> bool:
+    """Whether the caller allows fusion now."""
+    return _allowed.get()
+
+
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` of tensors, compiled where fusion is allowed and a compiler works, itself everywhere else."""
-    name = function.__qualname__
-    compiled = torch.compile(function, fullgraph=True)  # nothing happens before the first call
+    name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+    compiled: list[Callable[..., Any]] = []  # made at the first call: importing torch's compiler takes seconds
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _allowed.get():
+        # a dispatch mode (a counter, say) wants to see the operations, which a compiled function hides
+        if torch.compiler.is_compiling() or not allowed() or _get_current_dispatch_mode() is not None:
             return function(*args, **kwargs)
         if name not in _broken:
             try:
-                result = compiled(*args, **kwargs)
+                if not compiled:
+                    compiled.append(torch.compile(function, fullgraph=True))
+                result = compiled[0](*args, **kwargs)
             except Exception as error:  # a missing or failing compiler: whatever the reason, the eager form is right
                 _broken[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
             else:

@@ -117,4 +117,4 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: Ele
     return linear.normalise(linear.read(phi(q), linear.summarise(keys, v)), eps)
 
 
-attention = Explicit(_plain, _forward, _backward)  # (q, k, v, key_mask, *, phi, eps) -> outputs
+attention = Explicit(_plain, _forward, _backward, fuses=True)  # (q, k, v, key_mask, *, phi, eps) -> outputs
