@@ -12,6 +12,7 @@ from torch import Tensor
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.differences import differences
+from fast_attention.ops.differences.differences import Differences
 from fast_attention.ops.differences.manhattan import Distance, Past, appended, pairs
 from fast_attention.ops.maps.positive import Positive, PositiveSoftplus
 from fast_attention.ops.pools import pool
@@ -48,7 +49,7 @@ def manhattan_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class Manhattan(Attention[tuple[()], differences.Differences | Past]):
+class Manhattan(Attention[tuple[()], Differences | Past]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
     Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
@@ -134,22 +135,21 @@ class Manhattan(Attention[tuple[()], differences.Differences | Past]):
         l, x, ones, own, size = self._terms(k, v, key_mask)
         count = ones[..., :1].sum(-2, keepdim=True)
         if not self._linear:
-            related, mass = pairs(
-                l, x, ones, None, distance=self.distance, masses=self.normalize == "l1", is_causal=False
-            )
+            masses = self.normalize == "l1"
+            related, mass = pairs(l, x, ones, None, distance=self.distance, masses=masses, is_causal=False)
             return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
         sums = differences.summarised(l, x, own, key_mask)
         return self._out(q, sums.first.expand_as(own), sums.weighed, count)
 
     @in_float32
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: differences.Differences | Past | None, *,
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | Past | None, *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, differences.Differences | Past]:  # fmt: skip
+    ) -> tuple[Tensor, Differences | Past]:  # fmt: skip
         """Outputs of the stretch, and the sums over all keys up to its end, or the keys themselves."""
         l, x, ones, own, size = self._terms(k, v, key_mask)
         if self._linear:
-            assert state is None or isinstance(state, differences.Differences)
+            assert state is None or isinstance(state, Differences)
             sums = differences.running(l, x, own, key_mask, state)
             first = self.reference == "first"
             related = sums.weighed if first else differences.related(l, sums)
@@ -162,20 +162,16 @@ class Manhattan(Attention[tuple[()], differences.Differences | Past]):
         return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
 
     @in_float32
-    def summarise(
-        self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
-    ) -> differences.Differences | Past:
+    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
         """The sums over a stretch."""
         if not self._linear:
             raise self.refuse("summarising", "memory")
         l, x, _, own, _ = self._terms(k, v, key_mask)
         return differences.summarised(l, x, own, key_mask)
 
-    def combine(
-        self, earlier: differences.Differences | Past, later: differences.Differences | Past
-    ) -> differences.Differences | Past:
+    def combine(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
         """The sums over two neighbouring stretches."""
-        if not isinstance(earlier, differences.Differences) or not isinstance(later, differences.Differences):
+        if not isinstance(earlier, Differences) or not isinstance(later, Differences):
             raise self.refuse("combining states", "memory")
         return differences.combined(earlier, later)
 

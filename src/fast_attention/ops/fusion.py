@@ -53,7 +53,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
                     compiled.append(torch.compile(function, fullgraph=True))
                 result = compiled[0](*args, **kwargs)
             except Exception as error:  # a missing or failing compiler: whatever the reason, the eager form is right
-                _broken[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+                _broken[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
                 took(f"{name} fused by torch.compile", 'compile="auto"')
                 return result
