@@ -1,13 +1,13 @@
 """Random features block by block, in place, for loops that never hold the features of a whole sequence.
 
 Everything here works on flat heads: tokens (h, n, d), projections (h, m, d), features (h, n, C), in buffers that a
-``Desk`` keeps between blocks. Keys' features are in units of the largest scale so far, or of one not far below it.
+``Scratch`` keeps between blocks. Keys' features are in units of the largest scale so far, or of one not far below it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.ops.exponential import exp_
 from fast_attention.ops.maps.features import Features
 from fast_attention.ops.maps.random_features import positive, trigonometric
+from fast_attention.ops.scratch import Scratch
 
 
 class Heads(NamedTuple):
@@ -27,21 +28,6 @@ class Heads(NamedTuple):
     def some(self, heads: slice) -> Heads:
         """Those of a few heads."""
         return Heads(self.rows[heads], None if self.bias is None else self.bias[heads])
-
-
-@dataclass
-class Desk:
-    """Buffers that are reused from block to block."""
-
-    like: Tensor
-    held: dict[str, Tensor] = field(default_factory=dict)
-
-    def room(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised buffer; what it held under this name is lost."""
-        found = self.held.get(name)
-        if found is None or found.shape != shape:
-            found = self.held[name] = self.like.new_empty(shape)
-        return found
 
 
 @dataclass(frozen=True)
@@ -97,14 +83,14 @@ class Lift:
         assert scale is not None
         return Features(values, scale - self.constant(rows))
 
-    def raw(self, x: Tensor, heads: Heads, desk: Desk, name: str) -> tuple[Tensor, Tensor | None]:
+    def raw(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> tuple[Tensor, Tensor | None]:
         """Exponents, or finished cosines, in a buffer called ``name``, and each token's largest exponent (h, n)."""
         W, bias = heads
         h, n, m = len(x), x.shape[1], W.shape[1]
-        z = desk.room("rows" if self.pairs else name, h, n, m)
+        z = desk("rows" if self.pairs else name, h, n, m)
         z.baddbmm_(x, W.mT, beta=0, alpha=self.factor(x.shape[-1]))
         if self.kind == "hyperbolic":
-            values = desk.room(name, h, n, 2 * m)
+            values = desk(name, h, n, 2 * m)
             torch.neg(z, out=values[..., m:])
             values[..., :m] = z
             if bias is not None:
@@ -114,18 +100,18 @@ class Lift:
             z.add_(bias)
         if self.kind == "positive":
             return z, z.amax(-1)
-        values = desk.room(name, h, n, 2 * m)
+        values = desk(name, h, n, 2 * m)
         torch.cos(z, out=values[..., :m])
         torch.sin(z, out=values[..., m:])
         return values, None
 
-    def queries(self, x: Tensor, heads: Heads, desk: Desk, name: str) -> Tensor:
+    def queries(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> Tensor:
         """Features up to one factor per query."""
         values, top = self.raw(x, heads, desk, name)
         return values if top is None else exp_(values.sub_(top[..., None]))
 
     def keys(
-        self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Desk, name: str
+        self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Scratch, name: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``raw``, the scale of every key (-inf where masked), and half its squared norm with the sign (h, n)."""
         if mask is not None:
@@ -143,17 +129,19 @@ class Lift:
         shift = (half - unit)[..., None]
         return exp_(values.add_(shift)) if self.exponential else values.mul_(shift.exp_())
 
-    def pull(self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Desk, out: Tensor, is_key: bool) -> None:
+    def pull(
+        self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Scratch, out: Tensor, is_key: bool
+    ) -> None:
         """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``."""
         m = heads.rows.shape[1]
         if self.kind == "sincos":  # the derivative of a cosine is minus the sine
-            product = torch.mul(d, values, out=desk.room("product", *d.shape)) if is_key else d
+            product = torch.mul(d, values, out=desk("product", *d.shape)) if is_key else d
             d[..., m:].mul_(values[..., :m])
             dz = d[..., m:].sub_(d[..., :m].mul_(values[..., m:]))
         else:
             dz = product = d.mul_(values)
             if self.pairs:
-                dz = torch.sub(d[..., :m], d[..., m:], out=desk.room("rows", *d.shape[:2], m))
+                dz = torch.sub(d[..., :m], d[..., m:], out=desk("rows", *d.shape[:2], m))
         found = torch.bmm(dz, heads.rows).mul_(self.factor(x.shape[-1]))
         if is_key:
             found.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fast_attention.ops.favor.favor_blocks import Desk, Heads, Lift
+from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.favor.favor_sums import Kept, Running
 from fast_attention.ops.favor.favor_whole import inverse, scatter
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.scratch import Scratch
 
 SLACK = 20.0
 
@@ -32,7 +33,7 @@ class Part:
     heads: Heads
     mask: Tensor | None
     lift: Lift
-    desk: Desk
+    desk: Scratch
 
     def keys(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
         """``Lift.keys`` of a block."""
@@ -48,7 +49,7 @@ class Part:
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """``a b^T`` of a chunk's rows, zero where the column comes after the row."""
-        return torch.bmm(a, b.mT, out=self.desk.room(name, len(a), a.shape[1], b.shape[1])).tril_()
+        return torch.bmm(a, b.mT, out=self.desk(name, len(a), a.shape[1], b.shape[1])).tril_()
 
     def pairwise(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: LinearState
@@ -133,11 +134,11 @@ def _chunk_back(
     lift.finish(values, half, here.enters)
     queries = part.queries(of)
     pairs = part.product("pairs", queries, values)
-    d_pairs = torch.bmm(dn, v.mT, out=desk.room("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
-    d = torch.bmm(dn, here.G.mT, out=desk.room("d", *values.shape))
+    d_pairs = torch.bmm(dn, v.mT, out=desk("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
+    d = torch.bmm(dn, here.G.mT, out=desk("d", *values.shape))
     lift.pull(d.addcmul_(dd[..., None], here.g).baddbmm_(d_pairs, values), queries, part.q[:, of], part.heads, desk,
               found[0], False)  # fmt: skip
-    d = torch.bmm(v, after[0].mT, out=desk.room("d", *values.shape)).add_(after[1]).baddbmm_(d_pairs.mT, queries)
+    d = torch.bmm(v, after[0].mT, out=desk("d", *values.shape)).add_(after[1]).baddbmm_(d_pairs.mT, queries)
     back.add(queries, dn, dd)
     found[2].copy_(torch.bmm(values, after[0]).baddbmm_(pairs.mT, dn))
     lift.pull(d, values, part.k[:, at], part.heads, desk, found[1], True)

@@ -8,12 +8,13 @@ from torch.nn import functional as F
 
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.favor import favor_causal, favor_whole
-from fast_attention.ops.favor.favor_blocks import Desk, Heads, Lift
+from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.favor.favor_causal import Part
 from fast_attention.ops.favor.favor_sums import Kept, Running, blocks, chunk_of
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.trail import took
 
 SHORT = 64  # tokens: below, blocks cost more than they save
@@ -125,7 +126,7 @@ def _chunks(
         q.new_empty(held, places, width, v.shape[-1]), q.new_empty(held, places, 1, width),
         q.new_empty(held, places, 1), q.new_empty(held, places, 1),
     )  # fmt: skip
-    out, over, desk = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]), Desk(q)
+    out, over, desk = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]), Scratch(q)
     for some in _groups(count, size):
         part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
                     lift, desk)  # fmt: skip
@@ -151,7 +152,7 @@ def _chunks_back(
     assert v is not None
     assert rows is not None
     *places, over = kept
-    size, desk = chunk_of(lift, rows), Desk(q)
+    size, desk = chunk_of(lift, rows), Scratch(q)
     order = blocks(size, q.shape[1], k.shape[1])
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for some in _groups(len(q), size):

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fast_attention.ops.favor.favor_blocks import Desk, Heads, Lift
+from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.scratch import Scratch
 
 BLOCK = 512  # tokens, of one head or of several short ones, whose features fit the cache
 SUMMED = 16  # block sums added to a running sum before it moves into the total
@@ -38,7 +39,7 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (N, L, Ev), and for the way back G (N, C, Ev), g (N, 1, C), the unit (N, 1), 1 / denominators (N, L)."""
     width, heads = rows.shape[1] * (2 if lift.pairs else 1), Heads(rows, bias)
-    desk, count = Desk(q), len(q)
+    desk, count = Scratch(q), len(q)
     G, g = q.new_zeros(count, width, v.shape[-1]), q.new_zeros(count, 1, width)
     unit = q.new_full((count, 1), FLOOR)
     for some, blocks in _blocks(count, k.shape[1]):
@@ -56,7 +57,7 @@ def forward(
 
 
 def _gather(
-    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Desk, blocks: list[slice],
+    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Scratch, blocks: list[slice],
     G: Tensor, g: Tensor,
 ) -> Tensor:  # fmt: skip
     """Add the keys' sums to G and g, and return their unit (h, 1)."""
@@ -91,7 +92,7 @@ def backward(
     assert v is not None
     assert rows is not None
     (out,), (G, g, unit, over), (grad,) = outputs, kept, gradients
-    desk, heads = Desk(q), Heads(rows, bias)
+    desk, heads = Scratch(q), Heads(rows, bias)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dG, dg = torch.zeros_like(G), torch.zeros_like(g)
     for some, blocks in _blocks(len(q), q.shape[1]):
@@ -100,7 +101,7 @@ def backward(
             values = lift.queries(q[some, at], own, desk, "queries")
             dn = grad[some, at] * over[some, at, None]
             dd = torch.linalg.vecdot(dn, out[some, at]).neg_()
-            d = torch.bmm(dn, G[some].mT, out=desk.room("d", *values.shape)).addcmul_(dd[..., None], g[some])
+            d = torch.bmm(dn, G[some].mT, out=desk("d", *values.shape)).addcmul_(dd[..., None], g[some])
             dG[some].baddbmm_(values.mT, dn)
             dg[some].baddbmm_(dd[:, None], values)
             lift.pull(d, values, q[some, at], own, desk, dq[some, at], False)
@@ -112,16 +113,15 @@ def backward(
 
 
 def scatter(
-    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Desk, unit: Tensor,
+    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Scratch, unit: Tensor,
     sums: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Gradients of a block of keys and values, from those of G and g in units ``e^-unit``."""
     (dG, dg), (dk, dv) = sums, out
     values, _, half = lift.keys(k, heads, mask, desk, "keys")
     lift.finish(values, half, unit)
-    d = torch.bmm(v, dG.mT, out=desk.room("d", *values.shape)).add_(dg)
-    torch.bmm(values, dG, out=desk.room("dv", *v.shape))
-    dv.copy_(desk.held["dv"])
+    d = torch.bmm(v, dG.mT, out=desk("d", *values.shape)).add_(dg)
+    dv.copy_(torch.bmm(values, dG, out=desk("dv", *v.shape)))
     lift.pull(d, values, k, heads, desk, dk, True)
     if mask is not None:
         dk.masked_fill_(~mask[..., None], 0.0)

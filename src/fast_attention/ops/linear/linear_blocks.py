@@ -10,6 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from fast_attention.ops.maps.feature_map import Elementwise
+from fast_attention.ops.scratch import Scratch
 
 ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32
 
@@ -31,30 +32,6 @@ class Cut(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """The tokens of this block, (rows, tokens, E)."""
         return x[self.rows, self.span]
-
-
-class Room:
-    """Buffers by name and shape, in the dtype of ``like``."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._held: dict[tuple[str | int, ...], Tensor] = {}
-        self._parts: dict[tuple[str | int, ...], tuple[Tensor, ...]] = {}
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        """The buffer of this name and shape; what it held is not cleared."""
-        found = self._held.get((name, *shape))
-        if found is None:
-            found = self._held[(name, *shape)] = self._like.new_empty(shape)
-        return found
-
-    def parts(self, name: str, rows: int, *shape: int) -> tuple[Tensor, ...]:
-        """That buffer's chunks in order, each for all rows at once (views)."""
-        found = self._parts.get((name, rows, *shape))
-        if found is None:
-            whole = self(name, *shape).view(rows, -1, *shape[1:])
-            found = self._parts[(name, rows, *shape)] = whole.unbind(1)
-        return found
 
 
 def flat(x: Tensor) -> Tensor:
@@ -82,7 +59,7 @@ def cuts(rows: int, length: int, size: int, numbers: int) -> Iterator[list[Cut]]
         yield [Cut(held, span, size, -(-(span.stop - span.start) // size), i) for i, span in enumerate(spans)]
 
 
-def tokens(x: Tensor, cut: Cut, room: Room, name: str, hidden: Tensor | None = None) -> Tensor:
+def tokens(x: Tensor, cut: Cut, room: Scratch, name: str, hidden: Tensor | None = None) -> Tensor:
     """The block's chunks (chunks, size, E): a view where that is possible, else a copy with zeros where nothing is."""
     block = cut.of(x)
     if cut.full and hidden is None and block.is_contiguous():
@@ -95,7 +72,7 @@ def tokens(x: Tensor, cut: Cut, room: Room, name: str, hidden: Tensor | None = N
 
 
 def features(
-    phi: Elementwise, x: Tensor, cut: Cut, room: Room, name: str, hidden: Tensor | None = None
+    phi: Elementwise, x: Tensor, cut: Cut, room: Scratch, name: str, hidden: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """``phi`` of the block's tokens, (chunks, size, C), zeros for masked keys and padding."""
     block = cut.of(x)
@@ -106,7 +83,7 @@ def features(
     return whole
 
 
-def _buffer(block: Tensor, cut: Cut, room: Room, name: str, width: int) -> tuple[Tensor, Tensor]:
+def _buffer(block: Tensor, cut: Cut, room: Scratch, name: str, width: int) -> tuple[Tensor, Tensor]:
     count, length = block.shape[0], block.shape[1]
     whole = room(name, count, cut.size * cut.chunks, width)
     part = whole
@@ -145,7 +122,7 @@ def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor) -> N
 
 
 def quotient_gradient(
-    out: Tensor, denominators: Tensor, gradient: Tensor, cut: Cut, room: Room
+    out: Tensor, denominators: Tensor, gradient: Tensor, cut: Cut, room: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the block's numerators (chunks, size, Ev) and denominators (chunks, size, 1), zeros in padding."""
     block = cut.of(gradient)

@@ -14,8 +14,9 @@ from torch import Tensor
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.linear import linear, linear_blocks
 from fast_attention.ops.linear.linear import LinearState
-from fast_attention.ops.linear.linear_blocks import Cut, Room, cuts, flat, hidden_rows, inside
+from fast_attention.ops.linear.linear_blocks import Cut, cuts, flat, hidden_rows, inside
 from fast_attention.ops.maps.feature_map import Elementwise
+from fast_attention.ops.scratch import Scratch
 
 CHUNK = 64  # tokens of a masked product
 
@@ -53,7 +54,7 @@ def _carry(kv: Tensor | None, k: Tensor | None, like: Tensor, cut: Cut, width: i
     return Carry(*(x.to(torch.float64, copy=True) for x in own))
 
 
-def _beside(first: Carry, own: States, room: Room, *, reverse: bool = False) -> States:
+def _beside(first: Carry, own: States, room: Scratch, *, reverse: bool = False) -> States:
     """For each chunk the sum over the chunks before it (after it, if ``reverse``) and ``first``.
 
     Added up one after the other: no chunk takes part, not even times zero, in the sums of those that do not see it.
@@ -70,7 +71,7 @@ def _beside(first: Carry, own: States, room: Room, *, reverse: bool = False) -> 
     return States(room("sums", *shape), (k.flip(1) if reverse else k).view(own.k.shape))
 
 
-def _states(keys: Tensor, v: Tensor, room: Room) -> States:
+def _states(keys: Tensor, v: Tensor, room: Scratch) -> States:
     """Each chunk's own sums."""
     kv = torch.bmm(keys.mT, v, out=room("states", keys.shape[0], keys.shape[-1], v.shape[-1]))
     return States(kv, torch.sum(keys, 1, keepdim=True, out=room("keys", keys.shape[0], 1, keys.shape[-1])))
@@ -81,7 +82,7 @@ def _forward(
     *, keep: bool, phi: Elementwise, eps: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:  # fmt: skip
     (length, width), values = q.shape[-2:], v.shape[-1]
-    hidden, room = hidden_rows(key_mask, k), Room(v)
+    hidden, room = hidden_rows(key_mask, k), Scratch(v)
     out, denominators = v.new_empty(v.shape), v.new_empty((*v.shape[:-1], 1))
     last = v.new_empty((*v.shape[:-2], width, values)), v.new_empty((*v.shape[:-2], width))
     flats = flat(q), flat(k), flat(v), flat(out), flat(denominators)
@@ -98,7 +99,13 @@ def _forward(
 
 
 def _block(
-    flats: tuple[Tensor, ...], hidden: Tensor | None, carry: Carry, cut: Cut, room: Room, phi: Elementwise, eps: float
+    flats: tuple[Tensor, ...],
+    hidden: Tensor | None,
+    carry: Carry,
+    cut: Cut,
+    room: Scratch,
+    phi: Elementwise,
+    eps: float,
 ) -> None:
     q, k, v, out, denominators = flats
     queries = linear_blocks.features(phi, q, cut, room, "queries")
@@ -123,7 +130,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, key_mask, kv, z = inputs
     width, denominators, coarse = q.shape[-1], kept[0], list(kept[1:])
-    hidden, room = hidden_rows(key_mask, k), Room(v)
+    hidden, room = hidden_rows(key_mask, k), Scratch(v)
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     first = v.new_empty(gradients[1].shape), v.new_empty(gradients[2].shape)
     flats = *map(flat, (q, k, v, outputs[0], denominators, gradients[0])), *map(flat, grads)
@@ -139,7 +146,13 @@ def _backward(
 
 
 def _block_gradient(
-    flats: tuple[Tensor, ...], hidden: Tensor | None, carry: Carry, later: Carry, cut: Cut, room: Room, phi: Elementwise
+    flats: tuple[Tensor, ...],
+    hidden: Tensor | None,
+    carry: Carry,
+    later: Carry,
+    cut: Cut,
+    room: Scratch,
+    phi: Elementwise,
 ) -> None:
     q, k, v, out, denominators, gradient, dq, dk, dv = flats
     queries = linear_blocks.features(phi, q, cut, room, "queries")

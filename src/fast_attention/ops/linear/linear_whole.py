@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.linear import linear, linear_blocks
-from fast_attention.ops.linear.linear_blocks import Cut, Room, cuts, flat, hidden_rows, inside
+from fast_attention.ops.linear.linear_blocks import Cut, cuts, flat, hidden_rows, inside
 from fast_attention.ops.maps.feature_map import Elementwise
+from fast_attention.ops.scratch import Scratch
 
 CHUNK = 256  # tokens of one product among those that run side by side
 
@@ -36,7 +37,7 @@ def _totals(like: Tensor, cut: Cut, width: int, values: int) -> tuple[Tensor, Te
 
 
 def _summarise(
-    k: Tensor, v: Tensor, hidden: Tensor | None, phi: Elementwise, room: Room
+    k: Tensor, v: Tensor, hidden: Tensor | None, phi: Elementwise, room: Scratch
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sums of ``phi(k) v^T`` (rows, C, Ev) and of ``phi(k)`` (rows, C, 1)."""
     (rows, length, width), values = k.shape, v.shape[-1]
@@ -55,7 +56,7 @@ def _summarise(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, phi: Elementwise, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    (length, width), values, room = q.shape[-2:], v.shape[-1], Room(v)
+    (length, width), values, room = q.shape[-2:], v.shape[-1], Scratch(v)
     kv, z = _summarise(flat(k), flat(v), hidden_rows(key_mask, k), phi, room)
     out, denominators = v.new_empty((*q.shape[:-1], values)), v.new_empty((*q.shape[:-1], 1))
     flats = flat(q), flat(out), flat(denominators)
@@ -75,7 +76,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, key_mask = inputs
     denominators, kv, z = kept
-    room, (dq, dk, dv) = Room(v), (x.new_empty(x.shape) for x in (q, k, v))
+    room, (dq, dk, dv) = Scratch(v), (x.new_empty(x.shape) for x in (q, k, v))
     made = flat(outputs[0]), flat(denominators), flat(gradients[0])
     totals = _query_gradients(flat(q), made, (kv, z), flat(dq), phi, room)
     hidden, rows, width, values = hidden_rows(key_mask, k), len(kv), k.shape[-1], v.shape[-1]
@@ -93,7 +94,7 @@ def _backward(
 
 
 def _query_gradients(
-    q: Tensor, made: tuple[Tensor, ...], state: tuple[Tensor, Tensor], dq: Tensor, phi: Elementwise, room: Room
+    q: Tensor, made: tuple[Tensor, ...], state: tuple[Tensor, Tensor], dq: Tensor, phi: Elementwise, room: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Fill ``dq``; the gradients of the sums, (rows, C, Ev) and (rows, 1, C)."""
     (out, denominators, gradient), (kv, z), width = made, state, q.shape[-1]

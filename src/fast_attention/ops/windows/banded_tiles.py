@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.ops.windows.tiles import SCORES, Scratch, attend, gradients
+from fast_attention.ops.scratch import Scratch
+from fast_attention.ops.windows.tiles import SCORES, attend, gradients
 
 ROWS = 64  # queries of a tile
 FEW = 4  # heads, below which stretches of one sequence make the batch of the products

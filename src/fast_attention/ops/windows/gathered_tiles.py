@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.blocks import pad_length, split_mask
-from fast_attention.ops.windows.tiles import SCORES, Scratch, attend, gradients
+from fast_attention.ops.scratch import Scratch
+from fast_attention.ops.windows.tiles import SCORES, attend, gradients
 
 
 class Work(NamedTuple):

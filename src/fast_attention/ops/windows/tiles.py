@@ -7,28 +7,13 @@ queries, so that nothing is rescaled: the error is that of the plain definition.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.ops.scratch import Scratch
+
 SCORES = 2**18  # of a tile: 1 MiB in float32, what two cores keep in their second-level caches
-
-
-class Scratch:
-    """Memory by name, used again by every tile: a view of it is good until the same name is asked for again."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
-        self.parts: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        """Uninitialised memory of this shape."""
-        size, part = math.prod(shape), self.parts.get(name)
-        if part is None or part.numel() < size:
-            part = self.parts[name] = self.like.new_empty(size)
-        return part[:size].view(shape)
 
 
 def weights(
