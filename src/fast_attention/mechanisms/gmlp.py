@@ -14,7 +14,7 @@ from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scores.triangular import lower
+from fast_attention.ops.scores.triangular import affine, lower
 from fast_attention.ops.value import at_least
 
 
@@ -54,13 +54,14 @@ def gated_mlp(
     zeros again where W mixes, so that they leave no trace.
     """
     x = masks.drop(x, key_mask)
-    kept, gate = F.gelu(x @ w.U + w.U_bias).chunk(2, -1)
+    kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
     gate = masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
     W = spatial_weights(w.W, x.shape[-2])
-    gate = (lower(W, gate) if is_causal else W @ gate) + stretch(w.b, x.shape[-2], axis=0)[:, None]
+    b = stretch(w.b, x.shape[-2], axis=0)
+    gate = lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
     if w.tiny is not None:
         gate = gate + tiny_attention(x, w.tiny, is_causal=is_causal, key_mask=key_mask)
-    return kept * gate @ w.V + w.V_bias
+    return F.linear(kept * gate, w.V.mT, w.V_bias)
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:

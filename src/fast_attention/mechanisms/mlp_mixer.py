@@ -14,7 +14,7 @@ from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scores.triangular import lower
+from fast_attention.ops.scores.triangular import affine, lower
 from fast_attention.ops.value import at_least
 
 
@@ -46,7 +46,8 @@ def token_mlp(
         W1, b1, W2 = (stretch(part, length, axis=axis) for part, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
         hidden = F.gelu(lower(W1, x) + b1[:, None])
         return lower(W2, hidden) + stretch(w.b2, length, axis=0)[:, None]
-    return W2 @ F.gelu(W1 @ x + w.b1[:, None]) + stretch(w.b2, length, axis=0)[:, None]
+    hidden = F.gelu(affine(W1, x, w.b1))
+    return affine(W2, hidden, stretch(w.b2, length, axis=0))
 
 
 @dataclass(frozen=True, repr=False)

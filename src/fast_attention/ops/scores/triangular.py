@@ -1,4 +1,4 @@
-"""Products with a lower triangle in blocks of rows: half the work of the product with the whole matrix."""
+"""Products with a matrix over tokens, and with its lower triangle in blocks of rows: half the work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.trail import took
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
+
+
+def affine(
+    W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
+) -> Float[Tensor, "*batch rows width"]:
+    """``W x + b`` along the tokens, in one pass over the result."""
+    flat = x.reshape(-1, *x.shape[-2:])
+    out = torch.baddbmm(b[:, None], W.expand(flat.shape[0], -1, -1), flat)
+    return out.reshape(*x.shape[:-2], *out.shape[-2:])
 
 
 def lower(
