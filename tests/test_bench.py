@@ -338,6 +338,14 @@ def synthetic() -> Ledger:
     return ledger
 
 
+def test_peers_are_compared_at_the_greatest_length_that_nearly_all_reached() -> None:
+    ledger = synthetic()
+    for length, names in ((128, ("A()", "A(), projected", "a", "am", "B()", "b")), (256, ("A()", "a"))):
+        for name in names:
+            ledger.cells.append(Cell(name, length, "measured", forward_ms=1.0, forward_best_ms=1.0, forward_ratio=1.0))
+    assert figures.common_length(ledger) == 128
+
+
 def test_like_is_compared_with_like() -> None:
     ledger = synthetic()
     found = figures.matches(ledger, 64)

@@ -131,10 +131,11 @@ def sorted_weights(ledger: Ledger) -> list[Any]:
 
 
 def common_length(ledger: Ledger) -> int | None:
-    """The greatest length at which the most comparisons with peers were measured; else the greatest measured."""
+    """The greatest length with nearly as many comparisons with peers (three quarters) as any; else the greatest."""
     lengths = sorted({cell.length for cell in ledger.cells if speed(cell) is not None})
     counts = {length: len(matches(ledger, length)) for length in lengths}
-    return max(lengths, key=lambda length: (counts[length], length), default=None)
+    most = max(counts.values(), default=0)
+    return max((length for length in lengths if 4 * counts[length] >= 3 * most), default=None)
 
 
 def summarise(ledger: Ledger) -> dict[str, Any]:
