@@ -113,7 +113,7 @@ FAULTS = [
     Fault("sinkhorn's summary holds the whole block", "ops/scores/transport.py", ".cumsum(-2) + keys[..., 0, :]",
           ".cumsum(-2) + keys.sum(-2)", LAW + "'future and Sinkhorn'"),
     Fault("gMLP mixes the future",
-          "mechanisms/gmlp.py", "lower(W, gate) if is_causal else W @ gate", "W @ gate", LAW + "'future and GMLP'"),
+          "mechanisms/gmlp.py", "lower(W, gate) + b[:, None] if is_causal else", "W @ gate + b[:, None] if is_causal else", LAW + "'future and GMLP'"),
     Fault("FNet mirrors the wrong way",
           "mechanisms/fnet.py", ".flip(-2, -1).roll(1, -2)", ".flip(-1)", ORACLE + "FNet"),
     Fault("a block of queries sees one key of the future", "ops/scores/rows.py", "torch.bool).triu(1)", "torch.bool).triu(2)",
