@@ -7,13 +7,12 @@ keys again. With ``d = g / (n a + B)`` keys get sums over the queries that see t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention.ops import masks
-from fast_attention.ops.explicit import Tensors
 from fast_attention.ops.scan import accumulate_
 from fast_attention.ops.stretches import Total, counts, narrow, pulled, stretches
 
@@ -48,9 +47,9 @@ def forward(
 
 
 def backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, how: How,
-) -> Tensors:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of queries, keys and values."""
     q, k, v, key_mask = inputs
     (rows,), total = kept, Total()

@@ -8,13 +8,12 @@ that was seen. With ``G = sum_i c_i g_i`` and ``M = sum_i l_i c_i g_i`` over the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention.ops import masks
-from fast_attention.ops.explicit import Tensors
 from fast_attention.ops.scan import accumulate_
 from fast_attention.ops.stretches import Total, counts, first_seen, narrow, pulled, stretches
 
@@ -55,9 +54,9 @@ def forward(
 
 
 def backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, how: How,
-) -> Tensors:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of keys and values."""
     k, v, key_mask = inputs
     (anchor, plain), g, total = kept, gradients[0], Total()

@@ -101,7 +101,7 @@ def pairs(
     distance: Distance,
     masses: bool,
     is_causal: bool,
-) -> tuple[Float[Tensor, "*batch length values"], Float[Tensor, "*batch length weights"]]:
+) -> tuple[Float[Tensor, "*batch length values"], Float[Tensor, "*batch length masses"]]:
     """``sum_j w_ij x_j`` and ``sum_j |w_ij|`` over past and stretch, by sorting; w of ``distance``.
 
     Without ``masses`` the second is empty where it would cost more.

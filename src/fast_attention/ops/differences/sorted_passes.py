@@ -7,12 +7,10 @@ sorted order gives ``y`` and the slope ``s`` with ``dy_i / dl_i = s_i``, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from fast_attention.ops.explicit import Tensors
 
 NUMBERS = 1 << 18  # sorted at a time
 RANGE = {torch.float32: 60.0, torch.float64: 500.0}  # of l, within which exp(l) / exp(l') is as good as exp(l - l')
@@ -41,9 +39,9 @@ def forward(l: Tensor, x: Tensor, *, keep: bool, kind: Kind) -> tuple[Tensor, tu
 
 
 def backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, kind: Kind,
-) -> Tensors:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of l and x."""
     l, x = inputs
     dl, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (l, x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, rules: Rules) -
 
 
 def backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, rules: Rules
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
     """Gradients of q and v, from weights made again."""

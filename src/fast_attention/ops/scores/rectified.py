@@ -6,7 +6,7 @@ No maximum is needed, so that tiles of keys simply add up; the backward pass for
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops import masks
-from fast_attention.ops.explicit import Explicit, Tensors
+from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.trail import took
 
 HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
@@ -100,9 +100,9 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, how: How,
-) -> Tensors:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     q, k, v, key_mask = inputs
     found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dqs, dks, dvs = (x.flatten(0, -3) for x in found)

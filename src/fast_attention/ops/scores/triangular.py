@@ -51,7 +51,7 @@ def _forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
+    inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     W, x = inputs
     g = gradients[0]

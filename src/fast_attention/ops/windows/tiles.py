@@ -19,8 +19,8 @@ SCORES = 2**18  # of a tile: 1 MiB in float32, what two cores keep in their seco
 def weights(
     q: Float[Tensor, "heads rows width"],
     k: Float[Tensor, "heads span width"],
-    bias: Float[Tensor, "#heads #rows span"] | None,
-    hidden: Bool[Tensor, "#heads #rows span"] | None,
+    bias: Float[Tensor, "*#some span"] | None,
+    hidden: Bool[Tensor, "*#some span"] | None,
     *,
     scale: float,
     scratch: Scratch,
