@@ -77,7 +77,7 @@ def test_a_small_benchmark_leaves_a_table_a_page_and_a_record(
     assert ledger.row("FNet()").reference == f"{EXACT}, projected"  # type: ignore[union-attr]
     assert ledger.meta["status"] == "complete"
     assert set(ledger.ceilings[0]) == {
-        "when", "load_average", "gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "empty_us"
+        "when", "load_average", "gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "fresh_gb_s", "empty_us"
     }  # fmt: skip
     assert set(ledger.summary["crossover"]) == set(rows)
     html = (tmp_path / "bench.html").read_text()

@@ -6,7 +6,8 @@
     print(report)
 
 A ``Law`` called with a ``Subject`` gives a ``Finding``: kept, broken or not claimed, with the measured size of the
-breach. ``LAWS`` lists them in the order in which ``check`` runs them.
+breach. ``LAWS`` lists them in the order in which ``check`` runs them; the first, ``ESSENTIAL``, are those without which
+a number means nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fast_attention.conformance.subject import of as of
 from fast_attention.conformance.subject import resolve as resolve
 from fast_attention.conformance.subject import stranger as stranger
 
-LAWS: tuple[Law, ...] = (
+ESSENTIAL: tuple[Law, ...] = (
     independence.future,
     independence.past,
     independence.padding,
@@ -32,6 +33,9 @@ LAWS: tuple[Law, ...] = (
     robustness.lengths,
     robustness.finite,
     robustness.gradients,
+)
+LAWS: tuple[Law, ...] = (
+    *ESSENTIAL,
     robustness.precision,
     robustness.autocast,
     robustness.repeats,

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured in the same process: matrix products, exponentials, copies."""
+"""The machine's own limits, measured in the same process: matrix products, exponentials, copies, fresh memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENC
 
     Returns:
         ``gemm_gflops`` (2048 x 2048 x 2048), ``bmm_gflops`` (256 products of 128 x 64 x 128), ``exp_gelem_s`` (half a
-        million numbers in place), ``copy_gb_s`` (64 MiB, read and written bytes together) and ``empty_us`` (an
-        operation on one number: what a call costs).
+        million numbers in place), ``copy_gb_s`` (64 MiB, read and written bytes together), ``fresh_gb_s`` (64 MiB
+        allocated and written: on a CPU the system hands out such memory page by page, and a whole tensor at a great
+        length can cost more to get than to compute) and ``empty_us`` (an operation on one number: what a call costs).
     """
     a, b = (torch.randn(2048, 2048).to(device, dtype) for _ in range(2))
     c = torch.empty_like(a)
@@ -33,6 +34,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENC
         "bmm_gflops": (lambda: torch.bmm(small, other), 256 * 2 * 128 * 64 * 128 / 1e9),
         "exp_gelem_s": (lambda: torch.exp(x, out=e), x.numel() / 1e9),
         "copy_gb_s": (lambda: target.copy_(source), 2 * source.nbytes / 1e9),
+        "fresh_gb_s": (lambda: torch.ones_like(source), source.nbytes / 1e9),
         "empty_us": (lambda: one.add_(0.0), 0.0),
     }
     with torch.no_grad():

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,11 +139,6 @@ def _answer(child: int, reader: int, patience: float) -> dict[str, Any]:
         return json.loads(text)
     late = time.monotonic() >= until
     return {"note": f"stopped after {patience:.0f} s" if late else f"died with status {status}"}
-
-
-def weighed(setting: Setting, backward: bool) -> Setting:
-    """The setting of one pass alone."""
-    return replace(setting, backward=backward)
 
 
 if __name__ == "__main__":

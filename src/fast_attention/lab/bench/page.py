@@ -49,9 +49,9 @@ def _run(ledger: Ledger) -> str:
         "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}, {meta.get('seconds', 0):,.0f} s",
     }
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())
-    heads = ("gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "empty_us")
+    heads = ("gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "fresh_gb_s", "empty_us")
     words = ("", "matrix product, GFLOP/s", "small batched products, GFLOP/s", "exp, G numbers/s", "copy, GB/s",
-             "one small operation, us")  # fmt: skip
+             "fresh memory, GB/s", "one small operation, us")  # fmt: skip
     body = "".join(
         f"<tr><th scope=row>{escape(found['when'])}</th>" + "".join(f"<td>{found[h]:.3g}</td>" for h in heads) + "</tr>"
         for found in ledger.ceilings

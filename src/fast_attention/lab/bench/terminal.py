@@ -92,7 +92,7 @@ def remarks(ledger: Ledger) -> Iterator[str]:
         yield (
             f"Machine {found['when']}: matrix product {found['gemm_gflops']:.0f} GFLOP/s, small batched products "
             f"{found['bmm_gflops']:.0f}, exp {found['exp_gelem_s']:.2g} G numbers/s, copy {found['copy_gb_s']:.0f} "
-            f"GB/s, an operation on one number {found['empty_us']:.1f} us"
+            f"GB/s, fresh memory {found['fresh_gb_s']:.0f} GB/s, an operation on one number {found['empty_us']:.1f} us"
         )
     summary = ledger.summary
     for which, words in zip(figures.PASSES, ("Forward", "Forward and backward"), strict=True):
