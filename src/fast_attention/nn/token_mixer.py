@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
+from fast_attention.nn.positions import rotate
 from fast_attention.ops.fusion import Fusion
+
+
+class Turned(NamedTuple):
+    """The state of a mixer with rotary positions: the next token's place, and the mechanism's own state."""
+
+    place: Tensor
+    inner: Any
 
 
 class TokenMixer(nn.Module):
@@ -26,6 +34,7 @@ class TokenMixer(nn.Module):
         mechanism: A mechanism, or its name or repr.
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
         bias: Whether the projections have biases.
+        rotary: Turn queries and keys by their places (mechanisms with ``traits.rotary``).
         compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
         device: Where the parameters are made.
         dtype: Type of the parameters.
@@ -42,6 +51,7 @@ class TokenMixer(nn.Module):
         *,
         max_len: int = 0,
         bias: bool = True,
+        rotary: bool = False,
         compile: Fusion = "off",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -50,7 +60,9 @@ class TokenMixer(nn.Module):
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         self.mechanism = catalogue.parse(mechanism)
-        self.num_heads = num_heads
+        self.num_heads, self.rotary = num_heads, rotary
+        if rotary and not self.mechanism.traits.rotary:
+            raise self.mechanism.refuse("rotary positions", "rotary")
         if isinstance(self.mechanism, Attention):
             read = sum(part in self.mechanism.traits.reads for part in "qkv")
             self.in_proj = nn.Linear(embed_dim, read * embed_dim, bias=bias, device=device, dtype=dtype)
@@ -107,16 +119,20 @@ class TokenMixer(nn.Module):
         """
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
-        out, state = self.attention.decode(*self._project(x), state, key_mask=key_mask)
-        return self._joined(out), state
+        if not self.rotary:
+            out, state = self.attention.decode(*self._project(x), state, key_mask=key_mask)
+            return self._joined(out), state
+        place, inner = (torch.tensor(0), None) if state is None else state
+        out, inner = self.attention.decode(*self._project(x, int(place)), inner, key_mask=key_mask)
+        return self._joined(out), Turned(place + x.shape[-2], inner)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         read = [part for part in "qkv" if part in self.mechanism.traits.reads]
         parts = self.in_proj(x).unflatten(-1, (len(read), self.num_heads, -1)).movedim(-3, 0).transpose(-3, -2)
         named = dict(zip(read, parts, strict=True))
         # What the mechanism never reads has no projection: anything of the right length stands in for it.
         q, k, v = (named.get(part, named["v"]) for part in "qkv")
-        return q, k, v
+        return (rotate(q, start), rotate(k, start), v) if self.rotary else (q, k, v)
 
     def _joined(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(-3, -2).flatten(-2))

@@ -1,0 +1,179 @@
+"""Text from a decoder, token by token: greedy, sampled or by beams, with the mechanisms' states or, where a mechanism
+cannot stream, by recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention import decoding
+from fast_attention.nn.models import Model
+from fast_attention.ops.value import Value, at_least
+
+
+@dataclass(frozen=True, repr=False)
+class Sampling(Value):
+    """How the next token is chosen.
+
+    Args:
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Only the k likeliest tokens; 0 for all.
+        top_p: Only the likeliest tokens that together have this probability.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least(self, "temperature", self.temperature, 0.0)
+        at_least(self, "top_k", self.top_k, 0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"Sampling(top_p={self.top_p!r}): top_p must be above 0 and at most 1")
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One token (B,) for each row of logits (B, V)."""
+        if self.temperature == 0.0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        if self.top_p < 1.0:
+            ranked, order = logits.sort(-1, descending=True)
+            shares = ranked.softmax(-1)
+            beyond = shares.cumsum(-1) - shares >= self.top_p  # the first token always stays
+            hidden = torch.zeros_like(beyond).scatter(-1, order, beyond)
+            logits = logits.masked_fill(hidden, float("-inf"))
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[..., 0]
+
+
+class _Reader:
+    """Logits after the next tokens: from a state, or from all tokens so far where a mechanism cannot stream."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.state, self.past = model, None, None
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after the last of the tokens (B, N)."""
+        if self.model.streams:
+            logits, self.state = self.model.decode(tokens, self.state)
+            return logits[:, -1]
+        self.past = tokens if self.past is None else torch.cat([self.past, tokens], -1)
+        return self.model(self.past)[:, -1]
+
+    def select(self, index: Tensor) -> None:
+        """Go on with these sequences."""
+        if self.state is not None:
+            self.state = decoding.select(self.state, index)
+        if self.past is not None:
+            self.past = self.past[index]
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008
+    seed: int = 0,
+) -> Iterator[list[int | None]]:
+    """New tokens without end, one per prompt at a time; None for a prompt that is still being read.
+
+    Prompts of unequal length go side by side without padding: where a longer prompt still has tokens, these are read
+    instead of chosen ones. So every mechanism gives what it gives for one prompt alone.
+    """
+    reader, generator, place, given = *_start(model, prompts, seed), len(min(prompts, key=len)), prompts
+    with torch.no_grad():
+        logits = reader.read(torch.tensor([list(prompt[:place]) for prompt in given], device=_device(model)))
+        while True:
+            chosen = sampling.choose(logits, generator).tolist()
+            reading = [place < len(prompt) for prompt in given]
+            tokens = [p[place] if more else c for p, c, more in zip(given, chosen, reading, strict=True)]
+            yield [None if more else c for c, more in zip(chosen, reading, strict=True)]
+            place += 1
+            logits = reader.read(torch.tensor(tokens, device=_device(model))[:, None])
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int = 64,
+    sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008
+    beams: int = 1,
+    stop: int | None = None,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Continue each prompt.
+
+    Args:
+        model: A decoder (``config.causal``).
+        prompts: Lists of tokens, of any lengths of at least one.
+        new_tokens: Tokens to add to each.
+        sampling: How tokens are chosen; the likeliest by default.
+        beams: Above 1, the likeliest of so many sequences that are followed side by side; ``sampling`` is not used.
+        stop: A token that ends a sequence (and is its last).
+        seed: For sampling.
+
+    Returns:
+        The new tokens of each prompt.
+
+    Raises:
+        ValueError: The model is no decoder, a prompt is empty, or the tokens exceed what the model is built for.
+    """
+    at_least(Sampling, "new_tokens", new_tokens, 1)
+    if beams > 1:
+        return [_search(model, prompt, new_tokens, beams, stop) for prompt in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(model, prompts, sampling=sampling, seed=seed):
+        for made, token in zip(found, tokens, strict=True):
+            if token is not None and len(made) < new_tokens and not (made and made[-1] == stop):
+                made.append(token)
+        if all(len(made) == new_tokens or (made and made[-1] == stop) for made in found):
+            return found
+    raise AssertionError("a stream never ends")
+
+
+@torch.no_grad()
+def _search(model: Model, prompt: Sequence[int], new_tokens: int, beams: int, stop: int | None) -> list[int]:
+    """The likeliest continuation among ``beams``; finished ones compete by their probability as they are."""
+    reader, _ = _start(model, [prompt], 0)
+    scores = reader.read(torch.tensor([list(prompt)], device=_device(model))).log_softmax(-1)
+    made: list[list[int]] = [[]]
+    ended: list[tuple[float, list[int]]] = []
+    for step in range(new_tokens):
+        top = scores.flatten().topk(min(2 * beams, scores.numel()))
+        rows, tokens = top.indices // scores.shape[-1], top.indices % scores.shape[-1]
+        kept: list[tuple[float, int, list[int]]] = []
+        for score, row, token in zip(top.values.tolist(), rows.tolist(), tokens.tolist(), strict=True):
+            line = [*made[row], token]
+            if token == stop:
+                ended.append((score, line))
+            elif len(kept) < beams:
+                kept.append((score, row, line))
+        made = [line for _, _, line in kept]
+        best = max((score for score, _ in ended), default=float("-inf"))
+        if not kept or step == new_tokens - 1 or best >= kept[0][0]:
+            break
+        reader.select(torch.tensor([row for _, row, _ in kept], device=scores.device))
+        so_far = torch.tensor([score for score, _, _ in kept], device=scores.device)[:, None]
+        now = torch.tensor([[line[-1]] for line in made], device=scores.device)
+        scores = so_far + reader.read(now).log_softmax(-1)
+    ended += [(score, line) for score, _, line in kept]
+    return max(ended, key=lambda pair: pair[0])[1]
+
+
+def _start(model: Model, prompts: Sequence[Sequence[int]], seed: int) -> tuple[_Reader, Any]:
+    if not model.config.causal or model.config.head != "tokens":
+        raise ValueError("generate needs a decoder: ModelConfig(causal=True, head='tokens')")
+    if not prompts or not all(prompts):
+        raise ValueError("generate needs prompts of at least one token each")
+    return _Reader(model.eval()), torch.Generator(_device(model)).manual_seed(seed)
+
+
+def _device(model: Model) -> torch.device:
+    return model.out.weight.device

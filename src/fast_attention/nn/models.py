@@ -1,0 +1,239 @@
+"""Small encoders and decoders made of any mechanism: pre-norm blocks, positions, and a head for tokens or classes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fast_attention import catalogue
+from fast_attention.nn.feedforward import ChunkedFeedForward
+from fast_attention.nn.positions import Positions, PositionTable
+from fast_attention.nn.reversible import Reversible, ReversibleSequence
+from fast_attention.nn.token_mixer import TokenMixer
+from fast_attention.ops.value import Value, at_least, one_of
+
+Head = Literal["tokens", "classes"]
+
+
+@dataclass(frozen=True, repr=False)
+class ModelConfig(Value):
+    """Everything that makes a model but its numbers; plain values, saved as ``config.json``.
+
+    Args:
+        vocab_size: Kinds of tokens.
+        mechanism: The repr of one mechanism for all layers, or of one for each layer, repeated as often as needed.
+        width: Width of a token, all heads together.
+        layers: Number of blocks.
+        heads: Heads per block; must divide ``width``.
+        hidden: Width inside the feed-forward layers; 0 for ``4 * width``.
+        max_len: Longest sequence for learned positions and for mechanisms with ``traits.bounded``.
+        positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` (mechanisms with ``traits.rotary``) or ``"none"``.
+        causal: A decoder, whose outputs see the past only, rather than an encoder.
+        head: ``"tokens"`` predicts a token at each place, ``"classes"`` one class for the sequence.
+        classes: Number of classes.
+        dropout: Probability of dropping a number behind each sublayer while training.
+        reversible: Reversible blocks, whose activations are made again in the backward pass.
+        chunks: Stretches of the feed-forward layers (``ChunkedFeedForward``).
+        tied: Whether the head for tokens shares the embedding's weights.
+    """
+
+    vocab_size: int
+    mechanism: str | tuple[str, ...] = "Softmax()"
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    hidden: int = 0
+    max_len: int = 512
+    positions: Positions = "learned"
+    causal: bool = False
+    head: Head = "tokens"
+    classes: int = 0
+    dropout: float = 0.0
+    reversible: bool = False
+    chunks: int = 1
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        names = [self.mechanism] if not isinstance(self.mechanism, list | tuple) else list(self.mechanism)
+        spelled = tuple(repr(catalogue.parse(name)) for name in names)
+        object.__setattr__(self, "mechanism", spelled[0] if len(spelled) == 1 else spelled)
+        for setting in ("vocab_size", "width", "layers", "heads", "max_len", "chunks"):
+            at_least(self, setting, getattr(self, setting), 1)
+        one_of(self, "positions", self.positions, Positions)
+        one_of(self, "head", self.head, Head)
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
+        if self.head == "classes" and self.classes < 2:
+            raise ValueError(f"head='classes' needs classes of at least 2; got {self.classes}")
+
+    @property
+    def mechanisms(self) -> list[str]:
+        """The mechanism of every layer."""
+        names = [self.mechanism] if isinstance(self.mechanism, str) else list(self.mechanism)
+        return [names[i % len(names)] for i in range(self.layers)]
+
+
+class Mixing(nn.Module):
+    """Norm, then tokens mixed, then dropout: the first half of a block."""
+
+    def __init__(self, config: ModelConfig, mechanism: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.mixer = TokenMixer(
+            config.width, config.heads, mechanism, max_len=config.max_len, rotary=config.positions == "rotary"
+        )
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, *, is_causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, L, E) to what is added to them."""
+        out = self.mixer(self.norm(x), is_causal=is_causal, key_mask=key_mask)
+        return F.dropout(out, self.dropout, self.training)
+
+    def decode(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The same for the next stretch of tokens."""
+        return self.mixer.decode(self.norm(x), state)
+
+
+class Widening(nn.Module):
+    """Norm, feed-forward, dropout: the second half of a block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.feed = ChunkedFeedForward(config.width, config.hidden or None, chunks=config.chunks)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (B, L, E) to what is added to them."""
+        return F.dropout(self.feed(self.norm(x)), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """``x + mixing(x)``, then ``x + widening(x)``."""
+
+    def __init__(self, f: Mixing, g: Widening) -> None:
+        super().__init__()
+        self.f, self.g = f, g
+
+    def forward(self, x: Tensor, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Tokens (B, L, E) to tokens."""
+        x = x + self.f(x, is_causal=is_causal, key_mask=key_mask)
+        return x + self.g(x)
+
+
+class ModelState(NamedTuple):
+    """What a decoder remembers: the tokens so far, and the state of each layer."""
+
+    length: Tensor
+    layers: tuple[Any, ...]
+
+
+class Model(nn.Module):
+    """A transformer whose token mixing is any mechanism, layer by layer.
+
+    Args:
+        config: The sizes and settings.
+
+    Raises:
+        Unsupported: ``causal`` or ``rotary`` with a mechanism whose traits deny it.
+        ValueError: Settings do not go together.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        added = config.positions in ("learned", "sinusoidal")
+        self.places = PositionTable(config.positions, config.width, config.max_len) if added else None
+        halves = [(Mixing(config, name), Widening(config)) for name in config.mechanisms]
+        for mixing, _ in halves:
+            mechanism = mixing.mixer.mechanism
+            if config.causal and not mechanism.traits.causal:
+                raise mechanism.refuse("a causal model", "causal")
+        if config.reversible:
+            self.blocks: Any = ReversibleSequence(Reversible(*pair) for pair in halves)
+        else:
+            self.blocks = nn.ModuleList(Block(*pair) for pair in halves)
+        self.norm = nn.LayerNorm(config.width)
+        outputs = config.vocab_size if config.head == "tokens" else config.classes
+        self.out = nn.Linear(config.width, outputs)
+        self._initialise()
+        if config.tied and config.head == "tokens":
+            self.out.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """Small normal weights, smaller where layers add up; the mechanisms' own weights are left as they were made."""
+        deep = 0.02 / math.sqrt(2 * self.config.layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and ".attention" not in name:
+                nn.init.normal_(module.weight, std=deep if name.endswith(("out_proj", "narrow")) else 0.02)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def hidden(
+        self, tokens: Int[Tensor, "batch length"], key_mask: Bool[Tensor, "batch length"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        """The tokens' vectors behind the last block."""
+        x = self.embedding(tokens)
+        x = x if self.places is None else self.places(x)
+        if isinstance(self.blocks, ReversibleSequence):
+            x = self.blocks(x, is_causal=self.config.causal, key_mask=key_mask)
+        else:
+            for block in self.blocks:
+                x = block(x, is_causal=self.config.causal, key_mask=key_mask)
+        return self.norm(x)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch length"], key_mask: Bool[Tensor, "batch length"] | None = None
+    ) -> Float[Tensor, "..."]:
+        """Logits: of the next or masked token at each place (B, L, vocabulary), or of the classes (B, classes).
+
+        Args:
+            tokens: Whole numbers (B, L) below ``vocab_size``.
+            key_mask: Boolean (B, L), True = a token, False = padding.
+        """
+        x = self.hidden(tokens, key_mask)
+        if self.config.head == "classes":
+            x = x.mean(-2) if key_mask is None else _mean(x, key_mask)
+        return self.out(x)
+
+    def decode(
+        self, tokens: Int[Tensor, "batch stretch"], state: ModelState | None = None
+    ) -> tuple[Float[Tensor, "batch stretch vocab"], ModelState]:
+        """Logits after each token of the next stretch; any split of a sequence gives the same.
+
+        Raises:
+            Unsupported: A layer's mechanism cannot stream.
+        """
+        start = 0 if state is None else int(state.length)
+        x = self.embedding(tokens)
+        x = x if self.places is None else self.places(x, start)
+        blocks = self.blocks.blocks if isinstance(self.blocks, ReversibleSequence) else self.blocks
+        other, after = x, []
+        for i, block in enumerate(blocks):
+            source = other if self.config.reversible else x
+            mixed, kept = block.f.decode(source, None if state is None else state.layers[i])
+            after.append(kept)
+            x = x + mixed
+            if self.config.reversible:
+                other = other + block.g(x)
+            else:
+                x = x + block.g(x)
+        x = (x + other) / 2 if self.config.reversible else x
+        return self.out(self.norm(x)), ModelState(torch.tensor(start + tokens.shape[-1]), tuple(after))
+
+    @property
+    def streams(self) -> bool:
+        """Whether every layer can decode from a state."""
+        return all(module.mechanism.traits.memory for module in self.modules() if isinstance(module, TokenMixer))
+
+
+def _mean(x: Tensor, key_mask: Tensor) -> Tensor:
+    seen = key_mask[..., None]
+    return x.masked_fill(~seen, 0.0).sum(-2) / seen.sum(-2).clamp(min=1)

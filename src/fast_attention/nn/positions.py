@@ -1,0 +1,66 @@
+"""Where a token stands: learned tables, sinusoids, and rotary positions, which turn queries and keys by their place."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Positions = Literal["learned", "sinusoidal", "rotary", "none"]
+
+
+def sinusoids(length: int, width: int, start: int = 0) -> Float[Tensor, "length width"]:
+    """Sines of the even and cosines of the odd channels (arXiv 1706.03762, section 3.5), from place ``start`` on."""
+    place = torch.arange(start, start + length)[:, None]
+    rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    waves = torch.stack([(place * rate).sin(), (place * rate).cos()], -1)
+    return waves.flatten(-2)[:, :width]
+
+
+def rotate(x: Float[Tensor, "*batch length width"], start: int | Tensor = 0) -> Float[Tensor, "*batch length width"]:
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs turned by an angle that grows with place.
+
+    ``rotate(q) . rotate(k)`` depends on the places only through their difference.
+
+    Args:
+        x: Queries or keys, an even width; channel i is paired with channel i + width / 2.
+        start: Place of the first token; a tensor broadcastable to x's leading axes for sequences that start apart.
+    """
+    half = x.shape[-1] // 2
+    if 2 * half != x.shape[-1]:
+        raise ValueError(f"rotary positions turn pairs of channels; the width {x.shape[-1]} is odd")
+    rate = torch.exp(torch.arange(half, device=x.device) * (-math.log(10_000.0) / half))
+    place = torch.arange(x.shape[-2], device=x.device, dtype=rate.dtype)[:, None] + (
+        start[..., None, None] if isinstance(start, Tensor) else start
+    )
+    angle = place * rate
+    sine, cosine = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class PositionTable(nn.Module):
+    """Learned or sinusoidal positions, added to the tokens.
+
+    Args:
+        kind: ``"learned"`` (drawn with deviation 0.02) or ``"sinusoidal"`` (any length).
+        width: Width of the tokens.
+        max_len: Longest sequence of the learned table.
+    """
+
+    def __init__(self, kind: Positions, width: int, max_len: int) -> None:
+        super().__init__()
+        self.kind, self.max_len = kind, max_len
+        self.table = nn.Parameter(torch.randn(max_len, width) * 0.02) if kind == "learned" else None
+
+    def forward(self, x: Float[Tensor, "*batch length width"], start: int = 0) -> Float[Tensor, "*batch length width"]:
+        """Tokens with their positions from ``start`` on."""
+        length = x.shape[-2]
+        if self.table is None:
+            return x + sinusoids(length, x.shape[-1], start).to(x)
+        if start + length > self.max_len:
+            raise ValueError(f"the model has learned positions for {self.max_len} tokens and got {start + length}")
+        return x + self.table[start : start + length]

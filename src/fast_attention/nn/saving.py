@@ -1,0 +1,71 @@
+"""A model as a folder: ``config.json`` and ``model.safetensors``, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import fast_attention
+from fast_attention.nn.models import Model, ModelConfig
+
+FORMAT = "fast-attention model 1"
+
+
+def save(model: Model, folder: str | os.PathLike[str]) -> None:
+    """Write the model: its settings with each mechanism spelt out, and all weights and buffers.
+
+    Each file is written under a temporary name, synced and renamed; the settings come last.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
+    if model.config.tied and model.config.head == "tokens":
+        del tensors["out.weight"]
+    settings = {"format": FORMAT, "version": fast_attention.__version__, **asdict(model.config)}
+    _whole(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    _whole(folder / "config.json", lambda path: Path(path).write_text(json.dumps(settings, indent=1) + "\n"))
+
+
+def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Model:
+    """The model that ``save`` wrote, in evaluation mode, equal to the bit: random features and tables included.
+
+    Raises:
+        FileNotFoundError: The folder holds no model.
+        ValueError: Its files do not belong together or are damaged.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        if settings.pop("format", None) != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        settings.pop("version", None)
+        model = Model(ModelConfig(**settings))
+        tensors = load_file(folder / "model.safetensors")
+        if model.config.tied and model.config.head == "tokens":
+            tensors["out.weight"] = tensors["embedding.weight"]
+        model.load_state_dict(tensors)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{os.fspath(folder)} holds no model: {error.filename} is missing") from error
+    except Exception as error:
+        raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error
+    return model.to(device).eval()
+
+
+def _whole(path: Path, write: Callable[[str], object]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(str(partial))
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,206 @@
+"""Tasks that ask for what stood elsewhere in the sequence: copying, duplication, selective copying, recall by key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fast_attention.ops.value import at_least
+from fast_attention.tasks.task import IGNORED, Batch, Split, Task, random_for
+
+
+@dataclass(frozen=True, repr=False)
+class Copy(Task):
+    """``BOS w SEP w``: predict the second w, symbol by symbol, from left to right.
+
+    Args:
+        symbols: Kinds of symbols.
+        words: Length of w.
+        seed: For the data.
+    """
+
+    symbols: int = 10
+    words: int = 31
+    seed: int = 0
+
+    name = "copy"
+    causal = True
+
+    def __post_init__(self) -> None:
+        at_least(self, "symbols", self.symbols, 2)
+        at_least(self, "words", self.words, 1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Symbols, start and separator."""
+        return self.symbols + 2
+
+    @property
+    def length(self) -> int:
+        """Both halves with their marks, without the last symbol, after which nothing is asked."""
+        return 2 * self.words + 1
+
+    def batch(self, split: Split, index: int, size: int) -> Batch:
+        """Sequences and, for each place of the second half, the symbol that comes next."""
+        w = torch.randint(self.symbols, (size, self.words), generator=random_for(self, split, index))
+        start, separator = (torch.full((size, 1), self.symbols + i) for i in (0, 1))
+        whole = torch.cat([start, w, separator, w], -1)
+        targets = whole[:, 1:].clone()
+        targets[:, : self.words + 1] = IGNORED
+        return Batch(whole[:, :-1], targets)
+
+    def baselines(self) -> dict[str, float]:
+        """Guessing."""
+        return {"chance": 1 / self.symbols}
+
+
+@dataclass(frozen=True, repr=False)
+class Duplicate(Task):
+    """Reformer's synthetic task ``0 w 0 w`` (arXiv 2001.04451, section 5): the second half repeats the first.
+
+    Args:
+        symbols: Kinds of symbols, from 1 on; 0 is the mark.
+        words: Length of w.
+        seed: For the data.
+    """
+
+    symbols: int = 127
+    words: int = 31
+    seed: int = 0
+
+    name = "duplicate"
+    causal = True
+
+    def __post_init__(self) -> None:
+        at_least(self, "symbols", self.symbols, 2)
+        at_least(self, "words", self.words, 1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Symbols and the mark."""
+        return self.symbols + 1
+
+    @property
+    def length(self) -> int:
+        """Both halves without the last symbol."""
+        return 2 * self.words + 1
+
+    def batch(self, split: Split, index: int, size: int) -> Batch:
+        """Sequences; the loss is on the second half only."""
+        w = torch.randint(1, self.symbols + 1, (size, self.words), generator=random_for(self, split, index))
+        mark = torch.zeros(size, 1, dtype=torch.long)
+        whole = torch.cat([mark, w, mark, w], -1)
+        targets = whole[:, 1:].clone()
+        targets[:, : self.words + 1] = IGNORED
+        return Batch(whole[:, :-1], targets)
+
+    def baselines(self) -> dict[str, float]:
+        """Guessing."""
+        return {"chance": 1 / self.symbols}
+
+
+@dataclass(frozen=True, repr=False)
+class SelectiveCopy(Task):
+    """Data scattered among noise, to be repeated in order after cue tokens (Gu and Dao 2023, arXiv 2312.00752, E.1).
+
+    Args:
+        symbols: Kinds of data tokens.
+        data: Data tokens in a sequence.
+        context: Places among which they are scattered.
+        seed: For the data.
+    """
+
+    symbols: int = 14
+    data: int = 8
+    context: int = 120
+    seed: int = 0
+
+    name = "selective-copy"
+    causal = True
+
+    def __post_init__(self) -> None:
+        at_least(self, "symbols", self.symbols, 2)
+        at_least(self, "data", self.data, 1)
+        at_least(self, "context", self.context, self.data)
+
+    @property
+    def vocab_size(self) -> int:
+        """Data tokens, noise and cue."""
+        return self.symbols + 2
+
+    @property
+    def length(self) -> int:
+        """The context and a cue for each data token."""
+        return self.context + self.data
+
+    def batch(self, split: Split, index: int, size: int) -> Batch:
+        """Sequences; at cue number i the i-th data token is asked for."""
+        generator = random_for(self, split, index)
+        values = torch.randint(self.symbols, (size, self.data), generator=generator)
+        places = torch.rand(size, self.context, generator=generator).argsort(-1)[:, : self.data].sort(-1).values
+        context = torch.full((size, self.context), self.symbols).scatter(-1, places, values)
+        tokens = torch.cat([context, torch.full((size, self.data), self.symbols + 1)], -1)
+        targets = torch.cat([torch.full((size, self.context), IGNORED), values], -1)
+        return Batch(tokens, targets)
+
+    def baselines(self) -> dict[str, float]:
+        """Guessing."""
+        return {"chance": 1 / self.symbols}
+
+
+@dataclass(frozen=True, repr=False)
+class MQAR(Task):
+    """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): ``k1 v1 k2 v2 ...``, then keys; tell values.
+
+    Keys are asked for once each, most of them soon: the gap g has probability proportional to ``g^(power - 1)``.
+
+    Args:
+        vocab: Kinds of tokens; keys below the half, values above, 0 as filler.
+        pairs: Keys and values in a sequence.
+        context: Tokens in a sequence, at least ``4 * pairs``.
+        power: Of the distribution of gaps.
+        seed: For the data.
+    """
+
+    vocab: int = 256
+    pairs: int = 4
+    context: int = 64
+    power: float = 0.01
+    seed: int = 0
+
+    name = "mqar"
+    causal = True
+
+    def __post_init__(self) -> None:
+        at_least(self, "pairs", self.pairs, 1)
+        at_least(self, "vocab", self.vocab, 2 * self.pairs + 2)
+        at_least(self, "context", self.context, 4 * self.pairs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Keys, values and the filler."""
+        return self.vocab
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.context
+
+    def batch(self, split: Split, index: int, size: int) -> Batch:
+        """Sequences; at each repeated key its value is asked for."""
+        generator, half = random_for(self, split, index), self.vocab // 2
+        keys = 1 + torch.rand(size, half - 1, generator=generator).argsort(-1)[:, : self.pairs]
+        values = half + torch.rand(size, self.vocab - half, generator=generator).argsort(-1)[:, : self.pairs]
+        slots = (self.context - 2 * self.pairs) // 2
+        weight = self.power * torch.arange(1, slots + 1, dtype=torch.double) ** (self.power - 1)
+        gaps = torch.multinomial(weight.expand(size, -1), self.pairs, generator=generator)
+        tokens = torch.zeros(size, self.context, dtype=torch.long)
+        tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
+        places = 2 * self.pairs + 2 * gaps
+        targets = torch.full((size, self.context), IGNORED)
+        return Batch(tokens.scatter(-1, places, keys), targets.scatter(-1, places, values))
+
+    def baselines(self) -> dict[str, float]:
+        """Knowing which values are in the sequence, but not whose they are."""
+        return {"one of the sequence's values": 1 / self.pairs}

@@ -1,0 +1,60 @@
+"""What a task is: a frozen value, and batch number i of it as a pure function, so that any run can be taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fast_attention.ops.value import Value
+
+Split = Literal["train", "valid"]
+IGNORED = -100  # the target of a place without a loss, as torch.nn.functional.cross_entropy has it
+
+
+class Batch(NamedTuple):
+    """Sequences and what is to be predicted of them."""
+
+    tokens: Tensor  # whole numbers (B, L)
+    targets: Tensor  # (B, L), ``IGNORED`` where nothing is asked; (B,) for classes
+    key_mask: Tensor | None = None  # (B, L), True = a token; None: no padding
+
+
+class Task(Value, ABC):
+    """A source of batches. Subclasses are frozen dataclasses; a ``seed`` field makes other data of the same kind."""
+
+    name: ClassVar[str]
+    causal: ClassVar[bool] = False
+    metric: ClassVar[str] = "accuracy"  # or "nats", "bits per byte"
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Kinds of tokens."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """The longest sequence."""
+
+    @property
+    def classes(self) -> int:
+        """Kinds of sequences; 0 where single tokens are predicted."""
+        return 0
+
+    @abstractmethod
+    def batch(self, split: Split, index: int, size: int) -> Batch:
+        """Batch number ``index`` of ``size`` sequences: always the same for the same numbers."""
+
+    @abstractmethod
+    def baselines(self) -> dict[str, float]:
+        """What can be had without learning anything, in the task's metric, by name."""
+
+
+def random_for(*parts: object) -> torch.Generator:
+    """A generator that follows from what it is for: independent streams for different tasks, splits and batches."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
