@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fast_attention import files
 from fast_attention.ops.precision import rebuild
 
 
@@ -44,17 +44,9 @@ def select(state: Any, index: Tensor) -> Any:
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Write a state to a file: to a temporary name, synced, then renamed, so that no half-written file is ever seen."""
-    path = Path(path)
     content = {"format": "fast-attention state 1", "state": _described(state)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with files.whole(path) as partial:
+        torch.save(content, partial)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:

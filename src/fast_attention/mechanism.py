@@ -34,6 +34,7 @@ class Traits:
     padding: bool = False
     cross: bool = False  # as many queries as you like: S != L
     mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
+    rotary: bool = False  # scores are, or estimate, a function of q . k: turned by place, they tell distances only
     memory: Memory | None = None  # of decoding; None: cannot stream
     bounded: bool = False  # its weights are cut for max_len tokens
     random: bool = False  # holds random draws (buffers), which may be drawn again
@@ -71,8 +72,7 @@ class Mechanism(Value, ABC, Generic[W, S]):
     def weights(self, shape: Shape) -> W:
         """Fresh weights for ``shape``: a NamedTuple of ``nn.Parameter`` (learned) and plain tensors (drawn or fixed).
 
-        The only place that draws random numbers, all of them from torch's global generator. Mechanisms without
-        weights return ``()``.
+        The only place that draws random numbers, all from torch's global generator. Without weights: ``()``.
         """
         return ()  # type: ignore[return-value]
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention import catalogue, conformance
+from fast_attention import catalogue, conformance, files
 from fast_attention.lab import capture, compare, corpus, inputs, measure, records, report, tables, verdicts
 from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.inputs import InputError
@@ -130,7 +130,7 @@ def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) 
             progress.update(task, advance=1, description=what)
 
         def save() -> None:
-            records.write(out / "records.json", record.to_json() + "\n")
+            files.write(out / "records.json", record.to_json() + "\n")
 
         try:
             compare.compare(plan, record, watch, save)

@@ -130,17 +130,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: under another name, to the disk, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def surroundings(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, for the record."""
     return {

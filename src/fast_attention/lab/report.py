@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fast_attention import catalogue
-from fast_attention.lab import pictures, records, verdicts
+from fast_attention import catalogue, files
+from fast_attention.lab import pictures, verdicts
 from fast_attention.lab.pictures import Picture, Quantity
 from fast_attention.lab.records import EXACT, Cell, Record
 from fast_attention.lab.tables import amount, bytes_of, factor, footnotes, milliseconds
@@ -19,8 +19,8 @@ _PAGE = Path(__file__).with_name("report.html")
 def save(record: Record, folder: Path) -> tuple[Path, Path]:
     """Write records.json and report.html into ``folder``, each whole or not at all; their paths."""
     data, page = folder / "records.json", folder / "report.html"
-    records.write(data, record.to_json() + "\n")
-    records.write(page, html(record))
+    files.write(data, record.to_json() + "\n")
+    files.write(page, html(record))
     return data, page
 
 

@@ -159,6 +159,7 @@ class BigBird(Attention[Seeds, None]):
         order=1.0,
         causal=True,
         padding=True,
+        rotary=True,
         random=True,
         approximates="Softmax",
     )

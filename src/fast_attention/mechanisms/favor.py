@@ -103,6 +103,7 @@ class Favor(Attention[TrigonometricWeights, LinearState]):
         causal=True,
         padding=True,
         cross=True,
+        rotary=True,
         memory="constant",
         random=True,
         approximates="Softmax",

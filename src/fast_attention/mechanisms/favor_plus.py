@@ -135,6 +135,7 @@ class FavorPlus(Attention[Projection, LinearState]):
             causal=True,
             padding=True,
             cross=True,
+            rotary=self.kernel is None,
             memory="constant",
             random=True,
             approximates="Softmax" if self.kernel is None else None,

@@ -105,6 +105,7 @@ _TRAITS = Traits(
     padding=True,
     cross=True,
     mask=True,
+    rotary=True,
     memory="window",
     approximates="Softmax",
 )

@@ -95,6 +95,7 @@ _TRAITS = Traits(
     reads="qv",
     causal=True,
     padding=True,
+    rotary=True,
     memory="window",
     random=True,
 )

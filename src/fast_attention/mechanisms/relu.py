@@ -78,6 +78,7 @@ class ReLUAttention(MaskedAttention[tuple[()], History]):
         padding=True,
         cross=True,
         mask=True,
+        rotary=True,
         memory="growing",
     )
 

@@ -30,6 +30,7 @@ class Softmax(MaskedAttention[tuple[()], History]):
         padding=True,
         cross=True,
         mask=True,
+        rotary=True,
         memory="growing",
     )
 

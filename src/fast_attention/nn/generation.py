@@ -78,7 +78,7 @@ def stream(
     model: Model,
     prompts: Sequence[Sequence[int]],
     *,
-    sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008
+    sampling: Sampling = Sampling(temperature=0.0),
     seed: int = 0,
 ) -> Iterator[list[int | None]]:
     """New tokens without end, one per prompt at a time; None for a prompt that is still being read.
@@ -103,7 +103,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     new_tokens: int = 64,
-    sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008
+    sampling: Sampling = Sampling(temperature=0.0),
     beams: int = 1,
     stop: int | None = None,
     seed: int = 0,
@@ -145,10 +145,11 @@ def _search(model: Model, prompt: Sequence[int], new_tokens: int, beams: int, st
     scores = reader.read(torch.tensor([list(prompt)], device=_device(model))).log_softmax(-1)
     made: list[list[int]] = [[]]
     ended: list[tuple[float, list[int]]] = []
+    kept: list[tuple[float, int, list[int]]] = []
     for step in range(new_tokens):
         top = scores.flatten().topk(min(2 * beams, scores.numel()))
         rows, tokens = top.indices // scores.shape[-1], top.indices % scores.shape[-1]
-        kept: list[tuple[float, int, list[int]]] = []
+        kept = []
         for score, row, token in zip(top.values.tolist(), rows.tolist(), tokens.tolist(), strict=True):
             line = [*made[row], token]
             if token == stop:

@@ -61,6 +61,8 @@ class ModelConfig(Value):
 
     def __post_init__(self) -> None:
         names = [self.mechanism] if not isinstance(self.mechanism, list | tuple) else list(self.mechanism)
+        if not names:
+            raise ValueError("ModelConfig(mechanism=()): name at least one mechanism")
         spelled = tuple(repr(catalogue.parse(name)) for name in names)
         object.__setattr__(self, "mechanism", spelled[0] if len(spelled) == 1 else spelled)
         for setting in ("vocab_size", "width", "layers", "heads", "max_len", "chunks"):
@@ -69,6 +71,8 @@ class ModelConfig(Value):
         one_of(self, "head", self.head, Head)
         if self.width % self.heads:
             raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"ModelConfig(dropout={self.dropout!r}): dropout must be at least 0 and below 1")
         if self.head == "classes" and self.classes < 2:
             raise ValueError(f"head='classes' needs classes of at least 2; got {self.classes}")
 
@@ -214,7 +218,7 @@ class Model(nn.Module):
         start = 0 if state is None else int(state.length)
         x = self.embedding(tokens)
         x = x if self.places is None else self.places(x, start)
-        blocks = self.blocks.blocks if isinstance(self.blocks, ReversibleSequence) else self.blocks
+        blocks: Any = self.blocks.blocks if isinstance(self.blocks, ReversibleSequence) else self.blocks
         other, after = x, []
         for i, block in enumerate(blocks):
             source = other if self.config.reversible else x

@@ -12,16 +12,27 @@ from torch import Tensor, nn
 Positions = Literal["learned", "sinusoidal", "rotary", "none"]
 
 
-def sinusoids(length: int, width: int, start: int = 0) -> Float[Tensor, "length width"]:
+def _angles(length: int, width: int, start: int | Tensor, device: torch.device) -> Tensor:
+    """Place times rate (..., length, (width + 1) // 2), in float64: in float32 a place in the millions has no angle."""
+    exact = torch.device("cpu") if device.type == "mps" else device  # which knows no float64
+    rate = torch.exp(torch.arange(0, width, 2, device=exact, dtype=torch.float64) * (-math.log(10_000.0) / width))
+    place = torch.arange(length, device=exact)[:, None]
+    return (place + (start.to(exact)[..., None, None] if isinstance(start, Tensor) else start)) * rate
+
+
+def sinusoids(
+    length: int,
+    width: int,
+    start: int = 0,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Float[Tensor, "length width"]:
     """Sines of the even and cosines of the odd channels (arXiv 1706.03762, section 3.5), from place ``start`` on."""
-    place = torch.arange(start, start + length)[:, None]
-    rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    waves = torch.stack([(place * rate).sin(), (place * rate).cos()], -1)
-    return waves.flatten(-2)[:, :width]
+    angles = _angles(length, width, start, device)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :width]
 
 
 def rotate(x: Float[Tensor, "*batch length width"], start: int | Tensor = 0) -> Float[Tensor, "*batch length width"]:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs turned by an angle that grows with place.
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs turned by angles that grow with place.
 
     ``rotate(q) . rotate(k)`` depends on the places only through their difference.
 
@@ -32,12 +43,8 @@ def rotate(x: Float[Tensor, "*batch length width"], start: int | Tensor = 0) -> 
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
         raise ValueError(f"rotary positions turn pairs of channels; the width {x.shape[-1]} is odd")
-    rate = torch.exp(torch.arange(half, device=x.device) * (-math.log(10_000.0) / half))
-    place = torch.arange(x.shape[-2], device=x.device, dtype=rate.dtype)[:, None] + (
-        start[..., None, None] if isinstance(start, Tensor) else start
-    )
-    angle = place * rate
-    sine, cosine = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
+    angles = _angles(x.shape[-2], x.shape[-1], start, x.device)
+    sine, cosine = angles.sin().to(x), angles.cos().to(x)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
@@ -60,7 +67,7 @@ class PositionTable(nn.Module):
         """Tokens with their positions from ``start`` on."""
         length = x.shape[-2]
         if self.table is None:
-            return x + sinusoids(length, x.shape[-1], start).to(x)
+            return x + sinusoids(length, x.shape[-1], start, x.device).to(x)
         if start + length > self.max_len:
             raise ValueError(f"the model has learned positions for {self.max_len} tokens and got {start + length}")
         return x + self.table[start : start + length]

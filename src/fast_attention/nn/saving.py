@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-import fast_attention
+from fast_attention import __version__, files
 from fast_attention.nn.models import Model, ModelConfig
 
 FORMAT = "fast-attention model 1"
@@ -24,13 +23,13 @@ def save(model: Model, folder: str | os.PathLike[str]) -> None:
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
     if model.config.tied and model.config.head == "tokens":
         del tensors["out.weight"]
-    settings = {"format": FORMAT, "version": fast_attention.__version__, **asdict(model.config)}
-    _whole(folder / "model.safetensors", lambda path: save_file(tensors, path))
-    _whole(folder / "config.json", lambda path: Path(path).write_text(json.dumps(settings, indent=1) + "\n"))
+    settings = {"format": FORMAT, "version": __version__, **asdict(model.config)}
+    with files.whole(folder / "model.safetensors") as partial:
+        save_file(tensors, partial)
+    files.write(folder / "config.json", json.dumps(settings, indent=1) + "\n")
 
 
 def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Model:
@@ -48,7 +47,8 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
         if settings.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         settings.pop("version", None)
-        model = Model(ModelConfig(**settings))
+        with torch.random.fork_rng(devices=[]):
+            model = Model(ModelConfig(**settings))
         tensors = load_file(folder / "model.safetensors")
         if model.config.tied and model.config.head == "tokens":
             tensors["out.weight"] = tensors["embedding.weight"]
@@ -58,14 +58,3 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     except Exception as error:
         raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error
     return model.to(device).eval()
-
-
-def _whole(path: Path, write: Callable[[str], object]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(str(partial))
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -81,12 +81,15 @@ def sides(task: ByteLM) -> tuple[Tensor, Tensor]:
         cut = len(whole) - round(task.share * len(whole))
         parts = whole[:cut], whole[cut:]
     else:
-        files = sorted(p for p in root.rglob(task.pattern) if p.is_file() and not {"test", "tests", "site-packages"} & {*p.parts})
+        apart = {"test", "tests", "site-packages"}
+        files = sorted(p for p in root.rglob(task.pattern) if p.is_file() and not apart & {*p.relative_to(root).parts})
         if not files:
             raise ValueError(f"{task.path} holds no file that fits {task.pattern!r}")
         order = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
         held = {*order[: max(1, round(task.share * len(files)))]}
-        parts = tuple(b"\n".join(f.read_bytes() for i, f in enumerate(files) if (i in held) == side) for side in (False, True))
+        parts = tuple(
+            b"\n".join(f.read_bytes() for i, f in enumerate(files) if (i in held) == side) for side in (False, True)
+        )
     for name, part in zip(("training", "validation"), parts, strict=True):
         if len(part) <= task.context + 1:
             raise ValueError(f"{task.path}: {len(part)} bytes for {name}; more than context={task.context} are needed")

@@ -151,9 +151,10 @@ class SelectiveCopy(Task):
 
 @dataclass(frozen=True, repr=False)
 class MQAR(Task):
-    """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): ``k1 v1 k2 v2 ...``, then keys; tell values.
+    """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): ``k1 v1 k2 v2 ...``, then keys.
 
-    Keys are asked for once each, most of them soon: the gap g has probability proportional to ``g^(power - 1)``.
+    Their values are to be told. Keys are asked for once each, most of them soon: the gap g has probability
+    proportional to ``g^(power - 1)``.
 
     Args:
         vocab: Kinds of tokens; keys below the half, values above, 0 as filler.

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fast_attention import files
 from fast_attention.lab import inputs, records
 from fast_attention.lab.bench import figures, lineup, page, run, terminal
 from fast_attention.lab.bench.ledger import Ledger, resume
@@ -92,7 +93,7 @@ def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
             progress.update(task, advance=1, description=what)
 
         def save() -> None:
-            records.write(out / RECORD, ledger.to_json() + "\n")
+            files.write(out / RECORD, ledger.to_json() + "\n")
 
         watched = replace(plan, watch=watch, save=save)
         try:
@@ -101,8 +102,8 @@ def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
             status = "interrupted"
     run.finish(plan, ledger, status)
     ledger.summary = figures.summarise(ledger)
-    records.write(out / RECORD, ledger.to_json() + "\n")
-    records.write(out / PAGE, page.html(ledger))
+    files.write(out / RECORD, ledger.to_json() + "\n")
+    files.write(out / PAGE, page.html(ledger))
     return status
 
 
