@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fast_attention import Bound, Mixer, Shape, catalogue
+from fast_attention import Bound, Mixer, Shape, catalogue, files
 from fast_attention.lab import capture, compare, corpus, measure, pictures, race, report, tables, verdicts
 from fast_attention.lab.accuracy import Scene, measurable, one, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import EXACT, Cell, Error, Record, write
+from fast_attention.lab.records import EXACT, Cell, Error, Record
 
 transformers = pytest.importorskip("transformers")
 WORDS = " ".join(f"word{i * i % 37}" for i in range(400))
@@ -449,12 +449,13 @@ def test_pictures_stand_for_themselves() -> None:
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "records.json"
-    write(path, "old")
+    files.write(path, "old")
 
     def full(*_: object) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="full"):
-        write(path, "new")
+        files.write(path, "new")
     assert path.read_text() == "old"
+    assert [file.name for file in path.parent.iterdir()] == ["records.json"]
