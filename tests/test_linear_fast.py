@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import LinearAttention
 from fast_attention.ops.explicit import Explicit
-from fast_attention.ops.linear import linear_causal, linear_paths, linear_whole
+from fast_attention.ops.linear import linear_causal, linear_paths, linear_short, linear_whole
 from fast_attention.ops.maps.features import Custom, EluPlusOne, FeatureMap, Identity, Relu, SoftmaxMap, Taylor
 from fast_attention.ops.trail import followed
 from tests.cases import qkv, some_keys
@@ -51,6 +51,29 @@ def test_blocks_are_the_plain_form(length: int, phi: FeatureMap) -> None:
         assert_same(linear_whole.attention, *inputs, key_mask, phi=phi, eps=1e-6)
         assert_same(linear_causal.attention, *inputs, key_mask, None, None, phi=phi, eps=1e-6)
         assert_same(linear_causal.attention, *inputs, key_mask, *leaves(*state), phi=phi, eps=0.0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("phi", FOLDED, ids=repr)
+def test_all_pairs_are_the_plain_form(phi: FeatureMap, is_causal: bool) -> None:
+    """Of few tokens, with more or fewer keys than queries; what is kept serves a second way back."""
+    for sizes in ((1, 1), (7, 7), (40, 40), (5, 30), (30, 5)):
+        q, k, v = (x.abs() if phi == Identity() else x for x in qkv(*sizes))
+        inputs = leaves(q, k, v[..., :5])
+        for key_mask in (None, some_keys(2, sizes[1])[:, None]):
+            assert_same(linear_short.attention, *inputs, key_mask, phi=phi, eps=1e-6, is_causal=is_causal)
+        out = linear_short.attention(*inputs, None, phi=phi, eps=0.0, is_causal=is_causal)
+        first, second = (torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_map_in_place_is_the_map() -> None:
+    """At its kink, far out and beyond the range of the exponential."""
+    x = torch.tensor([-float("inf"), -1e4, -90.0, -1.0, -1e-7, 0.0, 1e-7, 1.0, 90.0, 1e4, float("inf")])
+    for dtype in (torch.float32, torch.float64):
+        made = torch.empty(11, dtype=dtype)
+        EluPlusOne().fill(x.to(dtype), made, torch.empty_like(made))
+        torch.testing.assert_close(made, EluPlusOne()(x.to(dtype)), rtol=3e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("room", [1, 20_000, 10**6])
@@ -186,9 +209,10 @@ def test_long_sums_lose_nothing() -> None:
 
 def test_the_path_can_be_asked() -> None:
     seen = []
-    for length in (64, 200):
+    for length in (64, 300):
         for is_causal in (False, True):
             with followed() as steps:
                 LinearAttention()(*qkv(length), is_causal=is_causal)
             seen.append(steps[0].what)
-    assert len(set(seen)) == 4
+    assert seen[0] == seen[1] == "all pairs at once"
+    assert len(set(seen)) == 3

@@ -16,3 +16,10 @@ def exp_(x: Tensor) -> Tensor:
     The relative error grows by ``|x|`` units in the last place, as much as an ``x`` of that size carries by itself.
     """
     return x.mul_(LOG2E).exp2_() if x.dtype == torch.float32 and x.device.type == "cpu" else x.exp_()
+
+
+def exp(x: Tensor, out: Tensor) -> Tensor:
+    """``e^x`` into ``out``, as ``exp_`` takes it; a copy less than that."""
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        return torch.mul(x, LOG2E, out=out).exp2_()
+    return torch.exp(x, out=out)

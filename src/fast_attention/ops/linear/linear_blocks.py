@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fast_attention.ops.maps.feature_map import Elementwise
+from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap
+from fast_attention.ops.maps.features import EluPlusOne, Relu, SoftmaxMap
 from fast_attention.ops.scratch import Scratch
 
 ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32
+NEVER_NEGATIVE = (EluPlusOne, Relu, SoftmaxMap)
 
 
 class Cut(NamedTuple):
@@ -104,20 +106,26 @@ def pull(
 ) -> None:  # fmt: skip
     """The gradient of ``x`` from that of ``made = phi(x)``, into the block's place in ``into``; ``made`` is lost."""
     place = cut.of(into)
-    phi.chain(cut.of(x), inside(made, cut), inside(gradient, cut), place)
+    phi.chain(cut.of(x), made, gradient, place)
     if hidden is not None:
         place.masked_fill_(cut.of(hidden), 0.0)
 
 
-def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor) -> None:
-    """``numerator / (denominator + eps)`` into ``out``, zeros where that is as good as zero.
+def protected(phi: FeatureMap, eps: float) -> bool:
+    """Whether no denominator can be as good as zero: features are never negative, and ``eps`` is large enough."""
+    return eps >= 1e-30 and isinstance(phi, NEVER_NEGATIVE)
+
+
+def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor, *, safe: bool = False) -> None:
+    """``numerator / (denominator + eps)`` into ``out``, zeros where that is as good as zero; ``safe``: it never is.
 
     ``denominator`` becomes what was divided by: infinity where the result is zero.
     """
-    info = torch.finfo(denominator.dtype)
     if eps:
         denominator.add_(eps)
-    denominator.masked_fill_(denominator.abs() < info.tiny / info.eps, float("inf"))
+    if not safe:
+        info = torch.finfo(denominator.dtype)
+        denominator.masked_fill_(denominator.abs() < info.tiny / info.eps, float("inf"))
     torch.div(numerator, denominator, out=out)
 
 

@@ -175,8 +175,8 @@ def _block_gradient(
     cut.of(dv).copy_(inside(torch.baddbmm(value_part, keys, after.kv, out=value_part), cut))
     key_part = torch.bmm(weights.mT, queries, out=room("key part", *keys.shape))
     torch.baddbmm(key_part, values, after.kv.mT, out=key_part).add_(after.k)
-    linear_blocks.pull(phi, q, queries, part, cut, dq)
-    linear_blocks.pull(phi, k, keys, key_part, cut, dk, hidden)
+    linear_blocks.pull(phi, q, inside(queries, cut), inside(part, cut), cut, dq)
+    linear_blocks.pull(phi, k, inside(keys, cut), inside(key_part, cut), cut, dk, hidden)
     if hidden is not None:
         cut.of(dv).masked_fill_(cut.of(hidden), 0.0)
 

@@ -9,12 +9,13 @@ from torch.nn import functional as F
 
 from fast_attention.ops.linear import linear, linear_causal, linear_short, linear_whole
 from fast_attention.ops.linear.linear import LinearState, Sums
+from fast_attention.ops.linear.linear_blocks import protected
 from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features
-from fast_attention.ops.maps.features import EluPlusOne, Identity, Relu, SoftmaxMap
+from fast_attention.ops.maps.features import Identity
 from fast_attention.ops.trail import took
 
-SHORT = 128  # tokens up to which fewer operations count for more than less work
-NEVER_NEGATIVE = (EluPlusOne, Relu, SoftmaxMap)
+PAIRS = 64  # tokens up to which all pairs cost no more than a state
+SHORT = 256  # tokens up to which chunks, causal, have more operations than they save work
 
 
 def attend(
@@ -33,19 +34,17 @@ def attend(
         keys = linear.masked_keys(phi.features, k, key_mask)
         sums = linear.attend(phi.features(q).values, keys, v, is_causal=is_causal)
         return linear.normalise(sums, eps if keys.log_scale is None else 0.0)
-    length, extra = q.shape[-2], k.shape[-2] - q.shape[-2]
-    short = max(length, k.shape[-2]) <= SHORT
-    if short or not isinstance(phi, Elementwise):
-        keys = linear.masked_keys(lambda x: _features(phi, x), k, key_mask)
-        queries = _features(phi, q).values
+    if not isinstance(phi, Elementwise):
+        keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q).values
         if keys.log_scale is not None:
             took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
             return linear.normalise(linear.attend(queries, keys, v, is_causal=is_causal))
-        if short:
-            took("one masked product" if is_causal else "one product", f"no more than {SHORT} tokens")
-            sums = linear_short.attend(queries, keys.values, v, is_causal=is_causal)
-            return _quotient(sums, eps, phi, queries)
         q, k, key_mask, phi = queries, keys.values, None, Identity()
+    length, extra = q.shape[-2], k.shape[-2] - q.shape[-2]
+    few = SHORT if is_causal else PAIRS
+    if max(length, length + extra) <= few:
+        took("all pairs at once", f"no more than {few} tokens")
+        return linear_short.attention(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
     if not is_causal:
         took("one state, blocks in cache", "every query sees every key", chunk=linear_whole.CHUNK)
         return linear_whole.attention(q, k, v, key_mask, phi=phi, eps=eps)
@@ -108,5 +107,5 @@ def _features(phi: FeatureMap, x: Tensor) -> Features:
 
 
 def _quotient(sums: Sums, eps: float, phi: FeatureMap, q: Tensor) -> Tensor:
-    out = linear_short.quotient(sums, eps, positive=isinstance(phi, NEVER_NEGATIVE))
+    out = linear_short.quotient(sums, eps, safe=protected(phi, eps))
     return out.view(*q.shape[:-1], out.shape[-1])

@@ -1,4 +1,7 @@
-"""Kernelised attention of every query to every key in blocks: one pass over the keys, one over the queries."""
+"""Kernelised attention of every query to every key in blocks: one pass over the keys, one over the queries.
+
+A block holds all tokens of some heads where they fit; then its operations are the only ones.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +18,47 @@ from fast_attention.ops.scratch import Scratch
 
 CHUNK = 256  # tokens of one product among those that run side by side
 
+State = tuple[Tensor, Tensor]  # of phi(k) v^T (rows, C, Ev) and of phi(k) (rows, 1, C), or the gradients of these
+
 
 def _numbers(width: int, values: int) -> int:
     return max(width * values, CHUNK * max(width, values))
 
 
-def _accumulate(total: Tensor, terms: Tensor) -> None:
-    """Add the chunks' terms (chunks, ...) to the totals (rows, ...) of float64."""
-    total.add_(terms.view(total.shape[0], -1, *total.shape[1:]).sum(1))
+class _Sums:
+    """A product summed over all blocks of some rows, in float64 where there are several, and beside it a row."""
+
+    def __init__(self, into: State, blocks: list[Cut], room: Scratch) -> None:
+        self.into, self.room = tuple(x[blocks[0].rows] for x in into), room
+        self.totals = None if len(blocks) == 1 else [torch.zeros_like(x, dtype=torch.float64) for x in self.into]
+
+    def add(self, a: Tensor, b: Tensor, row: Tensor, weights: Tensor | None = None) -> None:
+        """``a^T b`` of chunks (chunks, size, C), (chunks, size, Ev), and ``weights row`` of (rows, tokens, C)."""
+        kv, z = self.into
+        if len(a) == len(kv):
+            torch.bmm(a.mT, b, out=kv)
+        else:
+            terms = torch.bmm(a.mT, b, out=self.room("states", len(a), *kv.shape[1:]))
+            torch.sum(terms.view(len(kv), -1, *kv.shape[1:]), 1, out=kv)
+        if weights is None:
+            torch.sum(row, 1, keepdim=True, out=z)
+        else:
+            torch.bmm(weights, row, out=z)
+        if self.totals is not None:
+            for total, part in zip(self.totals, self.into, strict=True):
+                part.copy_(total.add_(part))
 
 
-def _spread(total: Tensor, cut: Cut) -> Tensor:
-    """(rows, ...) -> (chunks, ...)."""
-    total = total[cut.rows]
-    return total[:, None].expand(-1, cut.chunks, *total.shape[1:]).flatten(0, 1) if cut.chunks > 1 else total
-
-
-def _totals(like: Tensor, cut: Cut, width: int, values: int) -> tuple[Tensor, Tensor]:
-    rows = cut.rows.stop - cut.rows.start
-    return tuple(like.new_zeros((rows, width, size), dtype=torch.float64) for size in (values, 1))  # type: ignore
-
-
-def _summarise(
-    k: Tensor, v: Tensor, hidden: Tensor | None, phi: Elementwise, room: Scratch
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sums of ``phi(k) v^T`` (rows, C, Ev) and of ``phi(k)`` (rows, C, 1)."""
+def _summarise(k: Tensor, v: Tensor, hidden: Tensor | None, phi: Elementwise, room: Scratch) -> State:
+    """Sums of ``phi(k) v^T`` (rows, C, Ev) and of ``phi(k)`` (rows, 1, C)."""
     (rows, length, width), values = k.shape, v.shape[-1]
-    kv, z = v.new_empty((rows, width, values)), v.new_empty((rows, width, 1))
+    state = v.new_empty((rows, width, values)), v.new_empty((rows, 1, width))
     for blocks in cuts(rows, length, CHUNK, _numbers(width, values)):
-        totals = _totals(v, blocks[0], width, values)
+        sums = _Sums(state, blocks, room)
         for cut in blocks:
             keys = linear_blocks.features(phi, k, cut, room, "features", hidden)
-            here = linear_blocks.tokens(v, cut, room, "values", hidden)
-            _accumulate(totals[0], torch.bmm(keys.mT, here, out=room("states", len(keys), width, values)))
-            _accumulate(totals[1], keys.sum(1)[..., None])
-        kv[blocks[0].rows], z[blocks[0].rows] = totals
-    return kv, z
+            sums.add(keys, linear_blocks.tokens(v, cut, room, "values", hidden), inside(keys, cut))
+    return state
 
 
 def _forward(
@@ -58,15 +66,15 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     (length, width), values, room = q.shape[-2:], v.shape[-1], Scratch(v)
     kv, z = _summarise(flat(k), flat(v), hidden_rows(key_mask, k), phi, room)
-    out, denominators = v.new_empty((*q.shape[:-1], values)), v.new_empty((*q.shape[:-1], 1))
-    flats = flat(q), flat(out), flat(denominators)
-    for blocks in cuts(flats[0].shape[0], length, CHUNK, _numbers(width, values)):
+    out, denominators = v.new_empty((*q.shape[:-1], values)), v.new_empty((len(kv), length, 1))
+    queries, results, safe = flat(q), flat(out), linear_blocks.protected(phi, eps)
+    for blocks in cuts(len(kv), length, CHUNK, _numbers(width, values)):
         for cut in blocks:
-            queries = linear_blocks.features(phi, flats[0], cut, room, "features")
-            numerator = torch.bmm(queries, _spread(kv, cut), out=room("part", *queries.shape[:-1], values))
-            denominator = torch.bmm(_spread(z, cut).mT, queries.mT).mT.contiguous()
-            place = cut.of(flats[2]).copy_(inside(denominator, cut))
-            linear_blocks.divide(inside(numerator, cut), place, eps, cut.of(flats[1]))
+            made = inside(linear_blocks.features(phi, queries, cut, room, "features"), cut)
+            place = cut.of(denominators)
+            torch.bmm(z[cut.rows], made.mT, out=place.mT)  # the vector on the left, which is the faster side
+            numerator = torch.bmm(made, kv[cut.rows], out=room("part", *made.shape[:-1], values))
+            linear_blocks.divide(numerator, place, eps, cut.of(results), safe=safe)
     return out, ((denominators, kv, z) if keep else ())
 
 
@@ -75,42 +83,38 @@ def _backward(
     *, phi: Elementwise, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, key_mask = inputs
-    denominators, kv, z = kept
+    denominators, *state = kept
     room, (dq, dk, dv) = Scratch(v), (x.new_empty(x.shape) for x in (q, k, v))
-    made = flat(outputs[0]), flat(denominators), flat(gradients[0])
-    totals = _query_gradients(flat(q), made, (kv, z), flat(dq), phi, room)
-    hidden, rows, width, values = hidden_rows(key_mask, k), len(kv), k.shape[-1], v.shape[-1]
-    k, v = flat(k), flat(v)
-    for blocks in cuts(rows, k.shape[-2], CHUNK, _numbers(width, values)):
+    made = flat(outputs[0]), denominators, flat(gradients[0])
+    dkv, dz = _query_gradients(flat(q), made, (state[0], state[1]), flat(dq), phi, room)
+    hidden, width, values = hidden_rows(key_mask, k), k.shape[-1], v.shape[-1]
+    k, v, into = flat(k), flat(v), flat(dv)
+    for blocks in cuts(len(k), k.shape[-2], CHUNK, _numbers(width, values)):
         for cut in blocks:
             keys = linear_blocks.features(phi, k, cut, room, "features", hidden)
-            here = linear_blocks.tokens(v, cut, room, "values", hidden)
-            dkv, dz = (_spread(total, cut) for total in totals)
-            part = torch.bmm(keys, dkv, out=room("part", *here.shape))
-            cut.of(flat(dv)).copy_(inside(part, cut))
-            part = torch.bmm(here, dkv.mT, out=room("part", *keys.shape)).add_(dz)
-            linear_blocks.pull(phi, k, keys, part, cut, flat(dk), hidden)
+            torch.bmm(inside(keys, cut), dkv[cut.rows], out=cut.of(into))
+            part = room("part", *cut.of(k).shape)
+            torch.baddbmm(dz[cut.rows], cut.of(v), dkv[cut.rows].mT, out=part)
+            linear_blocks.pull(phi, k, inside(keys, cut), part, cut, flat(dk), hidden)
     return dq, dk, dv, None
 
 
 def _query_gradients(
-    q: Tensor, made: tuple[Tensor, ...], state: tuple[Tensor, Tensor], dq: Tensor, phi: Elementwise, room: Scratch
-) -> tuple[Tensor, Tensor]:
-    """Fill ``dq``; the gradients of the sums, (rows, C, Ev) and (rows, 1, C)."""
+    q: Tensor, made: tuple[Tensor, ...], state: State, dq: Tensor, phi: Elementwise, room: Scratch
+) -> State:  # fmt: skip
+    """Fill ``dq``; the gradients of the sums."""
     (out, denominators, gradient), (kv, z), width = made, state, q.shape[-1]
-    dkv, dz = torch.empty_like(kv), z.new_empty((len(z), 1, width))
+    found = torch.empty_like(kv), torch.empty_like(z)
     for blocks in cuts(len(q), q.shape[-2], CHUNK, _numbers(width, kv.shape[-1])):
-        totals = _totals(kv, blocks[0], width, kv.shape[-1])
+        sums = _Sums(found, blocks, room)
         for cut in blocks:
             queries = linear_blocks.features(phi, q, cut, room, "features")
-            up, down = linear_blocks.quotient_gradient(out, denominators, gradient, cut, room)
-            _accumulate(totals[0], torch.bmm(queries.mT, up, out=room("states", len(up), *kv.shape[1:])))
-            _accumulate(totals[1], torch.bmm(down.mT, queries).mT)
-            part = torch.bmm(up, _spread(kv, cut).mT, out=room("part", *queries.shape))
-            part.addcmul_(down, _spread(z, cut).mT)
-            linear_blocks.pull(phi, q, queries, part, cut, dq)
-        dkv[blocks[0].rows], dz[blocks[0].rows] = totals[0], totals[1].mT
-    return dkv, dz
+            ups, downs = linear_blocks.quotient_gradient(out, denominators, gradient, cut, room)
+            (row, up, down) = (inside(x, cut) for x in (queries, ups, downs))
+            sums.add(queries, ups, row, down.mT)
+            part = torch.bmm(up, kv[cut.rows].mT, out=room("part", *row.shape)).addcmul_(down, z[cut.rows])
+            linear_blocks.pull(phi, q, row, part, cut, dq)
+    return found
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: Elementwise, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops.exponential import exp_
+from fast_attention.ops.exponential import exp
 from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features
 from fast_attention.ops.value import at_least
 
@@ -25,9 +25,8 @@ class EluPlusOne(Elementwise):
         return F.elu(x).add_(1.0)
 
     def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """The larger of ``x + 1`` and ``e^min(x, 0)``, which meet at zero."""
-        exp_(torch.clamp_max(x, 0.0, out=out))
-        torch.maximum(out, torch.add(x, 1.0, out=scratch), out=out)
+        """The middle one of ``e^x``, 1 and ``x + 1``: these never stand the other way round."""
+        torch.clamp(x.new_ones(()), torch.add(x, 1.0, out=scratch), exp(x, out), out=out)
 
     def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
         """The slope is the feature itself, at most 1."""
