@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Sinkhorn, SortCut, Unsupported
+from fast_attention import Local, Sinkhorn, Softmax, SortCut, Unsupported
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
+from fast_attention.ops.masks import masked_softmax
+from fast_attention.ops.scores import sorted_tiles, transport
+from fast_attention.ops.scores.fused import fused_attention
 from fast_attention.ops.scores.transport import soft_permutation
+from fast_attention.ops.trail import followed
 from tests.cases import bind, qkv, some_keys
 
 
@@ -46,6 +51,64 @@ def test_balancing_ignores_what_is_masked(device: torch.device) -> None:
     assert bool((S[~mask] == 0).all())
     part = soft_permutation(scores[held][:, held], everywhere(4, device), iterations=6)
     close(S[held][:, held], part)
+
+
+def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same permutation and gradient; where a share of a row is too small for factors, logarithms take over."""
+    scores = (2 * torch.randn(5, 7, 7, dtype=torch.float64, device=device)).requires_grad_()
+    for rounds in (1, 2, 8):
+        found = []
+        for smallest, how in ((1e-12, "balancing by factors"), (1.0, "balancing by logarithms")):
+            monkeypatch.setattr(transport, "SMALLEST", smallest)
+            with followed() as steps:
+                S = soft_permutation(scores, everywhere(7, device), iterations=rounds)
+            assert [step.what for step in steps] == [how]
+            found.append((S, *torch.autograd.grad(S.sin().sum(), scores)))
+        for ours, theirs in zip(*found, strict=True):
+            close(ours, theirs)
+
+
+def test_long_sequences_are_sorted_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of three blocks instead of one for all, on strided inputs, against products with masks written out."""
+    monkeypatch.setattr(sorted_tiles, "BLOCKS", 3)
+    monkeypatch.setattr(sorted_tiles, "EARLIER", 3)
+    P = torch.randn(3, 8, 9, dtype=torch.float64, requires_grad=True)
+    for length, start, is_causal in ((36, 0, False), (36, 0, True), (33, 0, True), (33, 14, True)):
+        q, k, v = (torch.randn(2, length, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in "qkv")
+        found = []
+        for key_mask in (None, torch.ones(2, 1, length, dtype=torch.bool)):
+            settings: dict[str, Any] = {"block_size": 4, "is_causal": is_causal, "key_mask": key_mask}
+            out = sinkhorn_attention(q[:, :, start:], k, v, P, **settings)
+            found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v, P))))
+        for ours, theirs in zip(*found, strict=True):
+            close(ours, theirs)
+
+
+@pytest.mark.parametrize("mechanism", [Sinkhorn(block_size=3), SortCut(block_size=3), Softmax(), Local(9)], ids=repr)
+def test_gradients_have_gradients(mechanism: Any) -> None:
+    """Of the tiles, and of the fused kernel, which has none of its own."""
+    bound = bind(mechanism, head_dim=2)
+    for is_causal in [False] + [True] * mechanism.traits.causal:
+        inputs = tuple(x.requires_grad_() for x in qkv(9, width=2, batch=1))
+        assert torch.autograd.gradgradcheck(partial(bound, is_causal=is_causal), inputs)
+        out = bound(*inputs, is_causal=is_causal).sin().sum()
+        again, once = (torch.autograd.grad(out, inputs, create_graph=how, retain_graph=True) for how in (True, False))
+        for ours, theirs in zip(again, once, strict=True):
+            close(ours, theirs)
+
+
+def test_masks_stay_masks_in_second_derivatives() -> None:
+    """A boolean mask, one with an empty row, against the definition, first and second derivatives."""
+    seen = torch.rand(1, 2, 5, 6) > 0.4
+    seen[..., 2, :] = False
+    found = []
+    q, k, v = (x.requires_grad_() for x in qkv(5, 6, batch=1))
+    for attend in (fused_attention, lambda q, k, v, mask: masked_softmax(q @ k.mT * 8**-0.5, mask) @ v):
+        out = attend(q, k, v, seen)
+        first = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
+        found.append((out, *first, *torch.autograd.grad([x.sin().sum() for x in first], (q, k, v))))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)
 
 
 def test_balancing_is_finite_at_extreme_scores(device: torch.device) -> None:

@@ -15,7 +15,8 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import join, split
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scores.sorted_blocks import fused_blocks, masked_blocks
+from fast_attention.ops.scores.fused import fused_attention
+from fast_attention.ops.scores.sorted_blocks import masked_blocks, sorted_softmax
 from fast_attention.ops.scores.transport import SortNet, block_permutation, cut_blocks, sort_blocks, sort_net
 from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
@@ -53,8 +54,8 @@ def sinkhorn_attention(
     queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
     plain = torch.compiler.is_compiling() or key_mask is not None  # a traced length is a symbol: never ask it
     if not plain and (is_causal or k.shape[-2] % block_size == 0):
-        took("fused softmax over own and sorted block", "no sorted place is masked", block=block_size)
-        out = fused_blocks(queries, S[..., first:, :], keys, values, first=first, is_causal=is_causal)
+        took("softmax in tiles over own and sorted block", "no sorted place is masked", block=block_size)
+        out = sorted_softmax(queries, S[..., first:, :], keys, values, first=first, is_causal=is_causal)
     else:
         took("products over own and sorted block", "masked places are sorted too, or tracing", block=block_size)
         out = masked_blocks(queries, S[..., first:, :], keys, values, seen, first=first, is_causal=is_causal)
@@ -89,7 +90,7 @@ def sortcut_attention(
         kept, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
-        return F.scaled_dot_product_attention(q, kept, content)
+        return fused_attention(q, kept, content)
     took("products over the kept blocks", "masked places are sorted too, or tracing", block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.share.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.seen.flatten(-2)[..., None, :])
@@ -188,13 +189,6 @@ class SortCut(_Sorting):
         """The first sorted blocks."""
         self.within(k.shape[-2], w.block_of.shape[0])
         return sortcut_attention(
-            q,
-            k,
-            v,
-            w.P,
-            block_size=self.block_size,
-            budget=self.budget,
-            num_iterations=self.num_iterations,
-            temperature=self.temperature,
-            key_mask=key_mask,
-        )
+            q, k, v, w.P, block_size=self.block_size, budget=self.budget, num_iterations=self.num_iterations,
+            temperature=self.temperature, key_mask=key_mask,
+        )  # fmt: skip

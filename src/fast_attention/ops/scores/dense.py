@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from fast_attention.ops import masks
 from fast_attention.ops.scores import rows
+from fast_attention.ops.scores.fused import fused_attention
 from fast_attention.ops.scores.scores import Scores
 from fast_attention.ops.trail import took
 
@@ -41,7 +41,7 @@ def softmax_attention(
     open_ = attn_mask is None and dropout == 0.0
     if is_causal and key_mask is None and attn_mask is None and length == keys:
         took("torch's fused kernel", "causal without a mask")
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)
+        return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
     if open_ and (is_causal or key_mask is not None) and q.dtype.itemsize >= 4 and rows.pays(v, length, at_least=2**18):
         scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
         return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
@@ -51,7 +51,7 @@ def softmax_attention(
     if mask is not None:
         mask = mask.expand(*q.shape[:-1], keys)
     took("torch's fused kernel", "no mask" if mask is None else "with a mask: short, traced, or one that was given")
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
 
 
 def _needed(length: int, device: torch.device, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops import masks
+from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.scores import sorted_tiles
 from fast_attention.ops.scores.transport import sort_blocks
 
 
-def fused_blocks(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_causal: bool) -> Tensor:
-    """Blocks (..., n, b, E) of queries, the last n blocks of keys, where whatever is sorted is visible."""
+def sorted_softmax(
+    q: Float[Tensor, "*batch rows size width"],
+    S: Float[Tensor, "*batch rows blocks"],
+    k: Float[Tensor, "*batch blocks size width"],
+    v: Float[Tensor, "*batch blocks size values"],
+    *,
+    first: int,
+    is_causal: bool,
+) -> Float[Tensor, "*batch rows size values"]:
+    """Blocks of queries, the last ones from ``first`` on, over their own and sorted keys, all of them visible."""
+    attend = _tiled if q.is_cpu and 0 not in (*q.shape, *v.shape) else _plain
+    return attend(q, S, k, v, first=first, is_causal=is_causal)
+
+
+def _plain(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_causal: bool) -> Tensor:
     sides = [torch.cat([(S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]), x[..., first:, :, :]], -2) for x in (k, v)]
     mask = None
     if is_causal:
@@ -20,8 +36,13 @@ def fused_blocks(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_c
         if first == 0:  # nothing is before the first block
             mask = mask.expand(q.shape[-3], -1, -1).clone()
             mask[0, :, :size] = False
+    if q.is_cpu:  # reached where gradients are differentiated again, which the fused kernels cannot do
+        return masks.masked_softmax(q @ sides[0].mT * q.shape[-1] ** -0.5, mask) @ sides[1]
     keys, values = (x.flatten(0, -4) for x in sides)  # blocks stand where the fused kernels expect heads
     return F.scaled_dot_product_attention(q.flatten(0, -4), keys, values, attn_mask=mask).unflatten(0, q.shape[:-3])
+
+
+_tiled = Explicit(_plain, sorted_tiles.forward, sorted_tiles.backward)
 
 
 def masked_blocks(q: Tensor, S: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, first: int, is_causal: bool) -> Tensor:

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import split, split_mask, stretch
+from fast_attention.ops.trail import took
 
+SMALLEST = 1e-12  # share of a row, above which balancing may multiply: all factors lie within float32's range then
 FAINTEST = 1e-20  # a sorted place of which less is visible counts as masked; 1 / FAINTEST^2 would overflow float32
 
 
@@ -50,12 +52,28 @@ def soft_permutation(
     0.02 after 5 rounds, 0.002 after 8). No round at all means one step over rows only: a softmax, in which a row
     depends on nothing but itself.
     """
+    if iterations > 0 and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        S = scores.softmax(-1)
+        if bool(mask.all()) and bool((S.detach() > SMALLEST).all()):
+            took("balancing by factors", "every block takes part, and no score is extreme", rounds=iterations)
+            return _balanced(S, iterations)
+        took("balancing by logarithms", "a block is masked, or a score is extreme", rounds=iterations)
     scores = scores - _log_sum(scores, mask, -1)
     for rounds in range(iterations):
         if rounds > 0:
             scores = scores - _log_sum(scores, mask, -1)
         scores = scores - _log_sum(scores, mask, -2)
     return scores.masked_fill(~mask, float("-inf")).exp()
+
+
+def _balanced(S: Tensor, iterations: int) -> Tensor:
+    """Rounds over columns and rows as factors of both, so that every half of a round is one product with a vector."""
+    columns = 1 / S.sum(-2, keepdim=True)
+    rows = None
+    for _ in range(iterations - 1):
+        rows = 1 / (S @ columns.mT)
+        columns = 1 / (rows.mT @ S)
+    return S * columns if rows is None else S * rows * columns
 
 
 def _log_sum(scores: Tensor, mask: Tensor, axis: int) -> Tensor:

@@ -49,10 +49,11 @@ def attend(
     *,
     scale: float,
     scratch: Scratch,
+    out: Float[Tensor, "heads rows values"] | None = None,
 ) -> Float[Tensor, "heads rows values"]:
-    """The outputs of a tile, in scratch memory."""
+    """The outputs of a tile, in ``out`` or else in scratch memory."""
     P = weights(q, k, bias, hidden, scale=scale, scratch=scratch)
-    return torch.bmm(P, v, out=scratch("out", *q.shape[:2], v.shape[2]))
+    return torch.bmm(P, v, out=scratch("out", *q.shape[:2], v.shape[2]) if out is None else out)
 
 
 def gradients(
@@ -65,8 +66,9 @@ def gradients(
     *,
     scale: float,
     scratch: Scratch,
+    dq: Float[Tensor, "heads rows width"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a tile adds to the gradients of its queries, keys and values, in scratch memory.
+    """What a tile adds to the gradients of its queries (in ``dq`` where given), keys and values, in scratch memory.
 
     With ``P`` the weights: ``dV = P^T dO``, ``dS = P (dP - sum_j P dP)`` where ``dP = dO V^T``, ``dQ = scale dS K`` and
     ``dK = scale dS^T Q``.
@@ -75,7 +77,7 @@ def gradients(
     dv = torch.bmm(P.mT, gradient, out=scratch("dv", *v.shape))
     dS = torch.bmm(gradient, v.mT, out=scratch("dS", *P.shape))
     torch.ops.aten._softmax_backward_data.out(dS, P, -1, P.dtype, grad_input=dS)
-    dq, dk = scratch("dq", *q.shape), scratch("dk", *k.shape)
+    dq, dk = scratch("dq", *q.shape) if dq is None else dq, scratch("dk", *k.shape)
     torch.baddbmm(dq, dS, k, beta=0, alpha=scale, out=dq)
     torch.baddbmm(dk, dS.mT, q, beta=0, alpha=scale, out=dk)
     return dq, dk, dv

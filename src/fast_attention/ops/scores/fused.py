@@ -1,0 +1,66 @@
+"""torch's fused attention, whose gradient can be differentiated again."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.ops import masks
+from fast_attention.ops.explicit import Explicit
+
+_FLASH = 1  # what torch._fused_sdp_choice calls the flash kernel: the one without second derivatives on a CPU
+
+
+def fused_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``scaled_dot_product_attention``; on a CPU its gradient has gradients too, by way of all scores.
+
+    ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one.
+    """
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    ours = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad)
+    ours = ours and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    ours = ours and not torch.is_autocast_enabled("cpu")
+    if ours and torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH:
+        if mask is not None and mask.dtype == torch.bool:  # the kernel reads numbers alone
+            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        return _again(q, k, v, mask, is_causal=is_causal, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = masks.causal(q.shape[-2], k.shape[-2]) if is_causal else None
+    if mask is not None:
+        scores, seen = scores + mask.clamp_min(torch.finfo(mask.dtype).min), mask > float("-inf")
+    return masks.masked_softmax(scores, seen) @ v
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep: bool, is_causal: bool, scale: float | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = kernel(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return out, (log_sum,)
+
+
+def _backward(
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...],
+    gradient: tuple[Tensor, ...], *, is_causal: bool, scale: float | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    q, k, v, mask = inputs
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return *kernel(gradient[0], q, k, v, outputs[0], kept[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
+
+
+_again = Explicit(_plain, _forward, _backward)
