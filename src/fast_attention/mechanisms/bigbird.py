@@ -65,7 +65,9 @@ def bigbird_attention(
     blocks = _pattern(seeds[:, None], number, total, first, last, half, num_random_blocks, is_causal)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
     if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
-        return _between_global_rows(q, k, v, table, seen, first, number - last, size=block_size, scale=scale)
+        return gathered_softmax(
+            q, k, v, table, seen, size=block_size, start=first, stop=number - last, scale=scale
+        )  # fmt: skip
     out = gathered_softmax(q, k, v, table, seen, size=block_size, is_causal=is_causal, scale=scale)
     if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
@@ -92,17 +94,6 @@ def _pattern(
     lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
     table = torch.cat([part.expand(*lead, number, part.shape[-1]) for part in parts], -1)
     return table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1)
-
-
-def _between_global_rows(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, seen: Tensor, start: int, stop: int,
-    *, size: int, scale: float | None,
-) -> Tensor:  # fmt: skip
-    """Global blocks of rows, those before ``start`` and from ``stop`` on, over all keys; the others by the table."""
-    out = gathered_softmax(q, k, v, table, seen, size=size, start=start, stop=stop, scale=scale)
-    ends = q[..., : start * size, :], q[..., stop * size :, :]
-    rows = F.scaled_dot_product_attention(torch.cat(ends, -2), k, v, scale=scale)
-    return torch.cat([rows[..., : start * size, :], out, rows[..., start * size :, :]], -2)
 
 
 def _with_global_rows(

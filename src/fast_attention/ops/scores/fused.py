@@ -31,11 +31,18 @@ def fused_attention(
     ours = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad)
     ours = ours and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
     ours = ours and not torch.is_autocast_enabled("cpu")
-    if ours and torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH:
+    if ours and takes_flash(q, k, v, mask, is_causal=is_causal, scale=scale):
         if mask is not None and mask.dtype == torch.bool:  # the kernel reads numbers alone
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
         return _again(q, k, v, mask, is_causal=is_causal, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale)
+
+
+def takes_flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
+) -> bool:
+    """Whether torch would run the flash kernel on these shapes and dtypes."""
+    return torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:
@@ -46,21 +53,23 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: b
     return masks.masked_softmax(scores, seen) @ v
 
 
-def _forward(
+def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep: bool, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The flash kernel's outputs; kept are its normalisers."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, log_sum = kernel(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     return out, (log_sum,)
 
 
-def _backward(
+def flash_backward(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...],
     gradient: tuple[Tensor, ...], *, is_causal: bool, scale: float | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of queries, keys and values."""
     q, k, v, mask = inputs
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return *kernel(gradient[0], q, k, v, outputs[0], kept[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
 
 
-_again = Explicit(_plain, _forward, _backward)
+_again = Explicit(_plain, flash_forward, flash_backward)

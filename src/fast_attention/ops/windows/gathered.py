@@ -11,6 +11,7 @@ from torch import Tensor
 from fast_attention.ops.blocks import join, split, split_mask
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scores.fused import fused_attention, takes_flash
 from fast_attention.ops.trail import took
 from fast_attention.ops.windows import gathered_tiles
 from fast_attention.ops.windows.banded import blockwise_softmax
@@ -42,21 +43,22 @@ def gathered_softmax(
     scale: float | None = None,
     start: int = 0,
     stop: int | None = None,
-) -> Float[Tensor, "*batch rows values"]:
+) -> Float[Tensor, "*batch length values"]:
     """Softmax attention of every block of ``size`` queries over the blocks of keys that ``table`` names.
 
-    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. Only the blocks of queries
-    from ``start`` to before ``stop`` are computed and returned.
+    A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. The blocks of queries
+    before ``start`` and from ``stop`` on see all keys, whatever the table and ``key_mask`` say.
     """
     settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "start": start}
     settings |= {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
     settings |= {"stop": table.shape[-2] if stop is None else stop}
-    if q.is_cpu:
+    fits = settings["start"] == 0 and settings["stop"] == table.shape[-2] or takes_flash(q, k, v, scale=scale)
+    if q.is_cpu and fits:
         took(
             "softmax in tiles", "every block of queries reads a few blocks of keys", rows=size, choices=table.shape[-1]
         )
         return _tiled(q, k, v, table, key_mask, **settings)
-    took("softmax in blocks", "tiles are for the CPU", rows=size, choices=table.shape[-1])
+    took("softmax in blocks", "tiles are for the CPU, global rows beside them for equal widths", rows=size, choices=table.shape[-1])
     return _plain(q, k, v, table, key_mask, **settings)
 
 
@@ -75,7 +77,11 @@ def _plain(
         mask = mask & (place[..., None, :] <= own[..., None])
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
     out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
-    return out if start == 0 and stop == number else out[..., start * size : stop * size, :]
+    if start == 0 and stop == number:
+        return out
+    first, last = start * size, stop * size
+    rows = fused_attention(torch.cat((q[..., :first, :], q[..., last:, :]), -2), k, v, scale=scale)
+    return torch.cat((rows[..., :first, :], out[..., first:last, :], rows[..., first:, :]), -2)
 
 
 _tiled = in_float32(Explicit(_plain, gathered_tiles.forward, gathered_tiles.backward))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.blocks import pad_length, split_mask
+from fast_attention.ops.scores.fused import flash_backward, flash_forward
 from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.windows.tiles import SCORES, attend, gradients
 
@@ -118,23 +119,31 @@ def _take(rows: Tensor, index: Tensor, name: str, work: int, width: int, scratch
     return torch.index_select(rows, 0, index, out=out).view(work, -1, width)
 
 
+def _ends(x: Tensor, start: int, stop: int) -> Tensor:
+    """The rows before ``start`` and from ``stop`` on."""
+    return torch.cat((x[..., :start, :], x[..., stop:, :]), -2)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
     *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """``gathered_softmax`` of the blocks from ``start`` to ``stop``; nothing is kept."""
+    """``gathered_softmax``; kept are the ends' normalisers, and the ends' outputs as the kernel laid them out."""
     plan = _plan(k, table, key_mask, size=size, is_causal=is_causal)
     first, last = start * size, min(stop * size, q.shape[-2])
-    out = q.new_empty(*q.shape[:-2], last - first, v.shape[-1])
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     flat, queries, scratch = _flat(out), _flat(q), Scratch(q)
     keys, values = _rows(k, size), _rows(v, size)
     for group, rows, index, bias, hidden in plan.work(start, stop):
         mine = queries[group, rows]
         near = _take(keys, index, "k", mine.shape[0], q.shape[-1], scratch)
         there = _take(values, index, "v", mine.shape[0], v.shape[-1], scratch)
-        found = attend(mine, near, there, bias, hidden, scale=scale, scratch=scratch)
-        flat[group, rows.start - first : rows.stop - first] = found
-    return out, ()
+        flat[group, rows] = attend(mine, near, there, bias, hidden, scale=scale, scratch=scratch)
+    if first == 0 and last == q.shape[-2]:
+        return out, ()
+    ends, kept = flash_forward(_ends(q, first, last), k, v, None, keep=keep, is_causal=False, scale=scale)
+    out[..., :first, :], out[..., last:, :] = ends[..., :first, :], ends[..., first:, :]
+    return out, (ends, *kept)
 
 
 def backward(
@@ -145,10 +154,14 @@ def backward(
     q, k, v, table, key_mask = (x for x in inputs if x is not None)
     plan = _plan(k, table, key_mask, size=size, is_causal=is_causal)
     keys, values, queries, scratch = _rows(k, size), _rows(v, size), _flat(q), Scratch(q)
-    coming, dq = _flat(gradient[0].contiguous()), torch.zeros_like(queries, memory_format=torch.contiguous_format)
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    coming, dq = _flat(gradient[0].contiguous()), torch.empty_like(queries, memory_format=torch.contiguous_format)
+    if kept:
+        dk, dv = _end_gradients(inputs, kept, gradient[0], dq.view(q.shape), start * size, stop * size, scale=scale)
+        dk, dv = (_rows(x, size).contiguous() for x in (dk, dv))
+    else:
+        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     for group, rows, index, bias, hidden in plan.work(start, stop):
-        mine, here = queries[group, rows], coming[group, rows.start - start * size : rows.stop - start * size]
+        mine, here = queries[group, rows], coming[group, rows]
         near = _take(keys, index, "k", mine.shape[0], q.shape[-1], scratch)
         there = _take(values, index, "v", mine.shape[0], v.shape[-1], scratch)
         found = gradients(mine, near, there, here, bias, hidden, scale=scale, scratch=scratch)
@@ -158,3 +171,19 @@ def backward(
     length = k.shape[-2]
     dk, dv = (x.view(*y.shape[:-2], -1, y.shape[-1])[..., :length, :] for x, y in ((dk, k), (dv, v)))
     return dq.view(q.shape), dk, dv, None, None
+
+
+def _end_gradients(
+    inputs: tuple[Tensor | None, ...], kept: tuple[Tensor, ...], gradient: Tensor, dq: Tensor, first: int, last: int,
+    *, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What the ends give to keys and values; their queries' gradients go into ``dq``."""
+    q, k, v = (x for x in inputs[:3] if x is not None)
+    ends = _ends(q, first, last), k, v, None
+    sent = (_ends(gradient, first, last),)
+    mine, dk, dv, _ = flash_backward(ends, kept[:1], kept[1:], sent, is_causal=False, scale=scale)
+    assert mine is not None
+    assert dk is not None
+    assert dv is not None
+    dq[..., :first, :], dq[..., last:, :] = mine[..., :first, :], mine[..., first:, :]
+    return dk, dv
