@@ -65,6 +65,22 @@ def test_gathered_blocks(is_causal: bool, masked: bool) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("length", [160, 257])
+def test_global_rows_inside_the_tiles(length: int) -> None:
+    """Equal widths, for which the fused kernel serves the global rows of the same pass; and second derivatives."""
+    torch.manual_seed(3)
+    m = BigBird(block_size=16)
+    bound, (q, k, _) = bind(m), inputs((2, 2), length, length)
+    tensors = q, k, torch.randn_like(k).requires_grad_()
+    mask = pattern(m, bound, length, None, False)
+    out = bound(*tensors)
+    agree(out, F.scaled_dot_product_attention(*tensors, mask), tensors)
+    again = torch.autograd.grad(bound(*tensors).sin().sum(), tensors, create_graph=True)
+    for ours, theirs in zip(again, torch.autograd.grad(bound(*tensors).sin().sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        assert ours.requires_grad
+
+
 def test_the_path_is_told() -> None:
     q = torch.randn(1, 2, 300, 8)
     expected = {
@@ -78,3 +94,23 @@ def test_the_path_is_told() -> None:
         with followed() as steps:
             bind(m, dtype=torch.float32)(q, q, q)
         assert [step.what for step in steps] == [what], m
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_windows_over_most_keys_are_a_mask(masked: bool) -> None:
+    """Up to a third more keys than a tile reads, the fused kernel runs with the window as mask."""
+    torch.manual_seed(3)
+    for m, length, keys, is_causal in (
+        (Local(100), 150, 150, True), (Local((30, 60)), 150, 180, False), (Local(20), 90, 66, False),
+    ):  # fmt: skip
+        tensors = inputs((2, 3), length, keys)
+        seen = torch.rand(2, keys) > 0.3 if masked else None
+        mask = near(m, length, keys, is_causal, "cpu")
+        mask = mask if seen is None else mask & seen[:, None, None]
+        with followed() as steps:
+            out = m(*tensors, is_causal=is_causal, key_mask=seen)
+        assert steps[0].what == "exact attention with the window as mask"
+        agree(out, F.scaled_dot_product_attention(*tensors, mask.expand(2, 3, length, keys)), tensors)
+    with followed() as steps:
+        Local(100)(*inputs((2, 3), 400, 400))
+    assert [step.what for step in steps] == ["softmax in tiles"]

@@ -15,8 +15,9 @@ from torch import Tensor
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.ops.history import History, extend
 from fast_attention.ops.scores.dense import softmax_attention
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
-from fast_attention.ops.windows.banded import banded_softmax, reach, smaller
+from fast_attention.ops.windows.banded import banded_softmax, covers_most, reach, smaller
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
@@ -47,6 +48,10 @@ def local_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
         )
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
+    if block is None and attn_mask is None and dropout == 0.0 and covers_most(q, keys, left + right + 1):
+        took("exact attention with the window as mask", "the window covers most keys, and tiles would leave out few")
+        seen = reach(length, keys - length, 0, left=left, right=right, device=q.device)
+        return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=seen, scale=scale)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
     band = reach(block, left, right, left=left, right=right, device=q.device)
     return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale)
@@ -92,8 +97,7 @@ def block_local_attention(
 
 def _last(history: History, size: int) -> History:
     start = max(history.k.shape[-2] - size, 0)  # cloned, or a long prompt would be kept alive by its last tokens
-    k, v = history.k[..., start:, :].clone(), history.v[..., start:, :].clone()
-    return History(k, v, history.seen[..., start:].clone())
+    return History(*(x[..., start:, :].clone() for x in (history.k, history.v)), history.seen[..., start:].clone())
 
 
 _TRAITS = Traits(
@@ -130,9 +134,8 @@ class Local(MaskedAttention[tuple[()], History]):
         """Check the settings."""
         pair = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         if len(pair) != 2 or not all(isinstance(side, int) and side >= 0 for side in pair):
-            raise ValueError(
-                f"Local(window={self.window!r}): window must be a number from 0 on or a pair (left, right)"
-            )
+            said = f"Local(window={self.window!r})"
+            raise ValueError(f"{said}: window must be a number from 0 on or a pair (left, right)")
 
     def attend_masked(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],

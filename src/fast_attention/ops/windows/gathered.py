@@ -49,17 +49,17 @@ def gathered_softmax(
     A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. The blocks of queries
     before ``start`` and from ``stop`` on see all keys, whatever the table and ``key_mask`` say.
     """
-    settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "start": start}
-    settings |= {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
-    settings |= {"stop": table.shape[-2] if stop is None else stop}
-    fits = settings["start"] == 0 and settings["stop"] == table.shape[-2] or takes_flash(q, k, v, scale=scale)
-    if q.is_cpu and fits:
-        took(
-            "softmax in tiles", "every block of queries reads a few blocks of keys", rows=size, choices=table.shape[-1]
-        )
-        return _tiled(q, k, v, table, key_mask, **settings)
-    took("softmax in blocks", "tiles are for the CPU, global rows beside them for equal widths", rows=size, choices=table.shape[-1])
-    return _plain(q, k, v, table, key_mask, **settings)
+    factor, stop = q.shape[-1] ** -0.5 if scale is None else scale, table.shape[-2] if stop is None else stop
+    settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "scale": factor}
+    sizes = {"rows": size, "choices": table.shape[-1]}
+    if not q.is_cpu:
+        took("softmax in blocks", "tiles are for the CPU", **sizes)
+        return _plain(q, k, v, table, key_mask, start=start, stop=stop, **settings)
+    took("softmax in tiles", "every block of queries reads a few blocks of keys", **sizes)
+    if (start == 0 and stop == table.shape[-2]) or takes_flash(q, k, v, scale=factor):
+        return _tiled(q, k, v, table, key_mask, start=start, stop=stop, **settings)
+    out = _tiled(q, k, v, table, key_mask, start=0, stop=table.shape[-2], **settings)
+    return _with_ends(out, q, k, v, start * size, stop * size, scale=factor)
 
 
 def _plain(
@@ -77,9 +77,11 @@ def _plain(
         mask = mask & (place[..., None, :] <= own[..., None])
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
     out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
-    if start == 0 and stop == number:
-        return out
-    first, last = start * size, stop * size
+    return out if start == 0 and stop == number else _with_ends(out, q, k, v, start * size, stop * size, scale=scale)
+
+
+def _with_ends(out: Tensor, q: Tensor, k: Tensor, v: Tensor, first: int, last: int, *, scale: float) -> Tensor:
+    """``out`` with the rows before ``first`` and from ``last`` on computed over all keys."""
     rows = fused_attention(torch.cat((q[..., :first, :], q[..., last:, :]), -2), k, v, scale=scale)
     return torch.cat((rows[..., :first, :], out[..., first:last, :], rows[..., first:, :]), -2)
 
