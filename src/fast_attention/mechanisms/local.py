@@ -38,8 +38,8 @@ def local_attention(
     """Softmax over the keys j with ``i - left <= j <= i + right``, both ends included; causal: ``right = 0``.
 
     ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L (aligned to the
-    bottom right, as FlashAttention does from 2.1). O(n w d) time and O(n w) memory; a window over everything is
-    softmax attention. ``block`` is the number of queries that share one slice of keys and moves speed only.
+    bottom right). O(n w d) time and O(n w) memory; a window over everything is softmax attention. ``block`` is the
+    number of queries that share one slice of keys and moves speed only.
     """
     left, right = window if isinstance(window, tuple) else (window, window)
     length, keys = q.shape[-2], k.shape[-2]
@@ -97,7 +97,8 @@ def block_local_attention(
 
 def _last(history: History, size: int) -> History:
     start = max(history.k.shape[-2] - size, 0)  # cloned, or a long prompt would be kept alive by its last tokens
-    return History(*(x[..., start:, :].clone() for x in (history.k, history.v)), history.seen[..., start:].clone())
+    k, v = (x[..., start:, :].clone() for x in (history.k, history.v))
+    return History(k, v, history.seen[..., start:].clone())
 
 
 _TRAITS = Traits(
