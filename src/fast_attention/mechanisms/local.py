@@ -37,9 +37,8 @@ def local_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys j with ``i - left <= j <= i + right``, both ends included; causal: ``right = 0``.
 
-    ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L (aligned to the
-    bottom right). O(n w d) time and O(n w) memory; a window over everything is softmax attention. ``block`` is the
-    number of queries that share one slice of keys and moves speed only.
+    ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L. O(n w d) time,
+    O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
     """
     left, right = window if isinstance(window, tuple) else (window, window)
     length, keys = q.shape[-2], k.shape[-2]
