@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from fast_attention import GMLP, Bound, FNet, MLPMixer, Shape, Unsupported
 from fast_attention.functional import fourier_mix, gated_mlp, token_mlp
+from fast_attention.mechanisms import fnet
 from fast_attention.mechanisms.gmlp import spatial_weights
 from fast_attention.mechanisms.mlp_mixer import TokenMLP
-from fast_attention.ops.scores.triangular import lower
+from fast_attention.ops.scores.triangular import affine, lower
 from tests.cases import bind, some_keys
 
 LEARNED: list[Any] = [
@@ -78,8 +79,12 @@ def test_fnet_takes_the_real_part_last(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("length", "width"), [(1031, 33), (512, 64), (257, 130), (4096, 8)])
 @pytest.mark.parametrize("norm", ["backward", "ortho"])
-def test_fnet_of_a_long_sequence_is_torchs_fft2_forth_and_back(length: int, width: int, norm: Any) -> None:
-    """In the order in memory that long sequences take, also of a transposed input, and its gradient twice."""
+@pytest.mark.parametrize("small", [0, fnet.SMALL])
+def test_fnet_of_a_long_sequence_is_torchs_fft2_forth_and_back(
+    length: int, width: int, norm: Any, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in memory that long sequences take and as short ones do, also transposed, and its gradient twice."""
+    monkeypatch.setattr(fnet, "SMALL", small)
     for x in (tokens(length, width), tokens(width, length).mT):
         x.requires_grad_()
         y, slope = fourier_mix(x, norm=norm), torch.randn(x.shape, dtype=x.dtype, requires_grad=True)
@@ -149,6 +154,26 @@ def test_amlp_adds_attention_to_the_gate(device: torch.device) -> None:
     alone = w._replace(W=torch.zeros_like(w.W), b=torch.zeros_like(w.b))
     expected = F.gelu(x @ w.U + w.U_bias).chunk(2, -1)[0] * gate @ w.V + w.V_bias
     close(gated_mlp(x, alone, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3), (0,)])
+def test_a_product_over_tokens_is_the_definition(batch: tuple[int, ...], strided: bool, device: torch.device) -> None:
+    """Forward and every gradient, sequence by sequence, also where not all are wanted and where they are two."""
+    W, b = tokens(5, 7, device)[0], tokens(5, 1, device)[0, :, 0]
+    x = torch.randn(*batch, 6, 7, dtype=W.dtype, device=device).mT if strided else None
+    x = torch.randn(*batch, 7, 6, dtype=W.dtype, device=device) if x is None else x
+    W, x, b = (z.detach().requires_grad_() for z in (W, x, b))
+    out, expected = affine(W, x, b), W @ x + b[:, None]
+    slope = torch.randn_like(expected)
+    close(out, expected, 1e-12)
+    for inputs in ((W, x, b), (W,), (x,), (b,)):
+        ours, theirs = (torch.autograd.grad(y, inputs, slope, retain_graph=True) for y in (out, expected))
+        for mine, other in zip(ours, theirs, strict=True):
+            close(mine, other, 1e-12)
+    close(torch.autograd.grad(affine(W.detach(), x, b), x, slope)[0], W.detach().mT @ slope, 1e-12)
+    if x.numel():
+        assert torch.autograd.gradgradcheck(affine, (W, x, b))
 
 
 @pytest.mark.parametrize("length", [63, 512, 513, 767, 769, 1030])

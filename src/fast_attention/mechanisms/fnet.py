@@ -16,7 +16,7 @@ from fast_attention.ops.trail import took
 from fast_attention.ops.value import one_of
 
 Norm = Literal["backward", "ortho"]
-SMALL = 1 << 15  # numbers in a sequence below which few operations count for more than their order in memory
+SMALL = 1 << 17  # numbers in a sequence up to which two whole FFTs, which threads share, beat half of one and copies
 
 
 @in_float32
@@ -29,8 +29,17 @@ def fourier_mix(
     Of the hidden axis only the first half is transformed along the sequence: x being real, ``Re Y[m, n] =
     Re Y[-m, -n]`` gives the rest.
     """
-    took("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=x.shape[-1] // 2 + 1)
+    if _brief(x):
+        took("FFT over channels and tokens", "short: fewer steps count for more than half of the spectrum")
+    else:
+        half = x.shape[-1] // 2 + 1
+        took("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
     return _MIX(x, norm=norm)
+
+
+def _brief(x: Tensor) -> bool:
+    """Whether fewer operations count for more than fewer numbers."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and 0 < x.shape[-2] * x.shape[-1] <= SMALL
 
 
 def _plain(x: Tensor, *, norm: str) -> Tensor:
@@ -42,7 +51,9 @@ def _plain(x: Tensor, *, norm: str) -> Tensor:
 def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
     """Both transforms, one long sequence after the other on a CPU, which transposes and flips whole matrices fast."""
     length, width = x.shape[-2:]
-    if x.device.type != "cpu" or length * width < SMALL:
+    if _brief(x):
+        return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
+    if x.device.type != "cpu" or x.numel() == 0:
         return _plain(x, norm=norm), ()
     out, half, rest = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
     for tokens, y in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):

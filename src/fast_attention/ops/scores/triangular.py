@@ -18,9 +18,40 @@ def affine(
     W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
 ) -> Float[Tensor, "*batch rows width"]:
     """``W x + b`` along the tokens, in one pass over the result."""
+    if not torch.compiler.is_compiling():
+        took("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
+        if x.device.type == "cpu":  # one product for each sequence: no gradient of W per sequence, to be summed
+            return _AFFINE(W, x, b)
+    return _affine_plain(W, x, b)
+
+
+def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:
     flat = x.reshape(-1, *x.shape[-2:])
     out = torch.baddbmm(b[:, None], W.expand(flat.shape[0], -1, -1), flat)
     return out.reshape(*x.shape[:-2], *out.shape[-2:])
+
+
+def _affine_forward(W: Tensor, x: Tensor, b: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
+    out = x.new_empty(*x.shape[:-2], W.shape[0], x.shape[-1])
+    for tokens, y in zip(_matrices(x), _matrices(out), strict=True):
+        torch.addmm(b[:, None], W, tokens, out=y)
+    return out, ()
+
+
+def _affine_backward(
+    inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    W, x, b = inputs
+    g = gradients[0]
+    dW = W.new_empty(W.shape) if x.numel() else W.new_zeros(W.shape)
+    dx = x.new_empty(x.shape) if x.requires_grad else None
+    slopes = _matrices(g)
+    for i, (tokens, slope) in enumerate(zip(_matrices(x), slopes, strict=True)):
+        if W.requires_grad:
+            torch.addmm(dW, slope, tokens.mT, beta=float(i > 0), out=dW)
+    for d, slope in zip([] if dx is None else _matrices(dx), slopes, strict=False):
+        torch.mm(W.mT, slope, out=d)
+    return dW if W.requires_grad else None, dx, g.sum(-1).reshape(-1, len(b)).sum(0)
 
 
 def lower(
@@ -82,3 +113,4 @@ def _rows(W: Tensor) -> list[tuple[int, int]]:
 
 
 _LOWER = Explicit(_plain, _forward, _backward)
+_AFFINE = Explicit(_affine_plain, _affine_forward, _affine_backward)
