@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, catalogue, explain
+from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, catalogue, explain, functional
 from fast_attention.ops import fusion, trail
 from tests.cases import qkv
 
@@ -19,7 +19,33 @@ def test_every_mechanism_can_be_explained(name: str) -> None:
     for is_causal in [False] + [True] * mechanism.traits.causal:
         told = explain(mechanism, *inputs, is_causal=is_causal)
         assert str(told).startswith(f"{mechanism!r} on (2, ")
+        assert told.steps, "why: every choice says what ran"
         assert len(str(told).splitlines()) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("LogAttention(score='logdot', normalize='softmax')", "plain form"),
+        ("LogAttention(normalize='softmax')", "cancels the queries"),
+        ("Linformer(rank=4, projection=MeanPool())", "how many tokens"),
+        ("GMLP(attention_dim=4)", "small head"),
+        ("AFTLocal()", "each position's biases"),
+        ("AFTConv()", "the same at all positions"),
+    ],
+)
+def test_settings_say_their_own_reason(text: str, said: str) -> None:
+    mechanism = catalogue.parse(text)
+    inputs = (torch.randn(2, 40, 16),) if mechanism.traits.reads == "x" else qkv(40, dtype=torch.float32)
+    assert said in str(explain(mechanism, *inputs))
+
+
+def test_biases_that_no_block_can_share_are_not_called_too_far_apart() -> None:
+    with trail.followed() as steps:
+        functional.aft_local(*qkv(40), torch.zeros(2, 40, 5, dtype=torch.float64))
+        functional.aft_local(*qkv(40), torch.full((1, 40, 5), 99.0, dtype=torch.float64))
+    assert ["of its own" in step.why for step in steps] == [True, False]
+    assert ["too far apart" in step.why for step in steps] == [False, True]
 
 
 def test_it_names_the_kernel_that_torch_chose() -> None:

@@ -15,6 +15,7 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scores.triangular import affine, lower
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
 
 
@@ -76,6 +77,7 @@ def tiny_attention(
     x: Float[Tensor, "*batch length width"], w: TinyAttention, *, is_causal: bool, key_mask: Tensor | None
 ) -> Float[Tensor, "*batch length half"]:
     """``softmax(q k^T / sqrt(a)) v O``: one head of width a, from the block's input."""
+    took("a small head with all its scores at once", "added to the gate, under a mask", width=w.O.shape[0])
     q, k, v = (x @ w.QKV).chunk(3, -1)
     mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
     return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v @ w.O

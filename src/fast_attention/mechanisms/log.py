@@ -18,6 +18,7 @@ from fast_attention.ops.pools import pool
 from fast_attention.ops.pools.pool import Pool, same_width
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scan import prefix_sums
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
@@ -123,14 +124,14 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
         if self.score == "logdot":
+            took("linear attention's plain form", "its fast passes take no map of this family")
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
             return linear.normalise(linear.attend(self.feature_map(q), keys, v, is_causal=is_causal), EPS)
-        length, width = q.shape[-2], v.shape[-1]
         if self.normalize == "softmax":
-            terms = self._pool_terms(k, v, key_mask)
-            if is_causal:
-                return pool.aligned(pool.mean(pool.running(*terms).sums, width), length)
-            return pool.mean(pool.pooled(*terms).sums, width).expand(*q.shape[:-1], width).contiguous()
+            took("a sum for each past" if is_causal else "one sum for all queries", "the softmax cancels the queries")
+            rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
+            made = pool.mean(rows, v.shape[-1])
+            return pool.aligned(made, q.shape[-2]) if is_causal else made.expand(*q.shape[:-1], -1).contiguous()
         if self.score != "sum":
             for z in (q, k):
                 same_width(self, z, v, or_one=True)

@@ -140,13 +140,19 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, 
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, holes)
+    halving = "triangles of products by halving"
     if not eager():
+        took(halving, "traced, or under a function transform: keys cannot be looked at", window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
     near = min(reach, max(length - 1, 0))
     plan = plan._replace(reach=-(-near // size) * size)
-    if length == 0 or not (shared or band.shape[1] == 1) or not steady(k, band, plan):
-        took("triangles of products by halving", "keys or biases lie too far apart for one unit", window=reach + 1)
+    why = "no token" if length == 0 else "keys or biases lie too far apart for one unit"
+    if own := not (shared or band.shape[1] == 1):
+        why = "every head has biases of its own for every position: blocks could share them neither way"
+    if length == 0 or own or not steady(k, band, plan):
+        took(halving, why, window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
-    took("products of blocks of queries with their neighbours", "biases in a window", block=size, keys=plan.keys)
+    why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
+    took("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]
     return _windowed(q, k, v, band.expand(-1, length, -1) if shared else band, plan=plan)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fast_attention.ops import blocks, masks
 from fast_attention.ops.blocks import split, split_mask, stretch
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
 
 Slots = Int[Tensor, "*#batch2 rank size"]
 Filled = Bool[Tensor, "*#batch2 rank size"]
@@ -120,6 +121,8 @@ def convolved_attention(
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
     """Softmax attention to slots, each as if it stood there ``count`` times."""
+    why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
+    took("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
     if count is None:
         return scaled_dot_product_attention(q, keys, values)
     # Finite even for empty slots: their values are zeros, so a query that sees nothing but them still gets zeros.
