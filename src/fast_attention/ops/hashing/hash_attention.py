@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
-from fast_attention.ops.hashing.hash_blocks import Lanes, put, taken
+from fast_attention.ops.hashing.hash_blocks import LOG2E, Lanes, Pairs, Round, put
 from fast_attention.ops.hashing.hash_chunks import Order, ordered
 from fast_attention.ops.hashing.hashing import Codes, Rules, Tokens, hashed_softmax
+from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.trail import took
 
 TOKENS = 4096  # lanes (batch times heads) are taken together up to so many tokens
@@ -30,30 +31,30 @@ def hashed_attention(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Token
 
 
 def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, rules: Rules) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Outputs (..., L, Ev), and per token the sum of weights and what was taken off the scores."""
-    rows, values, buckets = _lanes(q), _lanes(v), _lanes(bucket)
+    """Outputs (..., L, Ev), and per token the sum of weights and what was taken off the scores, in log2."""
+    rows, values, buckets, scratch = _lanes(q), _lanes(v), _lanes(bucket), Scratch(q)
     out = values.new_empty(values.shape)
     total, shift = values.new_empty(2, *values.shape[:-1])
     for now, order in _sets(rows, buckets, rules):
-        lanes = Lanes(rows[now], order, rules)
-        top, content = lanes.tops(), values[now].flatten(0, 1)
-        numerator, denominator = torch.zeros_like(content), content.new_zeros(len(content))
-        sums, norms = lanes.room(v.shape[-1]), lanes.room()
-        spares = torch.empty_like(numerator), torch.empty_like(denominator)
+        content = values[now].flatten(0, 1)
+        lanes = Lanes(rows[now].flatten(0, 1), [content], order, rules, scratch)
+        sums, norms, top = lanes.room("sums", v.shape[-1]), lanes.room("norms"), lanes.tops()
+        numerator, denominator = out[now].flatten(0, 1), total[now].flatten()
         for r in range(len(lanes.rounds)):
-            for pairs in lanes.pairs(r):
-                weights = lanes.weights(r, pairs, top)
-                put(sums, pairs.mine, weights, taken(content, pairs.keys))
-                if isinstance(pairs.mine, slice):
+            here = Round(lanes, r, top)
+            for pairs in here.pairs():
+                weights = here.weights(pairs)
+                put(sums, pairs.mine, weights, here.rest[0][pairs.theirs], own=pairs.own)
+                if pairs.own:
                     torch.sum(weights, -1, out=norms[pairs.mine])
                 else:
-                    norms.index_add_(0, pairs.mine, weights.sum(-1))
-            lanes.collect(numerator, sums, r, spares[0])
-            lanes.collect(denominator, norms, r, spares[1])
-        denominator = denominator[:, None]
-        alone = denominator == 0
-        out[now] = torch.where(alone, content, numerator.div_(denominator)).view_as(out[now])
-        total[now], shift[now] = denominator.view_as(total[now]), 0.0 if top is None else top.view_as(total[now])
+                    norms[pairs.mine].add_(weights.sum(-1))
+            lanes.collect(numerator, sums, r)
+            lanes.collect(denominator, norms, r)
+        numerator.div_(denominator[:, None])
+        alone = (denominator == 0).nonzero().squeeze(-1)
+        numerator.index_copy_(0, alone, content.index_select(0, alone))
+        shift[now] = 0.0 if top is None else top.view_as(shift[now])
     return out.view(v.shape), (total, shift) if keep else ()
 
 
@@ -64,37 +65,45 @@ def backward(
     """Gradients of q and v, from weights made again."""
     (q, v, bucket), (total, shift) = inputs, kept
     rows, values, buckets, outs, given = (_lanes(x) for x in (q, v, bucket, outputs[0], gradients[0]))
-    dq, dv = rows.new_empty(rows.shape), values.new_empty(values.shape)
+    dq, dv, scratch = rows.new_empty(rows.shape), values.new_empty(values.shape), Scratch(q)
     for now, order in _sets(rows, buckets, rules):
-        lanes = Lanes(rows[now], order, rules)
-        found = _set_backward(lanes, values[now], outs[now], given[now], total[now], shift[now])
-        dq[now], dv[now] = (x.view_as(y[now]) for x, y in zip(found, (dq, dv), strict=True))
+        content = [x[now].flatten(0, 1) for x in (values, given)]
+        lanes = Lanes(rows[now].flatten(0, 1), content, order, rules, scratch)
+        found = (dq[now].flatten(0, 1), dv[now].flatten(0, 1))
+        _set_backward(lanes, outs[now].flatten(0, 1), total[now].reshape(-1, 1), shift[now].flatten(), found)
     return dq.view(q.shape), dv.view(v.shape), None
 
 
-def _set_backward(
-    lanes: Lanes, v: Tensor, out: Tensor, given: Tensor, total: Tensor, shift: Tensor
-) -> tuple[Tensor, Tensor]:
-    v, out, given, total = v.flatten(0, 1), out.flatten(0, 1), given.flatten(0, 1), total.reshape(-1, 1)
-    alone = total == 0
-    per = (given / total).masked_fill_(alone, 0.0)
-    delta = (per * out).sum(-1)
-    top = shift.flatten() if bool(shift.any()) else None
-    dv = given.masked_fill(~alone, 0.0)
-    dq, dk = torch.zeros_like(lanes.q), torch.zeros_like(lanes.q)
-    rooms, spares = [lanes.room(x.shape[-1]) for x in (dq, dk, dv)], [torch.empty_like(x) for x in (dq, dv)]
-    for r, chunks in enumerate(lanes.rounds):
-        for pairs in lanes.pairs(r):
-            weights = lanes.weights(r, pairs, top).mul_(chunks.valid[pairs.mine][..., None])
-            g = taken(per, pairs.queries)
-            put(rooms[2], pairs.theirs, weights.mT, g)
-            inner = torch.bmm(g, taken(v, pairs.keys).mT).sub_(delta.take(pairs.queries)[..., None]).mul_(weights)
-            put(rooms[0], pairs.mine, inner, taken(lanes.k, pairs.keys))
-            put(rooms[1], pairs.theirs, inner.mT, taken(lanes.q, pairs.queries))
-        for sums, slots, spare in zip((dq, dk, dv), rooms, (spares[0], *spares), strict=True):
-            lanes.collect(sums, slots, r, spare)
+def _set_backward(lanes: Lanes, out: Tensor, total: Tensor, shift: Tensor, found: tuple[Tensor, Tensor]) -> None:
+    """Writes the gradients ``found`` of q and v.
+
+    With ``u_i`` the length of q_i times the scale, ``S_ij = u_i dP_ij`` serves both sides of the product of keys:
+    that of q_i is ``(a_i + b_i - (b_i . k_i) k_i) / |q_i|`` where ``a_i = sum_j S_ij k_j``, ``b_j = sum_i S_ij k_i``.
+    """
+    alone, (dq, dv) = total == 0, found
+    per = lanes.rows.split(lanes.widths, -1)[2]
+    straight = per * alone  # where nothing was reached, the output is v
+    per.div_(total.masked_fill(alone, float("inf")))
+    delta, top = (per * out).sum(-1), shift if bool(shift.any()) else None
+    dk = lanes.scratch("dk", *dq.shape)
+    rooms = [lanes.room(name, x.shape[-1]) for name, x in (("q", dq), ("k", dk), ("v", dv))]
+    for r in range(len(lanes.rounds)):
+        here = Round(lanes, r, top)
+        k, (v, g), valid = here.k, here.rest, here.chunks.valid[..., None]
+        g.mul_(valid)
+        lost, unit = delta.take(here.chunks.table)[..., None].mul_(valid), here.steep / LOG2E
+        for mine, theirs, own in here.pairs():
+            weights = here.weights(Pairs(mine, theirs, own))
+            put(rooms[2], theirs, weights.mT, g[mine], own=own)
+            inner = torch.bmm(g[mine], v[theirs].mT, out=lanes.scratch("inner", *weights.shape))
+            inner.sub_(lost[mine]).mul_(weights).mul_(unit[mine])
+            put(rooms[0], mine, inner, k[theirs], own=own)
+            put(rooms[1], theirs, inner.mT, k[mine], own=own)
+        for sums, slots in zip((dq, dk, dv), rooms, strict=True):
+            lanes.collect(sums, slots, r)
     along = (dk * lanes.k).sum(-1, keepdim=True).masked_fill_(lanes.short, 0.0)
-    return dq.mul_(lanes.rules.scale).add_(dk.sub_(along * lanes.k).div_(lanes.length)), dv
+    dq.add_(dk).addcmul_(along, lanes.k, value=-1.0).div_(lanes.length)
+    dv.add_(straight)
 
 
 def _lanes(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional as F
 
 SMALL = 2**14  # codes below this are compared, doubled, as int16
 
@@ -16,9 +17,10 @@ class Chunks(NamedTuple):
 
     table: Tensor  # (n, size): the token in every slot; empty slots repeat the first of their chunk
     valid: Tensor  # (n, size): 1 where a slot holds a token of its own, else 0
-    later: Tensor  # (m,): the chunks that have another before them in their stretch
-    back: Tensor  # (T,): the slot of every token; n * size where it is masked
+    runs: list[tuple[int, int, int]]  # (c, b, m): the chunks from c to c + m have those from b before them
+    back: Tensor  # (T,): the slot of every token; most * size where it is masked
     code: Tensor  # (T,): twice a number; i reaches j where the numbers differ by 0 or 1
+    most: int  # chunks of any round
 
 
 class Order(NamedTuple):
@@ -56,56 +58,67 @@ def cut(order: Order, *, size: int, ranked: bool, across: bool, dtype: torch.dty
     No chunk holds tokens of two lanes, nor, if ``ranked``, of two buckets; see ``hashing.arrange``. Masked tokens are
     in none. Time and memory O(rounds T).
     """
-    held, wide, rows = order.held, order.wide, order.rounds * order.lanes
-    length = len(held) // rows
-    full = torch.bincount(held, minlength=rows * wide).view(rows, wide)
-    ends = full.flatten().cumsum(0).view(rows, wide)
+    held, wide, rounds = order.held.view(order.rounds, -1), order.wide, order.rounds
+    full = torch.bincount(order.held, minlength=rounds * order.lanes * wide).view(rounds, -1, wide)
+    real = full[..., :-1]
+    ends = full.flatten().cumsum(0).view_as(full)
+    base = torch.arange(rounds, device=held.device)[:, None] * (order.lanes * wide)
+    bucket = held - base
+    masked = bucket % wide == wide - 1
     if ranked:
-        starts, counts = (ends - full).flatten(), full.index_fill(-1, torch.tensor([wide - 1]), 0).flatten()
+        starts, counts, stretch = (ends - full).flatten(1), F.pad(real, (0, 1)).flatten(1), bucket
     else:
-        starts, counts = torch.arange(rows, device=held.device) * length, full[:, :-1].sum(-1)
+        starts, counts = ends[..., -1] - full.sum(-1), real.sum(-1)
+        stretch = torch.div(bucket, wide, rounding_mode="floor")
+    stretch = stretch.long()
+    rank = torch.arange(order.held.numel(), device=held.device).view_as(held) - starts.gather(-1, stretch)
+    level = torch.div(rank, size, rounding_mode="floor")
     pieces = (counts + size - 1) // size
-    first = pieces.cumsum(0) - pieces
-    of_round = pieces.view(order.rounds, -1).sum(-1)
-    base = of_round.cumsum(0) - of_round  # the first chunk of each round
-    shift = (first - base.repeat_interleave(len(pieces) // order.rounds)) * size - starts
-    slot = _slots(held, shift if ranked else shift.repeat_interleave(wide), of_round * size, wide=wide)
-    code = _codes(held, slot, size=size, wide=wide, rows=rows, across=across)
-    back, codes = (torch.empty_like(x).scatter_(1, order.token.view_as(x), x) for x in (slot, code.view_as(slot)))
-    table, valid, later = _tables(order.token, pieces, first, starts, counts, size=size)
-    valid, sizes = valid.to(dtype), of_round.tolist()
-    laters = [part.nonzero().squeeze(-1) for part in later.split(sizes)]
-    return [Chunks(*one) for one in zip(table.split(sizes), valid.split(sizes), laters, back, codes, strict=True)]
+    code = _codes(level, bucket, stretch, pieces, order, size=size, across=across)
+    chunk, numbers, runs = _laid(level, stretch, pieces)
+    most = max(numbers)
+    slot = (chunk * size + rank % size).masked_fill_(masked, most * size)
+    token = order.token.view_as(held)
+    back, codes = (torch.empty_like(x).scatter_(1, token, x) for x in (slot, code))
+    table = token.new_zeros(rounds, most * size + 1).scatter_(1, slot, token)[:, :-1].unflatten(1, (most, size))
+    valid = table.new_zeros(rounds, most * size + 1, dtype=dtype).scatter_(1, slot, 1.0)[:, :-1].view_as(table)
+    table = torch.where(valid > 0, table, table[..., :1])
+    return [
+        Chunks(table[r, :n], valid[r, :n], runs[r], back[r], codes[r], most) for r, n in enumerate(numbers)
+    ]  # fmt: skip
 
 
-def _slots(held: Tensor, shift: Tensor, outside: Tensor, *, wide: int) -> Tensor:
-    """(rounds, T): the slot of every sorted token within its round, ``outside`` (rounds,) where masked."""
-    masked = torch.arange(len(shift), device=held.device) % wide == wide - 1
-    place = torch.arange(len(held), device=held.device)
-    slot = (place + shift.masked_fill(masked, 2**62).index_select(0, held)).view(len(outside), -1)
-    return torch.minimum(slot, outside[:, None])
+def _laid(level: Tensor, stretch: Tensor, pieces: Tensor) -> tuple[Tensor, list[int], list[list[tuple[int, int, int]]]]:
+    """Every token's chunk (rounds, T), the chunks of every round, and the runs of chunks with others before them.
+
+    The first chunks of all stretches come first, the longest stretch leading, then all second ones, and so on: those
+    before a level's chunks then stand in one row, as many as there are. Where few stretches are long, their chunks
+    stand one after the other instead, so that the runs are few in any case.
+    """
+    levels, numbers = int(pieces.max()), pieces.sum(-1).tolist()
+    if levels <= int((pieces > 1).sum(-1).max()) + 1:
+        sorted_pieces, order = pieces.sort(dim=-1, descending=True, stable=True)
+        place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+        wide = (sorted_pieces[:, None, :] > torch.arange(levels)[:, None]).sum(-1)  # (rounds, levels)
+        first = wide.cumsum(-1) - wide
+        chunk = first.gather(-1, level.clamp(max=max(levels - 1, 0))) + place.gather(-1, stretch) if levels else level
+        each = [list(zip(a[1:], a, n[1:], strict=False)) for a, n in zip(first.tolist(), wide.tolist(), strict=True)]
+        return chunk, numbers, [[run for run in runs if run[2]] for runs in each]
+    first = pieces.cumsum(-1) - pieces
+    each = [
+        [(a + 1, a, n - 1) for a, n in zip(*row, strict=True) if n > 1]
+        for row in zip(first.tolist(), pieces.tolist(), strict=True)
+    ]
+    return first.gather(-1, stretch) + level, numbers, each
 
 
-def _codes(held: Tensor, slot: Tensor, *, size: int, wide: int, rows: int, across: bool) -> Tensor:
-    """Twice the number of every sorted token's chunk, buckets two apart unless they reach ``across`` each other."""
-    chunk = torch.div(slot, size, rounding_mode="floor").view(rows, -1)
-    length = chunk.shape[-1]
-    chunk = chunk - chunk[:, :1]
+def _codes(
+    level: Tensor, bucket: Tensor, stretch: Tensor, pieces: Tensor, order: Order, *, size: int, across: bool
+) -> Tensor:
+    """Twice the number of every sorted token's chunk in its lane, buckets two apart unless they reach ``across``."""
+    lanes = pieces.unflatten(-1, (order.lanes, -1))
+    chunk = (lanes.cumsum(-1) - lanes).flatten(1).gather(-1, stretch) + level
     if not across:
-        chunk = chunk + 2 * (held.view(rows, length) % wide)
-    largest = -(-length // size) + 4 * wide
-    return (2 * chunk).flatten().to(torch.int16 if largest < SMALL else torch.int32)
-
-
-def _tables(
-    token: Tensor, pieces: Tensor, first: Tensor, starts: Tensor, counts: Tensor, *, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens in every slot (n, size), which slots are taken, and which chunks have one before them (n,)."""
-    stretch = torch.arange(len(pieces), device=token.device).repeat_interleave(pieces)
-    nth = torch.arange(len(stretch), device=token.device) - first.index_select(0, stretch)
-    begin = starts.index_select(0, stretch) + nth * size
-    left = counts.index_select(0, stretch) - nth * size
-    place = torch.arange(size, device=token.device)
-    valid = place < left[:, None]
-    where = begin[:, None] + place * valid
-    return token.index_select(0, where.flatten()).view_as(where), valid, nth > 0
+        chunk = chunk + 2 * (bucket % order.wide)
+    largest = -(-level.shape[-1] // (size * order.lanes)) + 4 * order.wide
+    return (2 * chunk).to(torch.int16 if largest < SMALL else torch.int32)
