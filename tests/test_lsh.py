@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention import LSH, Bound, Shape, Unsupported, catalogue
 from fast_attention.functional import lsh_attention
+from fast_attention.ops.hashing.hash_memory import LOG, HashMemory
 from fast_attention.ops.hashing.hashing import arrange, buckets
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.lsh import reachable
@@ -183,6 +184,23 @@ def test_a_state_can_be_continued_twice(device: torch.device) -> None:
     once = bound.decode(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], state)[0]
     bound.decode(v[:, :, 9:], v[:, :, 9:], v[:, :, 9:], state)
     same(bound.decode(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], state)[0], once)
+
+
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_the_log_is_written_into_the_chunks_and_older_states_stay(m: LSH) -> None:
+    """Twice over a full log, alone and within a stretch, masked: one pass; each older state decodes on as before."""
+    bound, (q, k, v), key_mask = bind(m), qkv(2 * LOG + 22), some_keys(2, 2 * LOG + 22, torch.device("cpu"))
+    whole = bound(q, k, v, is_causal=True, key_mask=key_mask)
+    for sizes in ([5] + [1] * (2 * LOG + 17), [5, LOG - 1, 1, LOG + 10, 7]):
+        states: list[HashMemory] = []
+        for again in (False, True):  # the second time from the states that the first time left behind
+            start = 0
+            for number, size in enumerate(sizes):
+                now, state = slice(start, start + size), states[number - 1] if number else None
+                out, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=key_mask[:, now])
+                same(out, whole[:, :, now])
+                states += [] if again else [state]
+                start += size
 
 
 def test_gradients_flow_through_decoding(device: torch.device) -> None:

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.hashing.hash_attention import hashed_attention
-from fast_attention.ops.hashing.hash_memory import HashMemory, copied, remember, step
+from fast_attention.ops.hashing.hash_memory import LOG, HashMemory, flushed, remember, step
 from fast_attention.ops.hashing.hashing import SHORTEST, Rules, buckets
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
@@ -75,9 +76,14 @@ def _advance(
         out = m._attend(q, v, rotations, True, key_mask)
         held = torch.where(seen[..., None, :], bucket, number)
         return out, remember(keys, v, held, number=number, size=m.bucket_size)
-    memory = copied(memory)  # a state is a value: the caller's stays as it is
+    outs, owned = [], False  # a state is a value: the caller's stays as it is
     tokens = zip(*(x.split(1, -2) for x in (m.scale * q, keys, v)), bucket.split(1, -1), seen.split(1, -1), strict=True)
-    outs = [step(a, k, b, h, s, memory, distinct=m.correct_duplicates) for a, k, b, h, s in tokens]
+    took("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
+    for a, k, b, h, s in tokens:
+        out, memory = step(a, k, b, h, s, memory, distinct=m.correct_duplicates)
+        outs.append(out)
+        if int(memory.logged) == LOG:
+            memory, owned = flushed(memory, owned=owned), True
     return torch.cat(outs, -2), memory
 
 

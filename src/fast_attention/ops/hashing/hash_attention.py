@@ -26,7 +26,7 @@ def hashed_attention(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Token
     if q.device.type != "cpu":
         took("banded products over sorted tokens", "one call for all of a round", chunk=rules.size)
         return hashed_softmax(q, v, bucket, rules=rules)
-    took("chunks of hashed tokens, gathered in cache", "on a CPU", chunk=rules.size, rounds=bucket.shape[-2])
+    took("chunks of hashed tokens, gathered once a round", "on a CPU, where they stay in cache", chunk=rules.size, rounds=bucket.shape[-2])
     return _HASHED(q, v, bucket, rules=rules)
 
 
