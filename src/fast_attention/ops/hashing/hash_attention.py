@@ -26,7 +26,12 @@ def hashed_attention(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Token
     if q.device.type != "cpu":
         took("banded products over sorted tokens", "one call for all of a round", chunk=rules.size)
         return hashed_softmax(q, v, bucket, rules=rules)
-    took("chunks of hashed tokens, gathered once a round", "on a CPU, where they stay in cache", chunk=rules.size, rounds=bucket.shape[-2])
+    took(
+        "chunks of hashed tokens, gathered once a round",
+        "on a CPU, where they stay in cache",
+        chunk=rules.size,
+        rounds=bucket.shape[-2],
+    )
     return _HASHED(q, v, bucket, rules=rules)
 
 
@@ -44,11 +49,11 @@ def forward(q: Tensor, v: Tensor, bucket: Tensor, *, keep: bool, rules: Rules) -
             here = Round(lanes, r, top)
             for pairs in here.pairs():
                 weights = here.weights(pairs)
-                put(sums, pairs.mine, weights, here.rest[0][pairs.theirs], own=pairs.own)
+                put(sums, pairs.mine, weights, pairs.theirs.of(here.rest[0]), own=pairs.own)
                 if pairs.own:
-                    torch.sum(weights, -1, out=norms[pairs.mine])
+                    torch.sum(weights, -1, out=pairs.mine.of(norms))
                 else:
-                    norms[pairs.mine].add_(weights.sum(-1))
+                    pairs.mine.of(norms).add_(weights.sum(-1))
             lanes.collect(numerator, sums, r)
             lanes.collect(denominator, norms, r)
         numerator.div_(denominator[:, None])
@@ -94,11 +99,11 @@ def _set_backward(lanes: Lanes, out: Tensor, total: Tensor, shift: Tensor, found
         lost, unit = delta.take(here.chunks.table)[..., None].mul_(valid), here.steep / LOG2E
         for mine, theirs, own in here.pairs():
             weights = here.weights(Pairs(mine, theirs, own))
-            put(rooms[2], theirs, weights.mT, g[mine], own=own)
-            inner = torch.bmm(g[mine], v[theirs].mT, out=lanes.scratch("inner", *weights.shape))
-            inner.sub_(lost[mine]).mul_(weights).mul_(unit[mine])
-            put(rooms[0], mine, inner, k[theirs], own=own)
-            put(rooms[1], theirs, inner.mT, k[mine], own=own)
+            put(rooms[2], theirs, weights.mT, mine.of(g), own=own)
+            inner = torch.bmm(mine.of(g), theirs.of(v).mT, out=lanes.scratch("inner", *weights.shape))
+            inner.sub_(mine.of(lost)).mul_(weights).mul_(mine.of(unit))
+            put(rooms[0], mine, inner, theirs.of(k), own=own)
+            put(rooms[1], theirs, inner.mT, mine.of(k), own=own)
         for sums, slots in zip((dq, dk, dv), rooms, strict=True):
             lanes.collect(sums, slots, r)
     along = (dk * lanes.k).sum(-1, keepdim=True).masked_fill_(lanes.short, 0.0)

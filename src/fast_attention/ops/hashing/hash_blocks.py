@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.ops.hashing.hash_chunks import Order, cut
+from fast_attention.ops.hashing.hash_chunks import Block, Order, cut
 from fast_attention.ops.hashing.hashing import SHORTEST, Rules
 from fast_attention.ops.scratch import Scratch
 
@@ -28,8 +28,8 @@ LOG2E = math.log2(math.e)  # exp2 takes half the time of exp, and the factor joi
 class Pairs(NamedTuple):
     """Some pairs of chunks: which of the round's chunks are the queries' and which the keys'."""
 
-    mine: slice
-    theirs: slice
+    mine: Block
+    theirs: Block
     own: bool  # a chunk with itself
 
 
@@ -59,26 +59,27 @@ class Lanes:
             return None
         top = torch.full_like(wild, -FAR, dtype=self.rows.dtype)
         for r, chunks in enumerate(self.rounds):
-            found = top.new_full((chunks.most + 1, self.rules.size), -FAR)
+            found = top.new_full((chunks.most + 1,), -FAR)
             now = Round(self, r, None)
             for pairs in now.pairs():
                 scores = now.scores(pairs)
                 counts = now.prune(torch.ones_like(scores), pairs)
                 best = scores.add_(counts.sub_(1.0).mul_(FAR)).amax(-1)
-                torch.maximum(found[pairs.mine], best, out=found[pairs.mine])
+                mine = pairs.mine.of(found)
+                torch.maximum(mine, best, out=mine)
             top = torch.maximum(top, found.take(chunks.back))
         return top.masked_fill(~wild | (top <= -FAR / 2), 0.0)
 
     def room(self, name: str, *shape: int) -> Tensor:
-        """Slots for any of the rounds, and a chunk of zeros more."""
-        room = self.scratch(name, self.rounds[0].most + 1, self.rules.size, *shape)
+        """Slots for any of the rounds, and one of zeros more."""
+        room = self.scratch(name, self.rounds[0].most + 1, *shape)
         room[-1] = 0.0
         return room
 
     def collect(self, sums: Tensor, slots: Tensor, r: int) -> None:
-        """Add the slots (n, size, ...) of a round to the tokens' ``sums`` (T, ...), or begin; masked ones get zeros."""
+        """Add the slots (n, ...) of a round to the tokens' ``sums`` (T, ...), or begin; masked ones get zeros."""
         where = sums if r == 0 else self.scratch("spare", *sums.shape)
-        torch.index_select(slots.flatten(0, 1), 0, self.rounds[r].back, out=where)
+        torch.index_select(slots, 0, self.rounds[r].back, out=where)
         if r:
             sums.add_(where)
 
@@ -89,46 +90,44 @@ class Round:
     def __init__(self, lanes: Lanes, r: int, shift: Tensor | None) -> None:
         """``shift`` (T,) is taken off the scores."""
         self.lanes, self.rules, self.chunks = lanes, lanes.rules, lanes.rounds[r]
-        table, which = self.chunks.table, self.chunks.table.flatten()
-        rows = lanes.scratch("slots", len(which), lanes.rows.shape[-1])
-        torch.index_select(lanes.rows, 0, which, out=rows)
-        self.k, *self.rest = rows.view(*table.shape, -1).split(lanes.widths, -1)
+        table = self.chunks.table
+        rows = torch.index_select(lanes.rows, 0, table, out=lanes.scratch("slots", len(table), lanes.rows.shape[-1]))
+        self.k, *self.rest = rows.split(lanes.widths, -1)
         self.steep = lanes.steep.take(table)[..., None]
         self.shift = None if shift is None else shift.take(table)[..., None]
         known = lanes.rounds[: r if self.rules.distinct else 0]
-        self.earlier = [chunks.code.index_select(0, which).view_as(table) for chunks in known]
+        self.earlier = [chunks.code.index_select(0, table) for chunks in known]
         free = self.rules.ranked or self.rules.across
-        self.code = None if free else self.chunks.code.index_select(0, which).view_as(table)
+        self.code = None if free else self.chunks.code.index_select(0, table)
 
     def pairs(self) -> Iterator[Pairs]:
         """All pairs of chunks, some at a time, every chunk with itself first."""
-        step = max(1, PAIRS // self.rules.size**2)
-        number = len(self.chunks.table)
-        for a in range(0, number, step):
-            both = slice(a, min(a + step, number))
-            yield Pairs(both, both, own=True)
-        for mine, theirs, count in self.chunks.runs:
-            for a in range(0, count, step):
-                b = min(a + step, count)
-                yield Pairs(slice(mine + a, mine + b), slice(theirs + a, theirs + b), own=False)
+        for block in self.chunks.blocks:
+            for both in block.parts(max(1, PAIRS // block.width**2)):
+                yield Pairs(both, both, own=True)
+        for mine, theirs in self.chunks.runs:
+            step = max(1, PAIRS // (mine.width * theirs.width))
+            for some, before in zip(mine.parts(step), theirs.parts(step), strict=True):
+                yield Pairs(some, before, own=False)
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """``s_ij`` (p, size, size) in log2."""
-        k, size = self.k[pairs.mine], self.rules.size
-        scores = torch.bmm(k, self.k[pairs.theirs].mT, out=self.lanes.scratch("scores", len(k), size, size))
-        return scores.mul_(self.steep[pairs.mine])
+        """``s_ij`` (p, a, b) in log2."""
+        k, others = pairs.mine.of(self.k), pairs.theirs.of(self.k)
+        scores = self.lanes.scratch("scores", len(k), k.shape[1], others.shape[1])
+        return torch.bmm(k, others.mT, out=scores).mul_(pairs.mine.of(self.steep))
 
     def weights(self, pairs: Pairs) -> Tensor:
-        """``exp(s_ij - shift_i)`` (p, size, size) of the pairs that count in this round, else 0."""
+        """``exp(s_ij - shift_i)`` (p, a, b) of the pairs that count in this round, else 0."""
         scores = self.scores(pairs)
         if self.shift is not None:  # what does not count may be larger than the largest that does
-            scores.sub_(self.shift[pairs.mine]).clamp_(max=TAME + 1)
+            scores.sub_(pairs.mine.of(self.shift)).clamp_(max=TAME + 1)
         return self.prune(scores.exp2_(), pairs)
 
     def prune(self, weights: Tensor, pairs: Pairs) -> Tensor:
         """Zeros, in place, where a key does not count: itself, later, in an empty slot, or met in an earlier round."""
         if pairs.own:
-            weights.mul_(self.lanes.others).mul_(self.chunks.valid[pairs.theirs][:, None, :])
+            width = pairs.mine.width
+            weights.mul_(self.lanes.others[:width, :width]).mul_(pairs.theirs.of(self.chunks.valid)[:, None, :])
         near = None
         for code in self.earlier:
             apart = _apart(code, pairs)
@@ -140,12 +139,12 @@ class Round:
         return weights
 
 
-def put(room: Tensor, where: slice, a: Tensor, b: Tensor, *, own: bool) -> None:
+def put(room: Tensor, where: Block, a: Tensor, b: Tensor, *, own: bool) -> None:
     """Write ``a b`` of chunks with themselves, add that of neighbours."""
-    now = room[where]
+    now = where.of(room)
     torch.baddbmm(now, a, b, beta=0.0 if own else 1.0, out=now)
 
 
 def _apart(code: Tensor, pairs: Pairs) -> Tensor:
-    """(p, size, size) ``|2 code_i - 1 - 2 code_j|``: 1 where i reaches j, else more."""
-    return (code[pairs.mine][..., None] - 1 - code[pairs.theirs][..., None, :]).abs_()
+    """(p, a, b) ``|2 code_i - 1 - 2 code_j|``: 1 where i reaches j, else more."""
+    return (pairs.mine.of(code)[..., None] - 1 - pairs.theirs.of(code)[..., None, :]).abs_()

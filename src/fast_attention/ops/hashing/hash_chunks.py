@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -9,18 +11,37 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
+PARTS = (4, 2)  # of a chunk, the last of a stretch being as wide as needed in whole parts; (most are such, else)
 SMALL = 2**14  # codes below this are compared, doubled, as int16
 
 
-class Chunks(NamedTuple):
-    """One round of hashing of T tokens: n chunks of slots, each of one stretch (a bucket, or a whole row)."""
+class Block(NamedTuple):
+    """Chunks of one width that stand one after the other."""
 
-    table: Tensor  # (n, size): the token in every slot; empty slots repeat the first of their chunk
-    valid: Tensor  # (n, size): 1 where a slot holds a token of its own, else 0
-    runs: list[tuple[int, int, int]]  # (c, b, m): the chunks from c to c + m have those from b before them
-    back: Tensor  # (T,): the slot of every token; most * size where it is masked
+    start: int  # the first one's first slot
+    width: int
+    number: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """The rows of ``x`` (slots, ...) as (number, width, ...): a view."""
+        return x[self.start : self.start + self.width * self.number].view(self.number, self.width, *x.shape[1:])
+
+    def parts(self, most: int) -> Iterator[Block]:
+        """The same, at most so many chunks at a time."""
+        for a in range(0, self.number, most):
+            yield Block(self.start + a * self.width, self.width, min(most, self.number - a))
+
+
+class Chunks(NamedTuple):
+    """One round of hashing of T tokens: n slots in chunks, each of one stretch (a bucket, or a whole row)."""
+
+    table: Tensor  # (n,): the token in every slot; empty slots repeat the last before them in their chunk
+    valid: Tensor  # (n,): 1 where a slot holds a token of its own, else 0
+    blocks: list[Block]  # all chunks
+    runs: list[tuple[Block, Block]]  # chunks, and those before them in their stretches
+    back: Tensor  # (T,): the slot of every token; ``most`` where it is masked
     code: Tensor  # (T,): twice a number; i reaches j where the numbers differ by 0 or 1
-    most: int  # chunks of any round
+    most: int  # slots of any round
 
 
 class Order(NamedTuple):
@@ -75,41 +96,78 @@ def cut(order: Order, *, size: int, ranked: bool, across: bool, dtype: torch.dty
     level = torch.div(rank, size, rounding_mode="floor")
     pieces = (counts + size - 1) // size
     code = _codes(level, bucket, stretch, pieces, order, size=size, across=across)
-    chunk, numbers, runs = _laid(level, stretch, pieces)
-    most = max(numbers)
-    slot = (chunk * size + rank % size).masked_fill_(masked, most * size)
+    laid = [_laid(*row, size=size) for row in zip(level, stretch, counts, strict=True)]
+    most = max(one.slots for one in laid)
+    slot = torch.stack([one.base for one in laid]).add_(rank % size).masked_fill_(masked, most)
     token = order.token.view_as(held)
     back, codes = (torch.empty_like(x).scatter_(1, token, x) for x in (slot, code))
-    table = token.new_zeros(rounds, most * size + 1).scatter_(1, slot, token)[:, :-1].unflatten(1, (most, size))
-    valid = table.new_zeros(rounds, most * size + 1, dtype=dtype).scatter_(1, slot, 1.0)[:, :-1].view_as(table)
-    table = torch.where(valid > 0, table, table[..., :1])
+    table = token.new_zeros(rounds, most + 1).scatter_(1, slot, token)[:, :-1]
+    valid = torch.zeros(rounds, most + 1, dtype=dtype).scatter_(1, slot, 1.0)[:, :-1]
+    table = table.gather(1, torch.where(valid > 0, torch.arange(most), 0).cummax(1).values)
     return [
-        Chunks(table[r, :n], valid[r, :n], runs[r], back[r], codes[r], most) for r, n in enumerate(numbers)
-    ]  # fmt: skip
-
-
-def _laid(level: Tensor, stretch: Tensor, pieces: Tensor) -> tuple[Tensor, list[int], list[list[tuple[int, int, int]]]]:
-    """Every token's chunk (rounds, T), the chunks of every round, and the runs of chunks with others before them.
-
-    The first chunks of all stretches come first, the longest stretch leading, then all second ones, and so on: those
-    before a level's chunks then stand in one row, as many as there are. Where few stretches are long, their chunks
-    stand one after the other instead, so that the runs are few in any case.
-    """
-    levels, numbers = int(pieces.max()), pieces.sum(-1).tolist()
-    if levels <= int((pieces > 1).sum(-1).max()) + 1:
-        sorted_pieces, order = pieces.sort(dim=-1, descending=True, stable=True)
-        place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-        wide = (sorted_pieces[:, None, :] > torch.arange(levels)[:, None]).sum(-1)  # (rounds, levels)
-        first = wide.cumsum(-1) - wide
-        chunk = first.gather(-1, level.clamp(max=max(levels - 1, 0))) + place.gather(-1, stretch) if levels else level
-        each = [list(zip(a[1:], a, n[1:], strict=False)) for a, n in zip(first.tolist(), wide.tolist(), strict=True)]
-        return chunk, numbers, [[run for run in runs if run[2]] for runs in each]
-    first = pieces.cumsum(-1) - pieces
-    each = [
-        [(a + 1, a, n - 1) for a, n in zip(*row, strict=True) if n > 1]
-        for row in zip(first.tolist(), pieces.tolist(), strict=True)
+        Chunks(table[r, : one.slots], valid[r, : one.slots], one.blocks, one.runs, back[r], codes[r], most)
+        for r, one in enumerate(laid)
     ]
-    return first.gather(-1, stretch) + level, numbers, each
+
+
+class Laid(NamedTuple):
+    """Where the chunks of a round stand."""
+
+    base: Tensor  # (T,): the first slot of every sorted token's chunk
+    slots: int
+    blocks: list[Block]
+    runs: list[tuple[Block, Block]]
+
+
+def _laid(level: Tensor, stretch: Tensor, counts: Tensor, *, size: int) -> Laid:
+    """The chunks of stretches of so many tokens (S,), such that those before some chunks stand in a row as they do.
+
+    The first chunks of all stretches come first, the longest stretch leading, then all second ones, and so on; then
+    the last chunks of the stretches that fill a part of one only: these are narrow, of whole parts.
+    """
+    parts = min(PARTS[int(counts.sum()) > size * len(counts)], size)  # more parts are more, smaller products
+    unit, (ordered, order) = size // parts, counts.sort(descending=True, stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    whole = (ordered + size - (parts - 1) * unit - 1) // size  # chunks of full width
+    part = ((ordered - whole * size).clamp_(min=0) + unit - 1) // unit
+    kinds, numbers = torch.unique_consecutive(whole * parts + part, return_counts=True)
+    groups = [(kind // parts, kind % parts, n) for kind, n in zip(kinds.tolist(), numbers.tolist(), strict=True)]
+    levels = groups[0][0] if groups else 0
+    if levels > 1 + sum(n for whole, _, n in groups if whole > 1):
+        return _long(level, stretch, (counts + size - 1) // size, size=size)
+    wide = [sum(n for whole, _, n in groups if whole > at) for at in range(levels)]
+    first = [0, *accumulate(wide)]
+    blocks = [Block(0, size, first[-1])]
+    runs = [
+        (Block(b * size, size, n), Block(a * size, size, n))
+        for a, b, n in zip(first, first[1:], wide[1:], strict=False)
+    ]
+    at, tails, ends = first[-1] * size, [0] * len(groups), [0, *accumulate(n for _, _, n in groups)]
+    for width in range((parts - 1) * unit, 0, -unit):
+        begin = at
+        for g, (whole_chunks, some, n) in enumerate(groups):
+            if some * unit == width:
+                tails[g] = at - ends[g] * width
+                if whole_chunks:
+                    before = (first[whole_chunks - 1] + ends[g]) * size
+                    runs.append((Block(at, width, n), Block(before, size, n)))
+                at += n * width
+        blocks.append(Block(begin, width, (at - begin) // width))
+    tail = torch.tensor(tails).repeat_interleave(numbers) + torch.arange(len(place)) * (part * unit)
+    mine = place.index_select(0, stretch)
+    straight = (torch.tensor(first).index_select(0, level.clamp(max=levels)) + mine) * size
+    base = torch.where(level < whole.index_select(0, mine), straight, tail.index_select(0, mine))
+    return Laid(base, at, blocks, runs)
+
+
+def _long(level: Tensor, stretch: Tensor, pieces: Tensor, *, size: int) -> Laid:
+    """The chunks of few long stretches: one after the other, so that the runs are few."""
+    first, total = pieces.cumsum(0) - pieces, int(pieces.sum())
+    runs = [
+        (Block((a + 1) * size, size, n - 1), Block(a * size, size, n - 1))
+        for a, n in zip(first.tolist(), pieces.tolist(), strict=True)
+    ]
+    return Laid((first.index_select(0, stretch) + level) * size, total * size, [Block(0, size, total)], runs)
 
 
 def _codes(
