@@ -16,6 +16,7 @@ from fast_attention.ops.windows.banded import reach, slices, smaller
 Tokens = Float[Tensor, "*batch heads length width"]
 Codes = Int[Tensor, "*batch heads rounds length"]
 SMALLEST_BLOCK = 16  # of queries that share one slice of keys
+TURNED = 1 << 22  # rotated numbers at once: more than 16 MiB would be faulted in anew at each call
 SHORTEST = 1e-6  # a shorter query is not lengthened to a key of length 1
 
 
@@ -51,6 +52,9 @@ def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Toke
 def buckets(x: Tokens, rotations: Float[Tensor, "heads rounds width halves"], sizes: tuple[int, ...]) -> Codes:
     """``h(x) = argmax [x R; -x R]`` for each round; several factors make ``h_1 + b_1 h_2 + b_1 b_2 h_3 ...``."""
     heads, rounds, width, halves = rotations.shape
+    if not torch.compiler.is_compiling() and heads > 1 and x.numel() // width * rounds * halves > TURNED:
+        each = zip(x.split(1, -3), rotations.split(1), strict=True)
+        return torch.cat([buckets(one, turns, sizes) for one, turns in each], -3)
     flat = rotations.to(x.dtype).permute(0, 1, 3, 2).reshape(heads, rounds * halves, width)
     turned = (flat @ x.mT).unflatten(-2, (rounds, halves))  # the sequence last, along which reductions are fast
     bucket, stride = torch.zeros_like(turned[..., 0, :], dtype=torch.long), 1
