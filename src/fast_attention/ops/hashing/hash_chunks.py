@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-PARTS = (4, 2)  # of a chunk, the last of a stretch being as wide as needed in whole parts; (most are such, else)
+PARTS = 2  # of a chunk: the last one of a stretch is as wide as needed, in whole parts; more parts, smaller products
 SMALL = 2**14  # codes below this are compared, doubled, as int16
 
 
@@ -125,7 +125,7 @@ def _laid(level: Tensor, stretch: Tensor, counts: Tensor, *, size: int) -> Laid:
     The first chunks of all stretches come first, the longest stretch leading, then all second ones, and so on; then
     the last chunks of the stretches that fill a part of one only: these are narrow, of whole parts.
     """
-    parts = min(PARTS[int(counts.sum()) > size * len(counts)], size)  # more parts are more, smaller products
+    parts = min(PARTS, size)
     unit, (ordered, order) = size // parts, counts.sort(descending=True, stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     whole = (ordered + size - (parts - 1) * unit - 1) // size  # chunks of full width
