@@ -1,0 +1,81 @@
+"""From text to value: names and calls with plain settings, the inverse of ``Value``'s repr. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How the values of one kind are written.
+
+    Args:
+        kind: What they are called in errors, such as ``"mechanism"``.
+        example: A call as a user would write it, for errors.
+        values: Every class that may stand in a text, by name: the kind itself, and what its settings are made of.
+        names: The names of the kind alone.
+    """
+
+    kind: str
+    example: str
+    values: dict[str, type]
+    names: tuple[str, ...]
+
+    def read(self, text: str) -> Any:
+        """The value that ``text`` spells: a name (``"Local"``) or a call (``"Local(left=64)"``).
+
+        Raises:
+            ValueError: The text is no call with plain values, or names no class or no such setting.
+        """
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError) as error:
+            said = f"{text!r} is not a {self.kind}: write a name, or a call such as {self.example}"
+            raise ValueError(said) from error
+        return self._build(tree, text)
+
+    def nearest(self, name: str, among: tuple[str, ...] | None = None) -> str:
+        """A sentence with the names that look most like ``name``, or with all of them."""
+        lowered = {key.lower(): key for key in among or self.names}
+        close = difflib.get_close_matches(name.split("(")[0].lower(), lowered, n=3, cutoff=0.5)
+        if close:
+            return f" Did you mean {' or '.join(lowered[key] for key in close)}?"
+        return f" There are: {', '.join(self.names)}."
+
+    def _build(self, node: ast.expr, text: str) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                return tuple(self._build(part, text) for part in parts)
+            case ast.Name(id=name):
+                return self._make(name, [], {}, text)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if all(word.arg for word in keywords):
+                settings = {str(word.arg): self._build(word.value, text) for word in keywords}
+                return self._make(name, [self._build(arg, text) for arg in args], settings, text)
+            case _:
+                raise ValueError(f"{text!r}: settings are numbers, strings, True, False, None, tuples and named values")
+
+    def _make(self, name: str, args: list[Any], settings: dict[str, Any], text: str) -> Any:
+        if name not in self.values:
+            near = self.nearest(name, tuple(self.values))
+            raise ValueError(f"{text!r}: no {self.kind} or value is called {name!r}.{near}")
+        known = [field.name for field in fields(self.values[name]) if field.init]  # type: ignore[arg-type]
+        for setting in settings:
+            if setting not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(f"{text!r}: {name} has no setting {setting!r}; its settings are: {listed}")
+        if len(args) > len(known):
+            raise ValueError(f"{text!r}: {name} has {len(known)} settings and got {len(args)} values")
+        try:
+            return self.values[name](*args, **settings)
+        except TypeError as error:
+            raise ValueError(f"{text!r}: {error}") from error
+
+
+__all__ = ["Spelling"]
