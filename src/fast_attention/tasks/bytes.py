@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import lzma
-import math
 import sysconfig
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from fast_attention.ops.value import at_least
-from fast_attention.tasks.task import Batch, Split, Task, random_for
+from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
+
+APART = {"test", "tests", "site-packages", "dist-packages"}  # folders of Python's library that are no part of it
+STRIDE = 7919  # a prime: validation stretches lie far apart, whatever the number of them
+JUDGED = 1 << 20  # bytes of the validation side behind the printed baselines
+COUNTED = 1 << 24  # bytes counted at once
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,15 +28,15 @@ class ByteLM(Task):
 
     Args:
         path: A file, or a folder whose files are joined in order of their names; ``"python"`` for the standard
-            library's sources, which are always there.
-        pattern: Which files of a folder.
+            library's sources, which are always there. They differ between versions of Python: see ``describe``.
+        pattern: Which files of a folder; empty for all (of Python's library: ``*.py``). Hidden ones are left out.
         context: Bytes in a sequence.
         share: Of the files (of a single file: of its end) held out for validation.
         seed: For the split and the order.
     """
 
     path: str = "python"
-    pattern: str = "*.py"
+    pattern: str = ""
     context: int = 256
     share: float = 0.05
     seed: int = 0
@@ -63,7 +67,7 @@ class ByteLM(Task):
         if split == "train":
             starts = torch.randint(room, (size,), generator=random_for(self, split, index))
         else:
-            starts = ((torch.arange(size) + index * size) * 7919 * self.context) % room
+            starts = ((torch.arange(size) + index * size) * STRIDE * self.context) % room
         rows = text[starts[:, None] + torch.arange(self.context + 1)].long()
         return Batch(rows[:, :-1], rows[:, 1:])
 
@@ -71,25 +75,37 @@ class ByteLM(Task):
         """Bits per byte of the validation side by counts of one, two and three bytes, and by general compressors."""
         return dict(_baselines(self))
 
+    def describe(self) -> dict[str, str]:
+        """Bytes and digest of each side."""
+        return {
+            name: f"{len(side):,} bytes, SHA-256 {digest(side)}"
+            for name, side in zip(("training", "validation"), sides(self), strict=True)
+        }
+
+
+def read(path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+
 
 @lru_cache(maxsize=2)
-def sides(task: ByteLM) -> tuple[Tensor, Tensor]:
-    """Training and validation bytes."""
+def sides(task: ByteLM) -> tuple[UInt8[Tensor, "train"], UInt8[Tensor, "valid"]]:
+    """Training and validation bytes.
+
+    Raises:
+        ValueError: There is no such file, none that fits, or too little in it.
+    """
     root = Path(sysconfig.get_paths()["stdlib"]) if task.path == "python" else Path(task.path)
-    if root.is_file():
-        whole = root.read_bytes()
-        cut = len(whole) - round(task.share * len(whole))
-        parts = whole[:cut], whole[cut:]
-    else:
-        apart = {"test", "tests", "site-packages"}
-        files = sorted(p for p in root.rglob(task.pattern) if p.is_file() and not apart & {*p.relative_to(root).parts})
-        if not files:
-            raise ValueError(f"{task.path} holds no file that fits {task.pattern!r}")
-        order = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
-        held = {*order[: max(1, round(task.share * len(files)))]}
-        parts = tuple(
-            b"\n".join(f.read_bytes() for i, f in enumerate(files) if (i in held) == side) for side in (False, True)
-        )
+    if not root.exists():
+        raise ValueError(f"{task.path}: there is no such file or folder")
+    parts = _folder(task, root) if root.is_dir() else _file(task, root)
     for name, part in zip(("training", "validation"), parts, strict=True):
         if len(part) <= task.context + 1:
             raise ValueError(f"{task.path}: {len(part)} bytes for {name}; more than context={task.context} are needed")
@@ -97,30 +113,75 @@ def sides(task: ByteLM) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def _file(task: ByteLM, path: Path) -> tuple[bytes, bytes]:
+    whole = read(path)
+    cut = len(whole) - round(task.share * len(whole))
+    return whole[:cut], whole[cut:]
+
+
+def _folder(task: ByteLM, root: Path) -> tuple[bytes, bytes]:
+    own = task.path == "python"
+    pattern = task.pattern or ("*.py" if own else "*")
+    files = []
+    for path in sorted(root.rglob(pattern)):
+        parts = path.relative_to(root).parts
+        if path.is_file() and not any(part.startswith(".") for part in parts) and not (own and APART & {*parts}):
+            files.append(path)
+    if len(files) < 2:
+        raise ValueError(f"{task.path} holds {len(files)} files that fit {pattern!r}; a folder needs 2 or more")
+    places = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
+    held = {*places[: max(1, round(task.share * len(files)))]}
+    first, second = (b"\n".join(read(f) for i, f in enumerate(files) if (i in held) == side) for side in (False, True))
+    return first, second
+
+
 @lru_cache(maxsize=2)
 def _baselines(task: ByteLM) -> tuple[tuple[str, float], ...]:
-    train, valid = (bytes(side.numpy()) for side in sides(task))
-    valid = valid[: 1 << 20]
-    found: list[tuple[str, float]] = []
-    for order, name in ((1, "bytes"), (2, "pairs of bytes"), (3, "triples of bytes")):
-        found.append((name, _counted(train, valid, order)))
-    found.append(("gzip -9", 8 * len(zlib.compress(valid, 9)) / len(valid)))
-    found.append(("xz", 8 * len(lzma.compress(valid)) / len(valid)))
+    train, valid = sides(task)
+    valid = valid[:JUDGED]
+    names = ("bytes", "pairs of bytes", "triples of bytes")
+    found = list(zip(names, counted(train, valid, len(names)), strict=True))
+    plain = valid.numpy().tobytes()
+    found.append(("gzip -9", 8 * len(zlib.compress(plain, 9)) / len(plain)))
+    found.append(("xz", 8 * len(lzma.compress(plain)) / len(plain)))
     return tuple(found)
 
 
-def _counted(train: bytes, valid: bytes, order: int) -> float:
-    """Bits per byte by counts of ``order`` bytes, each order leaning on the one before (Witten and Bell)."""
-    counts = [Counter(train[i : i + n] for i in range(len(train) - n + 1)) for n in range(1, order + 1)]
-    followers: list[Counter[bytes]] = [Counter(gram[:-1] for gram in table) for table in counts]
-    bits = 0.0
-    for i in range(order - 1, len(valid)):
-        chance = 1 / 256
-        for n in range(1, order + 1):
-            past, gram = valid[i - n + 1 : i], valid[i - n + 1 : i + 1]
-            seen = len(train) if n == 1 else counts[n - 2][past]
-            kinds = followers[n - 1][past]
-            if seen + kinds:
-                chance = (counts[n - 1][gram] + kinds * chance) / (seen + kinds)
-        bits -= math.log2(chance)
-    return bits / (len(valid) - order + 1)
+def counted(train: UInt8[Tensor, "train"], valid: UInt8[Tensor, "valid"], orders: int) -> list[float]:
+    """Bits per byte of ``valid`` by counts of 1, 2, ... ``orders`` bytes of ``train``.
+
+    Each order leans on the one before as Witten and Bell have it (1991, IEEE Trans. Inf. Theory 37:1085): a past seen n
+    times with k different followers gives them the share n / (n + k) and the rest to the shorter past.
+    """
+    chance = torch.full((len(valid),), 1 / 256, dtype=torch.double)
+    seen = torch.tensor([len(train)])
+    found = []
+    for order in range(1, orders + 1):
+        table = _table(train, order)
+        kinds = (table.view(-1, 256) > 0).sum(-1)
+        grams = _grams(valid, order)
+        pasts = grams >> 8
+        total = seen[pasts] + kinds[pasts]
+        chance = chance[-len(grams) :]
+        leaning = (table[grams] + kinds[pasts] * chance) / total
+        chance = torch.where(total > 0, leaning, chance)
+        found.append(-chance.log2().mean().item())
+        seen = table
+    return found
+
+
+def _grams(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
+    """Each stretch of ``order`` bytes as one number, the last byte lowest."""
+    count = len(text) - order + 1
+    codes = torch.zeros(count, dtype=torch.long)
+    for i in range(order):
+        codes = (codes << 8) | text[i : i + count]
+    return codes
+
+
+def _table(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
+    """How often each stretch of ``order`` bytes stands in the text."""
+    total = torch.zeros(256**order, dtype=torch.long)
+    for start in range(0, len(text) - order + 1, COUNTED):
+        total += torch.bincount(_grams(text[start : start + COUNTED + order - 1], order), minlength=256**order)
+    return total

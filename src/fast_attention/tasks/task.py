@@ -53,8 +53,24 @@ class Task(Value, ABC):
     def baselines(self) -> dict[str, float]:
         """What can be had without learning anything, in the task's metric, by name."""
 
+    def describe(self) -> dict[str, str]:
+        """What the data are, for the log: amounts and digests by side. Empty where the repr says it all."""
+        return {}
+
+
+class PackageMissing(ImportError, ValueError):
+    """A package that brings the task's data is not installed. The message names it."""
+
 
 def random_for(*parts: object) -> torch.Generator:
     """A generator that follows from what it is for: independent streams for different tasks, splits and batches."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def digest(*parts: Tensor) -> str:
+    """SHA-256 of the numbers in order, for logs: the same data have the same."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
+    return found.hexdigest()
