@@ -140,7 +140,7 @@ def _baselines(task: ByteLM) -> tuple[tuple[str, float], ...]:
     train, valid = sides(task)
     valid = valid[:JUDGED]
     names = ("bytes", "pairs of bytes", "triples of bytes")
-    found = list(zip(names, counted(train, valid, len(names)), strict=True))
+    found: list[tuple[str, float]] = list(zip(names, counted(train, valid, len(names)), strict=True))
     plain = valid.numpy().tobytes()
     found.append(("gzip -9", 8 * len(zlib.compress(plain, 9)) / len(plain)))
     found.append(("xz", 8 * len(lzma.compress(plain)) / len(plain)))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from fast_attention import data
 from fast_attention.ops.value import at_least
-from fast_attention.tasks.task import IGNORED, Batch, Split, Task, random_for
+from fast_attention.tasks.lengths import chosen, padded
+from fast_attention.tasks.task import IGNORED, Batch, Split, Task, digest, random_for
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 UNKNOWN, MASK, PAD = 20, 21, 22  # UNKNOWN: X and every letter beyond the twenty; never asked for
+KINDS = 23
 KMER = 15
-POOL = 64  # batches whose sequences are sorted by length together, so that little is padding
+MULTIPLIER = 6364136223846793005  # odd; products are taken modulo 2^64
+STRANGE, NUCLEIC = 0.2, 0.95  # shares of letters beyond the twenty, and of A, C, G, T and N, that are no proteins
+CODES = torch.full((256,), UNKNOWN, dtype=torch.uint8)
+CODES[torch.tensor([ord(letter) for letter in LETTERS])] = torch.arange(UNKNOWN, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +60,7 @@ class ProteinMLM(Task):
     @property
     def vocab_size(self) -> int:
         """Residues, the unknown one, the mark and padding."""
-        return 23
+        return KINDS
 
     @property
     def length(self) -> int:
@@ -64,37 +69,31 @@ class ProteinMLM(Task):
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Proteins of about equal length, padded to the longest."""
-        chosen = self._chosen(split, index, size)
-        generator = random_for(self, split, "batch", index)
-        stretches = [_cut(protein, self.context, generator if split == "train" else None) for protein in chosen]
-        longest = max(len(stretch) for stretch in stretches)
-        tokens = torch.full((size, longest), PAD)
-        for row, stretch in zip(tokens, stretches, strict=True):
-            row[: len(stretch)] = stretch
-        hidden, targets = masked(tokens, generator)
-        return Batch(hidden, targets, tokens != PAD)
-
-    def _chosen(self, split: Split, index: int, size: int) -> list[Tensor]:
         proteins = sides(self)[0 if split == "train" else 1]
-        pool, place = divmod(index, POOL)
-        source = random_for(self, split, "pool", pool)
-        wanted = min(POOL * size, max(len(proteins), size))
-        order = torch.cat(
-            [torch.randperm(len(proteins), generator=source) for _ in range(-(-wanted // len(proteins)))]
-        )[:wanted]
-        ranked = sorted(order.tolist(), key=lambda i: min(len(proteins[i]), self.context))
-        groups = [ranked[at : at + size] for at in range(0, len(ranked) - size + 1, size)]
-        which = torch.randperm(len(groups), generator=source)[place % len(groups)]
-        return [proteins[i] for i in groups[int(which)]]
+        generator = random_for(self, split, "batch", index)
+        rows = [
+            _cut(proteins[i], self.context, generator if split == "train" else None)
+            for i in chosen(self, split, index, size, _lengths(self, split))
+        ]
+        tokens, key_mask = padded(rows, PAD)
+        hidden, targets = masked(tokens, generator)
+        return Batch(hidden, targets, key_mask)
 
     def baselines(self) -> dict[str, float]:
         """Nats per residue of the validation side: by residue counts, by neighbours, by the protein's composition."""
         return dict(_baselines(self))
 
+    def describe(self) -> dict[str, str]:
+        """Proteins, residues and digest of each side."""
+        return {
+            name: f"{len(side):,} proteins, {sum(map(len, side)):,} residues, SHA-256 {digest(*side)}"
+            for name, side in zip(("training", "validation"), sides(self), strict=True)
+        }
 
-def encoded(sequence: str) -> Tensor:
+
+def encoded(sequence: str) -> UInt8[Tensor, "residues"]:
     """Residue letters as whole numbers."""
-    return torch.tensor([LETTERS.find(letter) % (UNKNOWN + 1) for letter in sequence])
+    return CODES[torch.frombuffer(bytearray(sequence, "ascii"), dtype=torch.uint8).long()]
 
 
 def masked(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -117,45 +116,104 @@ def _cut(protein: Tensor, context: int, generator: torch.Generator | None) -> Te
 
 @lru_cache(maxsize=4)
 def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
-    """Training and validation proteins."""
-    found = data.proteins() if task.fasta == "sample" else data.read_fasta(task.fasta)
-    sequences = sorted({protein.sequence for protein in found if len(protein.sequence) >= KMER})
-    if len(sequences) < 2:
-        raise ValueError(f"{task.fasta} holds {len(sequences)} different proteins of {KMER} residues or more: too few")
+    """Training and validation proteins.
+
+    Raises:
+        ValueError: The file cannot be read (``FastaError`` names the line), holds no proteins or too few of them.
+    """
+    sequences = _sequences(task.fasta)
     order = torch.randperm(len(sequences), generator=random_for("split", task.seed, task.fasta)).tolist()
     count = min(max(1, round(task.share * len(sequences))), len(sequences) - 1)
-    candidates, train = ([sequences[i] for i in part] for part in (order[:count], order[count:]))
+    candidates, train = ([encoded(sequences[i]) for i in part] for part in (order[:count], order[count:]))
     if task.split == "homology":
-        known = {sequence[i : i + KMER] for sequence in train for i in range(len(sequence) - KMER + 1)}
-        candidates = [
-            s for s in candidates if not any(s[i : i + KMER] in known for i in range(len(s) - KMER + 1))
-        ]  # fmt: skip
+        candidates = strangers(candidates, train)
         if not candidates:
             raise ValueError(f"{task.fasta}: every validation protein shares {KMER} residues with a training one")
-    return [encoded(s) for s in train], [encoded(s) for s in candidates]
+    return train, candidates
+
+
+def _sequences(fasta: str) -> list[str]:
+    """The different proteins of a file that are long enough, in alphabetical order."""
+    try:
+        found = {protein.sequence for protein in (data.proteins() if fasta == "sample" else data.read_fasta(fasta))}
+    except OSError as error:
+        raise ValueError(f"{fasta}: {error.strerror or error}") from error
+    counts: Counter[str] = Counter()
+    for sequence in found:
+        counts.update(sequence)
+    total = counts.total()
+    strange = {letter: count for letter, count in counts.items() if letter not in LETTERS}
+    if sum(strange.values()) > STRANGE * total:
+        worst = max(strange, key=strange.__getitem__)
+        part = sum(strange.values()) / total
+        raise ValueError(f"{fasta}: {part:.0%} of the letters are no amino acids, {worst!r} above all: not proteins?")
+    if sum(counts[letter] for letter in "ACGTN") > NUCLEIC * total:
+        raise ValueError(f"{fasta}: nearly all letters are A, C, G, T or N: DNA, not proteins")
+    sequences = sorted(sequence for sequence in found if len(sequence) >= KMER and not {*sequence} <= {*strange})
+    if len(sequences) < 2:
+        raise ValueError(f"{fasta} holds {len(sequences)} different proteins of {KMER} residues or more: too few")
+    return sequences
+
+
+def strangers(candidates: list[Tensor], train: list[Tensor]) -> list[Tensor]:
+    """The candidates that share no 15 known residues in a row with a training protein.
+
+    Stretches are compared by a number of 64 bits; should two different ones ever agree, a candidate too many goes.
+    """
+    codes, usable = _stretches(candidates)
+    known, counted = _stretches(train)
+    shared = torch.isin(codes, known[counted].unique()) & usable
+    owners = torch.repeat_interleave(torch.tensor([len(protein) + 1 for protein in candidates]))[: len(shared)]
+    bad = {*owners[shared].tolist()}
+    return [protein for i, protein in enumerate(candidates) if i not in bad]
+
+
+def _stretches(proteins: list[Tensor]) -> tuple[Int[Tensor, "starts"], Bool[Tensor, "starts"]]:
+    """A number for each stretch of 15 of all proteins in a row, and whether it is of known residues of one protein."""
+    line = joined(proteins)
+    count = len(line) - KMER + 1
+    codes, usable = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
+    for i in range(KMER):
+        here = line[i : i + count]
+        codes = codes * MULTIPLIER + here
+        usable &= here < UNKNOWN
+    return codes, usable
+
+
+def joined(proteins: list[Tensor]) -> UInt8[Tensor, "line"]:
+    """All proteins in a row, a separator behind each."""
+    end = torch.tensor([PAD], dtype=torch.uint8)
+    return torch.cat([part for protein in proteins for part in (protein, end)])
+
+
+@lru_cache(maxsize=8)
+def _lengths(task: ProteinMLM, split: Split) -> tuple[int, ...]:
+    return tuple(min(len(protein), task.context) for protein in sides(task)[0 if split == "train" else 1])
 
 
 @lru_cache(maxsize=4)
 def _baselines(task: ProteinMLM) -> tuple[tuple[str, float], ...]:
-    train, valid = ([x[: task.context].tolist() for x in side] for side in sides(task))
-    single: Counter[int] = Counter(r for protein in train for r in protein if r < UNKNOWN)
-    both: dict[tuple[int, int], Counter[int]] = {}
-    for protein in train:
-        for left, here, right in zip(protein, protein[1:], protein[2:], strict=False):
-            if here < UNKNOWN:
-                both.setdefault((left, right), Counter())[here] += 1
-    total = sum(single.values())
-    share = {r: (single[r] + 1) / (total + UNKNOWN) for r in range(UNKNOWN)}
-    sums, number = dict.fromkeys(("residue counts", "both neighbours", "the protein's own composition"), 0.0), 0
-    for protein in valid:
-        own: Counter[int] = Counter(r for r in protein if r < UNKNOWN)
-        size = sum(own.values())
-        for i, here in enumerate(protein):
-            if here >= UNKNOWN:
-                continue
-            number += 1
-            near = both.get((protein[i - 1], protein[i + 1]), Counter()) if 0 < i < len(protein) - 1 else Counter()
-            sums["residue counts"] -= math.log(share[here])
-            sums["both neighbours"] -= math.log((near[here] + 50 * share[here]) / (sum(near.values()) + 50))
-            sums["the protein's own composition"] -= math.log((own[here] - 1 + 200 * share[here]) / (size - 1 + 200))
-    return tuple((name, value / number) for name, value in sums.items())
+    train, valid = ([protein[: task.context] for protein in side] for side in sides(task))
+    line, asked = joined(train).long(), joined(valid).long()
+    single = torch.bincount(line, minlength=KINDS)[:UNKNOWN].double() + 1
+    share = torch.cat([single / single.sum(), torch.ones(KINDS - UNKNOWN)])
+    here = asked < UNKNOWN
+    plain = share[asked]
+
+    table = torch.bincount(_threes(line), minlength=KINDS**3).double()
+    threes = _threes(asked)
+    around = table.view(KINDS, KINDS, KINDS)[:, :, :UNKNOWN].sum(-1).flatten()[threes // KINDS]
+    near = (table[threes] + 50 * plain) / (around + 50)
+
+    owner = torch.repeat_interleave(torch.tensor([len(protein) + 1 for protein in valid]))
+    cells = owner * KINDS + asked
+    own = torch.bincount(cells, minlength=len(valid) * KINDS).double()
+    size = own.view(-1, KINDS)[:, :UNKNOWN].sum(-1)[owner]
+    mixed = (own[cells] - 1 + 200 * plain) / (size - 1 + 200)
+    found = {"residue counts": plain, "both neighbours": near, "the protein's own composition": mixed}
+    return tuple((name, -chance[here].log().mean().item()) for name, chance in found.items())
+
+
+def _threes(line: Int[Tensor, "line"]) -> Int[Tensor, "line"]:
+    """Left neighbour, right neighbour and the residue itself as one number; the ends count as neighbours too."""
+    return (line.roll(1) * KINDS + line.roll(-1)) * KINDS + line

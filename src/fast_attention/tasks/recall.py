@@ -153,8 +153,8 @@ class SelectiveCopy(Task):
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): ``k1 v1 k2 v2 ...``, then keys.
 
-    Their values are to be told. Keys are asked for once each, most of them soon: the gap g has probability
-    proportional to ``g^(power - 1)``.
+    Their values are to be told. Every key is asked for once, at an even place; most of them soon: the g-th of those
+    places (g = 1, 2, ...) has probability proportional to ``g^(power - 1)`` among the places that are left.
 
     Args:
         vocab: Kinds of tokens; keys below the half, values above, 0 as filler.
@@ -177,6 +177,7 @@ class MQAR(Task):
         at_least(self, "pairs", self.pairs, 1)
         at_least(self, "vocab", self.vocab, 2 * self.pairs + 2)
         at_least(self, "context", self.context, 4 * self.pairs)
+        at_least(self, "power", self.power, 0.0)
 
     @property
     def vocab_size(self) -> int:
@@ -191,10 +192,10 @@ class MQAR(Task):
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences; at each repeated key its value is asked for."""
         generator, half = random_for(self, split, index), self.vocab // 2
-        keys = 1 + torch.rand(size, half - 1, generator=generator).argsort(-1)[:, : self.pairs]
-        values = half + torch.rand(size, self.vocab - half, generator=generator).argsort(-1)[:, : self.pairs]
+        keys = 1 + torch.rand(size, half - 1, generator=generator).topk(self.pairs).indices
+        values = half + torch.rand(size, self.vocab - half, generator=generator).topk(self.pairs).indices
         slots = (self.context - 2 * self.pairs) // 2
-        weight = self.power * torch.arange(1, slots + 1, dtype=torch.double) ** (self.power - 1)
+        weight = torch.arange(1, slots + 1, dtype=torch.double) ** (self.power - 1)
         gaps = torch.multinomial(weight.expand(size, -1), self.pairs, generator=generator)
         tokens = torch.zeros(size, self.context, dtype=torch.long)
         tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values

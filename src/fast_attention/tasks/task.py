@@ -72,5 +72,5 @@ def digest(*parts: Tensor) -> str:
     """SHA-256 of the numbers in order, for logs: the same data have the same."""
     found = hashlib.sha256()
     for part in parts:
-        found.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
+        found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
