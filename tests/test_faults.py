@@ -245,6 +245,21 @@ FAULTS = [
     Fault("AFT's far blocks are counted from one block too near", "ops/pools/window_blocks.py",
           "total[:, reach + 1 :] += sums[:, :count]", "total[:, reach + 1 :] += sums[:, 1 : count + 1]",
           "tests/test_aft_paths.py -k test_windows"),
+    Fault("a validation protein may share 15 residues", "tasks/proteins.py", "known[counted].unique()", "known[:1]",
+          "tests/test_tasks.py -k shared_stretches"),
+    Fault("the median of ListOps takes the upper middle", "tasks/listops.py",
+          "(ranked[half - 1] + ranked[half]) // 2", "ranked[half]", "tests/test_tasks.py -k listops_values"),
+    Fault("MQAR's gaps are all alike", "tasks/recall.py", "** (self.power - 1)", "** 0", "tests/test_tasks.py -k mqar"),
+    Fault("Pathfinder's curves may touch", "tasks/pathfinder.py", "bits |= bits << step | bits >> step", "pass",
+          "tests/test_tasks.py -k tracing"),
+    Fault("the needle's depth is turned round", "tasks/needle.py", "cut = round(depth * room)",
+          "cut = round((1 - depth) * room)", "tests/test_tasks.py -k needle"),
+    Fault("a short past is not leant on", "tasks/bytes.py", "kinds[pasts] * chance", "kinds[pasts] / 256",
+          "tests/test_tasks.py -k byte_counts"),
+    Fault("batches mix long and short", "tasks/lengths.py", "drawn[keys.argsort(stable=True)]", "drawn",
+          "tests/test_tasks.py -k protein_masks"),
+    Fault("a class may miss from validation", "tasks/sequences.py", "max(1, round(task.share * len(texts)))",
+          "round(task.share * len(texts) / 3)", "tests/test_tasks.py -k labelled"),
 ]  # fmt: skip
 
 
