@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [(" ".join(source.choices(WORDS[5 * c : 5 * c + 8], k=3 + c)), "ab"[c]) for c in (0, 1) for _ in range(60)]
     with (root / "labelled.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("Text", "other", "Label"), *((text, "-", label) for text, label in rows)])
-    lines = [json.dumps({"seq": text, "class": ord(label)}) for text, label in rows]
+    lines = [json.dumps({"seq": f"{text}\u2028", "class": ord(label)}, ensure_ascii=False) for text, label in rows]
     (root / "labelled.jsonl").write_text("\n".join(lines) + "\n\n")
     return root
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -187,15 +188,17 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix not in (".csv", ".tsv", ".jsonl"):
         raise ValueError(f"{path}: the name must end in .csv, .tsv or .jsonl")
     try:
-        lines = read(path).decode("utf-8-sig").splitlines(keepends=True)
+        content = read(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     if path.suffix == ".jsonl":
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
                 yield f"{path}, line {number}", _object(path, number, line)
         return
-    table = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    table = csv.DictReader(
+        io.StringIO(content, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
+    )
     try:
         for record in table:
             yield f"{path}, line {table.line_num}", record
