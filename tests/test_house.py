@@ -26,6 +26,7 @@ FLOORS = [
     ["functional", "nn", "counting"],
     ["conformance", "data", "explanation"],
     ["tasks"],
+    ["training"],
     ["lab"],
     ["cli"],
 ]

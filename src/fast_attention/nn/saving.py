@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fast_attention import __version__, files
 from fast_attention.nn.models import Model, ModelConfig
@@ -20,13 +21,18 @@ def save(model: Model, folder: str | os.PathLike[str]) -> None:
 
     Each file is written under a temporary name, synced and renamed; the settings come last.
     """
+    write(model.config, model.state_dict(), folder)
+
+
+def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.PathLike[str]) -> None:
+    """The same for a model of which the settings and the state are at hand."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
-    if model.config.tied and model.config.head == "tokens":
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    if config.tied and config.head == "tokens":
         del tensors["out.weight"]
-    settings = {"format": FORMAT, "version": __version__, **asdict(model.config)}
+    settings = {"format": FORMAT, "version": __version__, **asdict(config)}
     with files.whole(folder / "model.safetensors") as partial:
         save_file(tensors, partial)
     files.write(folder / "config.json", json.dumps(settings, indent=1) + "\n")
@@ -39,6 +45,23 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
         FileNotFoundError: The folder holds no model.
         ValueError: Its files do not belong together or are damaged.
     """
+    config, tensors = read(folder)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = Model(config)
+        model.load_state_dict(tensors)
+    except Exception as error:
+        raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error
+    return model.to(device).eval()
+
+
+def read(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The settings and the state that ``write`` wrote.
+
+    Raises:
+        FileNotFoundError: The folder holds no model.
+        ValueError: Its files are damaged.
+    """
     from safetensors.torch import load_file
 
     folder = Path(folder)
@@ -47,14 +70,12 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
         if settings.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         settings.pop("version", None)
-        with torch.random.fork_rng(devices=[]):
-            model = Model(ModelConfig(**settings))
+        config = ModelConfig(**settings)
         tensors = load_file(folder / "model.safetensors")
-        if model.config.tied and model.config.head == "tokens":
+        if config.tied and config.head == "tokens":
             tensors["out.weight"] = tensors["embedding.weight"]
-        model.load_state_dict(tensors)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{os.fspath(folder)} holds no model: {error.filename} is missing") from error
     except Exception as error:
         raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error
-    return model.to(device).eval()
+    return config, tensors

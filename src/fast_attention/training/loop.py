@@ -1,0 +1,290 @@
+"""The loop: batch number i at step i, so that a run which is killed goes on, to the bit, where its checkpoint stands."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fast_attention.nn import saving
+from fast_attention.nn.models import Model, ModelConfig
+from fast_attention.tasks.task import Task
+from fast_attention.training import checkpoints, processes, steps
+from fast_attention.training.journal import Journal
+from fast_attention.training.processes import Group
+from fast_attention.training.settings import TrainingSettings
+from fast_attention.training.signals import Signals
+
+Watch = Callable[[dict[str, Any]], None]
+FIXED = ("batch_size", "accumulate", "seed")  # what a resumed run cannot change: the data's order hangs on it
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    status: str  # "complete", "stopped early" or "interrupted"
+    step: int
+    seconds: float
+    best: float | None  # in the task's metric; the model of that step is kept
+    best_step: int
+    valid: float | None  # at the last evaluation
+    parameters: int
+
+
+class Diverged(ArithmeticError):
+    """The loss or its gradient is no number any more."""
+
+
+class _Stopped(Exception):
+    """A signal asked for the end, here or in another process."""
+
+
+@dataclass
+class _Place:
+    """Where a run stands, but for tensors and generators; it travels in the manifest."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best: float | None = None
+    best_step: int = -1
+    valid: float | None = None
+    evaluated: int = -1  # the step of the last evaluation
+    stale: int = 0  # evaluations since the best one
+
+
+def train(
+    task: Task,
+    config: ModelConfig,
+    settings: TrainingSettings,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    watch: Watch = lambda line: None,
+) -> Outcome:
+    """Train a model; ``out`` then holds ``model`` (the best one), ``checkpoints`` and ``log.jsonl``.
+
+    Torch's global generator is seeded. Under ``torchrun`` every process calls this with the same arguments and the
+    same folder, which all can read.
+
+    Args:
+        task: What to learn.
+        config: The model; see ``steps.config_for``.
+        settings: How to train.
+        out: The run's folder.
+        resume: Go on from the newest intact checkpoint in ``out``, or begin where there is none.
+        watch: Called with each line of the log, and with ``{"message": ...}``, in the process that writes.
+
+    Raises:
+        ValueError: The model does not fit the task, ``out`` holds a run and ``resume`` is not set, or it holds another.
+        OSError: Something could not be written.
+        Diverged: The loss is no number any more.
+    """
+    steps.check(task, config)
+    with processes.join(settings.device) as group, Signals() as signals:
+        if settings.batch_size < group.size:
+            raise ValueError(
+                f"batch_size={settings.batch_size} sequences cannot be dealt out to {group.size} processes"
+            )
+        run = _Run(task, config, settings, Path(out), group, signals, watch if group.first else lambda line: None)
+        run.begin(resume)
+        try:
+            return run.go()
+        finally:
+            run.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        task: Task,
+        config: ModelConfig,
+        settings: TrainingSettings,
+        out: Path,
+        group: Group,
+        signals: Signals,
+        watch: Watch,
+    ) -> None:
+        self.task, self.config, self.settings = task, config, settings
+        self.out, self.group, self.signals, self.watch = out, group, signals, watch
+        torch.manual_seed(settings.seed)
+        self.model = Model(config).to(group.device).train()
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.wrapped = group.wrap(self.model, settings.fsdp)
+        self.optimiser = steps.optimiser_for(self.model, settings)
+        torch.manual_seed(settings.seed + 1 + group.rank)  # dropout differs between processes
+        self.at, self.saved = _Place(), 0
+        self.journal: Journal | None = None
+        self.randomness = checkpoints.random_states()  # as they were when the last step ended
+        self.rate, self.loss, self.norm = 0.0, torch.zeros((), dtype=torch.float64), torch.zeros(())
+        self._since()
+
+    def begin(self, resume: bool) -> None:
+        """Take up the newest intact checkpoint, if any; open the log."""
+        folder, path = self.out / "checkpoints", None
+        if self.group.first:
+            if checkpoints.every(folder) and not resume:
+                raise ValueError(f"{self.out} holds a run: resume it, or choose another folder")
+            path = checkpoints.newest(folder, lambda words: self.watch({"message": words})) if resume else None
+        path = self.group.gather(path)[0]
+        if path is not None:
+            self._load(path)
+        if self.group.first:
+            self.journal = Journal(self.out, self.at.step, self.at.evaluated)
+            if resume:
+                words = f"goes on from {path}" if path else f"{self.out} holds no intact checkpoint: begins anew"
+                self.watch({"message": words})
+        self.start = time.monotonic() - self.at.seconds
+        self.last_save = self.at.seconds
+
+    def _load(self, path: Path) -> None:
+        found = checkpoints.load(path)
+        said, now = found.manifest["settings"], asdict(self.settings)
+        theirs = {"task": found.manifest["task"], "model": repr(found.config), **{name: said[name] for name in FIXED}}
+        ours = {"task": repr(self.task), "model": repr(self.config), **{name: now[name] for name in FIXED}}
+        for what, value in theirs.items():
+            if value != ours[what]:
+                raise ValueError(f"{self.out} holds a run with {what} {value}, which {ours[what]} cannot go on with")
+        state: Any = {"model_state_dict": found.tensors, "optim_state_dict": found.optimiser}
+        set_state_dict(self.model, self.optimiser, **state, options=StateDictOptions(full_state_dict=True))
+        self.at = _Place(**found.manifest["place"])
+        self.saved = self.at.step
+        if len(found.randomness) == self.group.size:
+            checkpoints.set_random_states(found.randomness[self.group.rank])
+        else:
+            self.watch({"message": f"{path} is of {len(found.randomness)} processes: dropout begins anew"})
+        self.randomness = checkpoints.random_states()
+
+    def go(self) -> Outcome:
+        """All steps that are left, with evaluations, lines in the log and checkpoints when they are due."""
+        status = "complete"
+        try:
+            self._evaluate_if(self.at.step % self.settings.evaluate_every == 0)
+            while self.settings.done(self.at.step, self.at.seconds) < 1.0 and not self._patience_is_out():
+                self._step()
+                self._log_if(self.at.step % self.settings.log_every == 0)
+                self._evaluate_if(self.at.step % self.settings.evaluate_every == 0)
+                self._save_if_due()
+            self._evaluate_if(True)
+            status = "stopped early" if self.settings.done(self.at.step, self.at.seconds) < 1.0 else status
+        except _Stopped:
+            status = "interrupted"
+        self._save()
+        at = self.at
+        return Outcome(status, at.step, at.seconds, at.best, at.best_step, at.valid, self.parameters)
+
+    def close(self) -> None:
+        """Bring the log to the disk."""
+        if self.journal is not None:
+            self.journal.close()
+
+    def _poll(self) -> None:
+        caught, self.at.seconds = self.group.highest(bool(self.signals.caught), time.monotonic() - self.start)
+        if caught:
+            raise _Stopped
+
+    def _step(self) -> None:
+        self._poll()
+        settings, first = self.settings, self.at.step * self.settings.accumulate
+        size = settings.batch_size
+        batches = [self.task.batch("train", first + i, size) for i in range(settings.accumulate)]
+        targets = max(sum(steps.asked(batch) for batch in batches), 1)  # of all processes
+        self.optimiser.zero_grad(set_to_none=True)
+        losses = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        for batch in batches:
+            self._poll()
+            with self.group.adding_up(self.wrapped, batch is batches[-1]):
+                loss = steps.loss_of(self.wrapped, self.group.mine(batch), settings) / targets
+                (loss * self.group.size).backward()  # the processes' gradients are averaged
+            losses += loss.detach()
+        self.rate = steps.rate(settings, self.at.step, self.at.seconds)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.rate
+        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
+        self.optimiser.step()
+        self.at.step += 1
+        self.loss, self.tokens = losses, self.tokens + sum(steps.tokens_in(batch) for batch in batches)
+        self.randomness = checkpoints.random_states()
+
+    def _since(self) -> None:
+        self.tokens, self.lap = 0, time.monotonic()
+
+    def _sound(self) -> tuple[float, float]:
+        """Loss and norm of the last step, or ``Diverged``."""
+        norm: Any = self.norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        (loss,), norm = self.group.total(self.loss[None]), float(norm)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise Diverged(
+                f"at step {self.at.step} the loss is {loss} and its gradient's norm {norm}: "
+                f"try a smaller lr (it is {self.settings.lr}) or a longer warmup; the last checkpoint is sound"
+            )
+        return loss, norm
+
+    def _log_if(self, due: bool) -> None:
+        if due:
+            loss, norm = self._sound()
+            speed = self.tokens / max(time.monotonic() - self.lap, 1e-9)
+            self._since()
+            self._tell({"loss": loss, "rate": self.rate, "norm": norm, "tokens_per_second": round(speed, 1)})
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        if self.journal is not None:
+            line = {"step": self.at.step, **line, "seconds": round(self.at.seconds, 3)}
+            self.journal.write(line)
+            self.watch(line)
+
+    def _evaluate_if(self, due: bool) -> None:
+        if not due or self.at.evaluated == self.at.step:
+            return
+        began, at = time.monotonic(), self.at
+        score = steps.evaluate(self.model, self.task, self.settings, self.group, self._poll)
+        at.evaluated, at.valid = at.step, score.value
+        if steps.better(self.task, score.value, at.best):
+            at.best, at.best_step, at.stale = score.value, at.step, 0
+            tensors = get_model_state_dict(self.model, options=FULL)
+            if self.group.first:
+                saving.write(self.config, tensors, self.out / "model")
+        else:
+            at.stale += 1
+        self._tell({"valid": score.value, "valid_loss": score.loss, "metric": self.task.metric})
+        self.lap += time.monotonic() - began  # not part of the speed
+
+    def _patience_is_out(self) -> bool:
+        return bool(self.settings.patience) and self.at.stale >= self.settings.patience
+
+    def _save_if_due(self) -> None:
+        by_step = self.settings.save_every and self.at.step % self.settings.save_every == 0
+        wait = self.settings.save_seconds
+        if by_step or (wait and self.at.seconds - self.last_save >= wait):
+            self._save()
+
+    def _save(self) -> None:
+        if self.at.step == self.saved:  # nor is there anything to save before the first step
+            return
+        self._sound()
+        tensors, optimiser = get_state_dict(self.model, self.optimiser, options=FULL)
+        randomness = self.group.gather(self.randomness)
+        self.last_save = self.at.seconds
+        if self.group.first:
+            assert self.journal is not None
+            self.journal.sync()
+            checkpoints.save(
+                self.out / "checkpoints", self.at.step, self.config, tensors, optimiser, randomness,
+                keep=self.settings.keep, task=repr(self.task), settings=asdict(self.settings), place=asdict(self.at),
+                data_position={"split": "train", "batch": self.at.step * self.settings.accumulate},
+            )  # fmt: skip
+        self.saved = self.at.step

@@ -1,0 +1,112 @@
+"""How to train: one frozen value, read from TOML and overridden on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from fast_attention.nn.models import ModelConfig
+from fast_attention.ops.value import Value, at_least, one_of
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingSettings(Value):
+    """Everything that makes a training run but the task and the model.
+
+    Args:
+        steps: Updates of the weights; 0 for no limit but ``minutes``.
+        minutes: Time to spend, evaluations included; 0 for no limit but ``steps``.
+        batch_size: Sequences at once, over all processes together.
+        accumulate: Batches whose gradients make one step.
+        lr: The highest learning rate.
+        warmup: Share of the run in which the rate rises to it; in the rest it falls to zero along a cosine.
+        weight_decay: AdamW's, on matrices; not on norms, biases and learned positions.
+        clip: The longest gradient, by its norm; 0 for no limit.
+        precision: ``"bfloat16"`` computes under autocast; weights and their updates stay in float32.
+        evaluate_every: Steps between evaluations.
+        evaluation_batches: Batches of the fixed validation set.
+        patience: Evaluations without a new best after which training stops; 0: never.
+        log_every: Steps between lines in the log.
+        seed: For the weights and for dropout; the data has its own, in the task.
+        save_every: Steps between checkpoints; 0 for none by steps.
+        save_seconds: Seconds between checkpoints; 0 for none by time. One is always written at the end.
+        keep: Checkpoints kept, at least 2.
+        device: Where to compute, such as ``"cpu"`` or ``"cuda"``.
+        fsdp: Under ``torchrun``, shard the weights over the processes (FSDP2) instead of copying them (DDP).
+    """
+
+    steps: int = 1000
+    minutes: float = 0.0
+    batch_size: int = 32
+    accumulate: int = 1
+    lr: float = 2e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    precision: Precision = "float32"
+    evaluate_every: int = 100
+    evaluation_batches: int = 8
+    patience: int = 0
+    log_every: int = 10
+    seed: int = 0
+    save_every: int = 0
+    save_seconds: float = 120.0
+    keep: int = 2
+    device: str = "cpu"
+    fsdp: bool = False
+
+    def __post_init__(self) -> None:
+        for setting in ("steps", "patience", "seed", "save_every"):
+            at_least(self, setting, getattr(self, setting), 0)
+        for setting in ("batch_size", "accumulate", "evaluate_every", "evaluation_batches", "log_every"):
+            at_least(self, setting, getattr(self, setting), 1)
+        for setting in ("minutes", "lr", "weight_decay", "clip", "save_seconds"):
+            at_least(self, setting, getattr(self, setting), 0.0)
+        at_least(self, "keep", self.keep, 2)
+        at_least(self, "warmup", self.warmup, 0.0)
+        one_of(self, "precision", self.precision, Precision)
+        if self.warmup >= 1.0:
+            raise ValueError(f"TrainingSettings(warmup={self.warmup!r}): warmup is a share of the run, below 1")
+        if not self.steps and not self.minutes:
+            raise ValueError("TrainingSettings(steps=0, minutes=0.0): give steps or minutes, or training has no end")
+
+    def done(self, step: int, seconds: float) -> float:
+        """Share of the run that lies behind: by steps or by time, whichever is further."""
+        by_steps = step / self.steps if self.steps else 0.0
+        return max(by_steps, seconds / (60 * self.minutes) if self.minutes else 0.0)
+
+
+def from_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says in its tables ``[training]`` and ``[model]``: settings by name, checked to exist.
+
+    Raises:
+        ValueError: The file cannot be read, is no TOML, or names a setting that does not exist; the nearest is named.
+    """
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from error
+    _known(path, "table", found, ("training", "model"))
+    parts = [found.get(name, {}) for name in ("training", "model")]
+    for name, part, kind in zip(("training", "model"), parts, (TrainingSettings, ModelConfig), strict=True):
+        if not isinstance(part, dict):
+            raise ValueError(f"{os.fspath(path)}: {name} must be a table, [{name}], with a setting on each line")
+        _known(path, f"setting of [{name}]", part, [field.name for field in fields(kind)])
+    training, model = parts
+    return training, model
+
+
+def _known(path: str | os.PathLike[str], what: str, found: Mapping[str, Any], names: Iterable[str]) -> None:
+    names = list(names)
+    for name in found:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+            raise ValueError(f"{os.fspath(path)}: no {what} is called {name!r}; {hint}")
