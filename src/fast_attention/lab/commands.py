@@ -1,4 +1,4 @@
-"""The commands: ``compare``, ``bench``, ``list``, ``check``."""
+"""The commands: ``compare``, ``bench``, ``train``, ``generate``, ``list``, ``check``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from fast_attention import catalogue, conformance, files
 from fast_attention.lab import capture, compare, corpus, inputs, measure, records, report, tables, verdicts
 from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.learning.generate import generate_command
+from fast_attention.lab.learning.train import train_command
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
@@ -34,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-MANY = ("--mechanisms", "--lengths", "--memory-lengths")
+MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -180,6 +182,8 @@ def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
 
 
 app.command("bench")(bench_command)
+app.command("train")(train_command)
+app.command("generate")(generate_command)
 
 
 @app.command("list")

@@ -1,1 +1,1 @@
-"""Training that loses nothing: a loop over a task's batches, checkpoints that are whole or not at all, signals heeded."""
+"""Training that loses nothing: a loop over a task's batches, checkpoints that are whole or absent, signals heeded."""

@@ -1,4 +1,4 @@
-"""The loop: batch number i at step i, so that a run which is killed goes on, to the bit, where its checkpoint stands."""
+"""The loop: batch number i at step i, so that a killed run goes on, to the bit, where its checkpoint stands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -255,7 +255,7 @@ class _Run:
         at.evaluated, at.valid = at.step, score.value
         if steps.better(self.task, score.value, at.best):
             at.best, at.best_step, at.stale = score.value, at.step, 0
-            tensors = get_model_state_dict(self.model, options=FULL)
+            tensors: Any = get_model_state_dict(self.model, options=FULL)
             if self.group.first:
                 saving.write(self.config, tensors, self.out / "model")
         else:
@@ -276,7 +276,7 @@ class _Run:
         if self.at.step == self.saved:  # nor is there anything to save before the first step
             return
         self._sound()
-        tensors, optimiser = get_state_dict(self.model, self.optimiser, options=FULL)
+        tensors, optimiser = cast(Any, get_state_dict(self.model, self.optimiser, options=FULL))
         randomness = self.group.gather(self.randomness)
         self.last_save = self.at.seconds
         if self.group.first:

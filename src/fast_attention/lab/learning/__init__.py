@@ -1,0 +1,1 @@
+"""The commands that train a model and let it go on: ``train``, ``generate``."""

@@ -1,0 +1,158 @@
+"""``fast-attention train``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fast_attention import files, tasks
+from fast_attention.lab import inputs, records
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.learning import curve
+from fast_attention.lab.progress import training_bar
+from fast_attention.mechanism import Unsupported
+from fast_attention.nn.models import ModelConfig
+from fast_attention.tasks.task import Task
+from fast_attention.training import journal, steps
+from fast_attention.training.loop import Diverged, Outcome, train
+from fast_attention.training.settings import TrainingSettings, from_toml
+
+CURVE, RESULT = "curve.svg", "result.json"
+
+
+def train_command(
+    task: Annotated[str, typer.Argument(help="A task's name or spelling, e.g. copy or 'Copy(words=15)'.")],
+    mechanism: Annotated[
+        list[str] | None, typer.Option(help="A mechanism; several go to the layers in turn. Default: Softmax.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
+    ] = None,
+    n_steps: Annotated[int | None, typer.Option("--steps", help="Updates of the weights. Default: 1000.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time to spend, instead of or beside --steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences at once. Default: 32.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Batches to a step. Default: 1.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For weights and dropout. Default: 0.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations. Default: 100.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. Default: by time.")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a new best.")] = None,
+    fsdp: Annotated[bool | None, typer.Option("--fsdp", help="Under torchrun: shard the weights (FSDP2).")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of a token. Default: 128.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks. Default: 2.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads. Default: 4.")] = None,
+    max_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the task's.")] = None,
+    positions: Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary or none.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Share of numbers dropped. Default: 0.")] = None,
+    reversible: Annotated[bool | None, typer.Option("--reversible", help="Reversible blocks.")] = None,
+    out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("out/train"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+) -> int:
+    """Train a small model of any mechanism; SIGTERM and Ctrl-C save and end it, --resume goes on to the bit.
+
+    [dim]fast-attention train copy --mechanism LinearAttention --steps 500 --out out/copy[/dim]
+    """
+    named = dict(locals())
+    with refused():
+        training, model = ({}, {}) if config is None else from_toml(config)
+        if n_steps is not None:
+            training["steps"] = n_steps
+        elif minutes is not None or ("minutes" in training and "steps" not in training):
+            training["steps"] = 0
+        training |= {name: named[name] for name in TRAINING if named[name] is not None}
+        model |= {name: named[name] for name in MODEL if named[name] is not None}
+        if mechanism:
+            model["mechanism"] = [repr(each) for text in mechanism for each in inputs.mechanisms([text])]
+        settings, goal = TrainingSettings(**training), tasks.parse(task)
+        chosen = steps.config_for(goal, **model)
+        first = os.environ.get("RANK", "0") == "0"
+        if first:
+            inputs.folder(out)
+        outcome = _carry_out(goal, chosen, settings, out, resume)
+        if first:
+            _tell(goal, chosen, settings, outcome, out)
+    return 130 if outcome.status == "interrupted" else 0
+
+
+TRAINING = (
+    "minutes", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
+    "patience", "fsdp",
+)  # fmt: skip
+MODEL = ("width", "layers", "heads", "max_len", "positions", "dropout", "reversible")
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """What the rooms below refuse, in one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise InputError(f"{where}{error.strerror or error}") from error
+    except (ValueError, TypeError, Diverged, Unsupported) as error:
+        raise InputError(str(error)) from error
+
+
+def _carry_out(task: Task, config: ModelConfig, settings: TrainingSettings, out: Path, resume: bool) -> Outcome:
+    """Train under a progress bar: step, loss, best, tokens per second, time left."""
+    console = Console(stderr=True)
+    with training_bar(console) as progress:
+        bar = progress.add_task("starting", total=1.0)
+        shown: dict[str, str] = {}
+
+        def watch(line: dict[str, Any]) -> None:
+            if "message" in line:
+                console.print(Text(line["message"]), soft_wrap=True)
+                return
+            if "loss" in line:
+                shown["loss"] = f"loss {line['loss']:.4g}"
+                shown["speed"] = f"{line['tokens_per_second']:,.0f} tokens/s"
+            if "valid" in line:
+                shown["valid"] = f"validation {curve.spelt(line['valid'], task.metric)}"
+            done = settings.done(line["step"], line["seconds"])
+            words = "  ".join([f"step {line['step']:,}", *shown.values()])
+            progress.update(bar, completed=min(done, 1.0), description=words)
+
+        return train(task, config, settings, out, resume=resume, watch=watch)
+
+
+def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: Outcome, out: Path) -> None:
+    """The table on the terminal, the picture and the record in the folder."""
+    say, show = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 120)
+    if outcome.status == "interrupted":
+        say.print(Text(f"interrupted; saved at step {outcome.step:,}. The same command with --resume goes on."))
+        return
+    with say.status("baselines"):
+        baselines = task.baselines()
+    mechanisms = ", ".join(dict.fromkeys(config.mechanisms))
+    drawn = curve.picture(journal.read(out), task, baselines, f"{task!r}, {mechanisms}")
+    files.write(out / CURVE, drawn.svg)
+    result = {
+        "command": ["fast-attention", *sys.argv[1:]],
+        "task": repr(task),
+        "metric": task.metric,
+        "model": asdict(config),
+        "settings": asdict(settings),
+        "outcome": outcome._asdict(),
+        "baselines": baselines,
+        **records.surroundings(inputs.device(settings.device)),
+    }
+    files.write(out / RESULT, json.dumps(result, indent=1) + "\n")
+    spent = f"{outcome.parameters:,} parameters, {outcome.step:,} steps, {outcome.seconds:.0f} s, {outcome.status}"
+    show.print(Text(f"{task!r}, {mechanisms}: {spent}"), soft_wrap=True)
+    show.print(curve.table(outcome, task, baselines))
+    say.print(Text(f"\nModel: {(out / 'model').resolve()}\nCurve: {(out / CURVE).resolve()}"), soft_wrap=True)
