@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     same(tmp_path / "parts", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("micro", [3, 26, 27, 30, 31, 32, 33, 34])
+@pytest.mark.parametrize("micro", [2, 7, 8, 34, 35, 38])
 def test_a_signal_ends_it_between_two_batches_and_nothing_is_lost(tmp_path: Path, micro: int) -> None:
     """Whether it comes at a first or second batch of a step, or inside an evaluation."""
 
@@ -115,14 +115,14 @@ def test_a_signal_ends_it_between_two_batches_and_nothing_is_lost(tmp_path: Path
         def __repr__(self) -> str:
             return repr(TASK)
 
-    before = signal.getsignal(signal.SIGTERM)
-    train(TASK, DROPPING, SETTINGS, tmp_path / "whole")
-    outcome = train(Interrupting(symbols=4, words=3), DROPPING, SETTINGS, tmp_path / "parts")
+    before, settings = signal.getsignal(signal.SIGTERM), replace(SETTINGS, steps=18, evaluation_batches=4)
+    train(TASK, DROPPING, settings, tmp_path / "whole")
+    outcome = train(Interrupting(symbols=4, words=3), DROPPING, settings, tmp_path / "parts")
     assert outcome.status == "interrupted"
-    assert outcome.step < 20
+    assert outcome.step < 18
     assert Interrupting.seen - micro <= 1, "it went on after the signal"
     assert signal.getsignal(signal.SIGTERM) is before
-    train(TASK, DROPPING, SETTINGS, tmp_path / "parts", resume=True)
+    train(TASK, DROPPING, settings, tmp_path / "parts", resume=True)
     same(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -228,7 +228,11 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
         command = [sys.executable, "-c", SPREAD.replace("MIXED", repr(MIXED)), str(tmp_path)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         runs.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent, **pipes))
-    told = [run.communicate(timeout=100) for run in runs]
+    try:
+        told = [run.communicate(timeout=100) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()  # one that waits for the other would wait for long
     assert all(run.returncode == 0 for run in runs), told
     expected = [f"{kind} {end}" for kind in ("ddp", "fsdp") for end in ("interrupted 6", "complete 12")]
     assert [out.splitlines() for out, _ in told] == [expected] * 2
