@@ -453,6 +453,10 @@ def test_decoding_measures_every_position(monkeypatch: pytest.MonkeyPatch) -> No
     assert decoding.steady(catalogue.parse("Local"))
     assert not decoding.steady(catalogue.parse("Softmax"))
     assert not decoding.steady(catalogue.parse("FNet"))
+    hasty = decoding.decoding(catalogue.parse("LinearAttention"), 1, setting, (4, 16), rounds=2, patience=0.0)
+    assert hasty[0].seconds is not None
+    assert hasty[1].seconds is None
+    assert "over budget" in hasty[1].note
     broken = decoding.decoding(catalogue.parse("Linformer"), 1, setting, (4,), rounds=1)
     assert broken[0].seconds is None
     assert broken[0].note

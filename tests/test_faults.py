@@ -148,7 +148,7 @@ FAULTS = [
     Fault("a short FNet transforms its channels alone", "mechanisms/fnet.py",
           "torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()",
           "torch.fft.fft(x, dim=-1, norm=norm).real, ()", "tests/test_mixers.py -k long"),
-    Fault("a key counts once per round", "ops/hashing/hash_blocks.py", "r if rules.distinct else 0", "0", ORACLE + "LSH"),
+    Fault("a key counts once per round", "ops/hashing/hash_blocks.py", "r if self.rules.distinct else 0", "0", ORACLE + "LSH"),
     Fault("chunks are counted along the whole sequence",
           "ops/hashing/hash_blocks.py", "ranked=rules.ranked, across", "ranked=False, across", LAW + "'future and LSH'"),
     Fault("a tile's first block sees an empty sorted one", "ops/scores/sorted_tiles.py", "first + start == 0:",

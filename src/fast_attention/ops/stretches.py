@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.ops.scan import accumulate_
 
-NUMBERS = 1 << 17  # per stretch and tensor: half a megabyte in float32, work enough for two threads
+NUMBERS = 1 << 18  # per stretch and tensor: a megabyte in float32, half of it a core's
 TOKENS = 128  # at least, so that scans inside a stretch have rows to walk side by side
 
 

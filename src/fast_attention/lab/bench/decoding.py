@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,9 +35,13 @@ def decoding(
     setting: Setting,
     positions: Iterable[int] = POSITIONS,
     rounds: int = ROUNDS,
+    patience: float = math.inf,
     watch: Callable[[str], None] = lambda _: None,
 ) -> list[Step]:
-    """Seconds of one token at every position, in interleaved rounds, from a state that has read that many tokens."""
+    """Seconds of one token at every position, in interleaved rounds, from a state that has read that many tokens.
+
+    Positions that would take more than ``patience`` seconds to reach are left out and say so.
+    """
     steps = [Step(repr(mechanism), batch, position) for position in positions]
     torch.manual_seed(setting.seed)
     longest = max(positions) + rounds * len(steps) + 8
@@ -47,9 +53,12 @@ def decoding(
         return q, k, v
 
     states: dict[int, Any] = {}
-    state, read = None, 0
+    state, read, began = None, 0, time.perf_counter()
     try:
         for position in positions:
+            ahead = (time.perf_counter() - began) * (position / read) if read else 0.0
+            if ahead > patience:
+                break
             watch(f"decoding: {mechanism!r}, batch {batch}, reads {position:,} tokens")
             while read < position:
                 count = min(STRETCH, position - read)
@@ -62,6 +71,9 @@ def decoding(
             step.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
         return steps
     for step in steps:
+        if step.position not in states:
+            step.note = f"over budget: reading so far would take more than {patience:.0f} s"
+            continue
         step.seconds = statistics.median(samples[step.position])
         step.state_bytes = measure.state_bytes(states[step.position])
     return steps

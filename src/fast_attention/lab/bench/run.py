@@ -207,7 +207,9 @@ def _decode(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) 
                 ledger.steps += [decoding.Step(repr(mechanism), batch, at, note=note) for at in plan.positions]
                 continue
             setting = replace(plan.setting, backward=False)
-            ledger.steps += decoding.decoding(mechanism, batch, setting, plan.positions, watch=plan.watch)
+            ledger.steps += decoding.decoding(
+                mechanism, batch, setting, plan.positions, patience=budget / 4, watch=plan.watch
+            )
             ledger.done.append(key)
             plan.save()
 

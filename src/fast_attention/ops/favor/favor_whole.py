@@ -15,8 +15,8 @@ from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.scratch import Scratch
 
-BLOCK = 512  # tokens, of one head or of several short ones, whose features fit the cache
-SUMMED = 16  # block sums added to a running sum before it moves into the total
+BLOCK = 2048  # tokens, of one head or of several short ones: enough for two threads to share each call
+SUMMED = 4  # block sums added to a running sum before it moves into the total
 
 
 def _blocks(count: int, length: int) -> Iterator[tuple[slice, list[slice]]]:

@@ -15,7 +15,7 @@ from fast_attention.ops.hashing.hashing import Codes, Rules, Tokens, hashed_soft
 from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.trail import took
 
-TOKENS = 4096  # lanes (batch times heads) are taken together up to so many tokens
+TOKENS = 8192  # lanes (batch times heads) are taken together up to so many tokens, and two at least, for two threads
 
 
 def hashed_attention(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Tokens:
@@ -119,7 +119,7 @@ def _lanes(x: Tensor) -> Tensor:
 def _sets(x: Tensor, bucket: Tensor, rules: Rules) -> Iterator[tuple[slice, Order]]:
     """Lanes of ``x`` (lanes, L, X) that are worked on together, and their order by bucket."""
     number, length = x.shape[:2]
-    step = max(1, TOKENS // max(length, 1))
+    step = max(2, TOKENS // max(length, 1))
     orders = ordered(bucket, number=rules.number, together=step)
     return ((slice(a, a + step), order) for a, order in zip(range(0, number, step), orders, strict=True))
 

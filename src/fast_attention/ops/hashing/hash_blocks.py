@@ -20,7 +20,7 @@ from fast_attention.ops.hashing.hashing import SHORTEST, Rules
 from fast_attention.ops.scratch import Scratch
 
 TAME = 32.0  # scores up to this need no maximum: exp(-2 TAME) is far above the smallest float32
-PAIRS = 1 << 18  # query-key pairs that are worked on at once: a megabyte, half of it a core's
+PAIRS = 1 << 19  # query-key pairs that are worked on at once: a megabyte for each of two cores
 FAR = 1e30
 LOG2E = math.log2(math.e)  # exp2 takes half the time of exp, and the factor joins another
 

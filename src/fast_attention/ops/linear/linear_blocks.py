@@ -13,7 +13,7 @@ from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap
 from fast_attention.ops.maps.features import EluPlusOne, Relu, SoftmaxMap
 from fast_attention.ops.scratch import Scratch
 
-ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32
+ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32, half of it a core's
 NEVER_NEGATIVE = (EluPlusOne, Relu, SoftmaxMap)
 
 
@@ -46,13 +46,13 @@ def hidden_rows(key_mask: Tensor | None, k: Tensor) -> Bool[Tensor, "rows keys 1
     return None if key_mask is None else (~key_mask).expand(k.shape[:-1]).reshape(-1, k.shape[-2], 1)
 
 
-def cuts(rows: int, length: int, size: int, numbers: int) -> Iterator[list[Cut]]:
-    """For some rows after the other: their blocks in order, of as many chunks as ``ROOM`` holds.
+def cuts(rows: int, length: int, size: int, numbers: int, room: int = 1) -> Iterator[list[Cut]]:
+    """For some rows after the other: their blocks in order, of as many chunks as ``room`` times ``ROOM`` holds.
 
     ``numbers`` are those that a chunk takes in the largest buffer.
     """
     size = min(size, length)
-    chunks = max(1, ROOM // numbers)
+    chunks = max(1, room * ROOM // numbers)
     each = -(-length // size)
     together = max(1, chunks // each)
     for first in range(0, rows, together):

@@ -16,7 +16,7 @@ from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools import pool
 from fast_attention.ops.scan import FLOOR
 
-ELEMENTS = 1 << 17  # numbers of one operand that are worked on at a time: a few such operands fit the caches
+ELEMENTS = 1 << 19  # numbers of one operand that are worked on at a time: a few such operands fit the caches
 
 
 def block_length(x: Tensor, multiple: int = 1) -> int:
