@@ -134,9 +134,7 @@ class Local(MaskedAttention[tuple[()], History]):
         """Check the settings."""
         pair = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         if len(pair) != 2 or not all(isinstance(side, int) and side >= 0 for side in pair):
-            raise ValueError(
-                f"Local(window={self.window!r}): window must be a number from 0 on or a pair (left, right)"
-            )
+            raise ValueError(f"Local(window={self.window!r}): window must be a number >= 0 or a pair (left, right)")
 
     def attend_masked(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
