@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Attention, Unsupported, catalogue
+from fast_attention import Attention, Unsupported, catalogue, counting
 from fast_attention.nn import generation, saving
 from fast_attention.nn.generation import Sampling
 from fast_attention.nn.models import Model, ModelConfig
@@ -113,6 +113,35 @@ def test_every_parameter_learns(mechanism: Any) -> None:
     encoder(tokens(2, 24)).log_softmax(-1)[..., 3].sum().backward()
     still = [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not [name for name in still if "attention" not in name], still
+
+
+@pytest.mark.parametrize("mechanism", ["Softmax()", "FavorPlus(num_features=8)", "LSH(bucket_size=4)"])
+def test_reversible_models_have_the_ordinary_gradients(mechanism: str) -> None:
+    encoder = model(mechanism, reversible=True, layers=4, causal=True).train()
+    parameters = list(encoder.parameters())
+
+    def ordinary(x: Tensor) -> Tensor:
+        one = two = encoder.places(encoder.embedding(x))  # type: ignore[misc]
+        for block in encoder.blocks.blocks:
+            one, two = block(one, two, is_causal=True)
+        return encoder.out(encoder.norm((one + two) / 2))
+
+    found, expected = (
+        torch.autograd.grad(call(tokens(2, 23)).log_softmax(-1)[..., 3].sum(), parameters)
+        for call in (encoder, ordinary)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_reversible_depth_costs_no_memory() -> None:
+    def peak(layers: int, reversible: bool) -> int:
+        encoder = model("Local(window=32)", layers=layers, reversible=reversible, width=32, max_len=2048).train()
+        x = tokens(1, 2048)
+        return counting.peak_bytes(lambda: encoder(x).sum().backward())
+
+    assert peak(12, True) <= 1.3 * peak(2, True)
+    assert peak(12, False) > 3 * peak(2, False)
 
 
 def test_layers_of_different_kinds() -> None:

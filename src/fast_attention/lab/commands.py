@@ -26,6 +26,7 @@ from fast_attention.lab.learning.train import train_command
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
+from fast_attention.lab.study.command import study_command
 from fast_attention.mechanism import Mixer
 
 app = typer.Typer(
@@ -184,6 +185,7 @@ def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
 app.command("bench")(bench_command)
 app.command("train")(train_command)
 app.command("generate")(generate_command)
+app.command("study")(study_command)
 
 
 @app.command("list")

@@ -26,8 +26,8 @@ def read(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class Journal:
     """The log of a run that goes on at a step: lines from beyond it, which a killed run left, are taken out.
 
-    Training lines hold step, loss, rate, norm, tokens_per_second and seconds; evaluations hold step, valid (in the
-    task's metric), valid_loss (nats per target), metric and seconds.
+    Training lines hold step, loss, rate, norm, tokens_per_second, step_seconds (the mean since the last line) and
+    seconds; evaluations hold step, valid (in the task's metric), valid_loss (nats per target), metric and seconds.
 
     Args:
         folder: The run's.

@@ -29,7 +29,8 @@ from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.signals import Signals
 
 Watch = Callable[[dict[str, Any]], None]
-FIXED = ("batch_size", "accumulate", "seed")  # what a resumed run cannot change: the data's order hangs on it
+FIXED = ("batch_size", "accumulate", "seed", "order")  # what a resumed run cannot change: the data's order hangs on it
+ORDER = 1 << 32  # batches of one order of the data
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -198,7 +199,7 @@ class _Run:
 
     def _step(self) -> None:
         self._poll()
-        settings, first = self.settings, self.at.step * self.settings.accumulate
+        settings, first = self.settings, self._batch()
         size = settings.batch_size
         batches = [self.task.batch("train", first + i, size) for i in range(settings.accumulate)]
         targets = max(sum(steps.asked(batch) for batch in batches), 1)  # of all processes
@@ -219,8 +220,12 @@ class _Run:
         self.loss, self.tokens = losses, self.tokens + sum(steps.tokens_in(batch) for batch in batches)
         self.randomness = checkpoints.random_states()
 
+    def _batch(self) -> int:
+        """The number of the next batch."""
+        return self.settings.order * ORDER + self.at.step * self.settings.accumulate
+
     def _since(self) -> None:
-        self.tokens, self.lap = 0, time.monotonic()
+        self.tokens, self.lap, self.lap_step = 0, time.monotonic(), self.at.step
 
     def _sound(self) -> tuple[float, float]:
         """Loss and norm of the last step, or ``Diverged``."""
@@ -237,9 +242,11 @@ class _Run:
     def _log_if(self, due: bool) -> None:
         if due:
             loss, norm = self._sound()
-            speed = self.tokens / max(time.monotonic() - self.lap, 1e-9)
+            spent = max(time.monotonic() - self.lap, 1e-9)
+            speed, each = self.tokens / spent, spent / max(self.at.step - self.lap_step, 1)
             self._since()
-            self._tell({"loss": loss, "rate": self.rate, "norm": norm, "tokens_per_second": round(speed, 1)})
+            prices = {"tokens_per_second": round(speed, 1), "step_seconds": round(each, 6)}
+            self._tell({"loss": loss, "rate": self.rate, "norm": norm, **prices})
 
     def _tell(self, line: dict[str, Any]) -> None:
         if self.journal is not None:
@@ -285,6 +292,6 @@ class _Run:
             checkpoints.save(
                 self.out / "checkpoints", self.at.step, self.config, tensors, optimiser, randomness,
                 keep=self.settings.keep, task=repr(self.task), settings=asdict(self.settings), place=asdict(self.at),
-                data_position={"split": "train", "batch": self.at.step * self.settings.accumulate},
+                data_position={"split": "train", "batch": self._batch()},
             )  # fmt: skip
         self.saved = self.at.step

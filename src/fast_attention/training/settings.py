@@ -35,6 +35,7 @@ class TrainingSettings(Value):
         patience: Evaluations without a new best after which training stops; 0: never.
         log_every: Steps between lines in the log.
         seed: For the weights and for dropout; the data has its own, in the task.
+        order: Which of many orders of the training data: another number, other batches.
         save_every: Steps between checkpoints; 0 for none by steps.
         save_seconds: Seconds between checkpoints; 0 for none by time. One is always written at the end.
         keep: Checkpoints kept, at least 2.
@@ -56,6 +57,7 @@ class TrainingSettings(Value):
     patience: int = 0
     log_every: int = 10
     seed: int = 0
+    order: int = 0
     save_every: int = 0
     save_seconds: float = 120.0
     keep: int = 2
@@ -63,7 +65,7 @@ class TrainingSettings(Value):
     fsdp: bool = False
 
     def __post_init__(self) -> None:
-        for setting in ("steps", "patience", "seed", "save_every"):
+        for setting in ("steps", "patience", "seed", "order", "save_every"):
             at_least(self, setting, getattr(self, setting), 0)
         for setting in ("batch_size", "accumulate", "evaluate_every", "evaluation_batches", "log_every"):
             at_least(self, setting, getattr(self, setting), 1)

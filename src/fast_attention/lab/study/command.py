@@ -1,0 +1,133 @@
+"""``fast-attention study``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fast_attention import files, tasks
+from fast_attention.lab import inputs, records
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.learning.train import refused
+from fast_attention.lab.progress import training_bar
+from fast_attention.lab.study import page, run
+from fast_attention.lab.study.ledger import Ledger, resume
+from fast_attention.lab.study.plan import Plan
+from fast_attention.training.settings import TrainingSettings, from_toml
+
+RECORD, PAGE = "study.json", "study.html"
+
+
+def study_command(
+    task: Annotated[str, typer.Argument(help="A task's name or spelling, e.g. mqar or 'Copy(words=15)'.")],
+    mechanisms: Annotated[
+        list[str] | None, typer.Option(help="Names or spellings. Exact attention and no mixing are always there.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each mechanism.")] = 3,
+    n_steps: Annotated[int | None, typer.Option("--steps", help="Updates in each run. Default: 1000.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time for each run: equal time instead of equal steps.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences at once. Default: 32.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations. Default: 100.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of a token. Default: 128.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks. Default: 2.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads. Default: 4.")] = None,
+    positions: Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary or none.")] = None,
+    out: Annotated[Path, typer.Option(help=f"Folder for {PAGE}, {RECORD} and the runs.")] = Path("out/study"),
+    go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped study in the folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
+) -> int:
+    """Train several mechanisms on one task: what each learns, how fast, in how much memory.
+
+    [dim]fast-attention study mqar --mechanisms LinearAttention "Local(window=16)" --seeds 3 --steps 2000[/dim]
+    """
+    named = dict(locals())
+    with refused():
+        training, model = ({}, {}) if config is None else from_toml(config)
+        if n_steps is not None:
+            training["steps"] = n_steps
+        elif minutes is not None:
+            training |= {"minutes": minutes, "steps": 0}
+        training |= {name: named[name] for name in TRAINING if named[name] is not None}
+        model |= {name: named[name] for name in MODEL if named[name] is not None}
+        if "mechanism" in model or "hidden" in model:
+            raise InputError(f"{config}: a study sets [model] mechanism and hidden itself: name --mechanisms")
+        plan = Plan.of(
+            tasks.parse(task), inputs.mechanisms(mechanisms or []), seeds, TrainingSettings(**training), model
+        )
+        inputs.folder(out)
+        if not go_on and (out / RECORD).exists():
+            raise InputError(f"--out {out} holds a study: add --resume to go on with it, or name another folder")
+        meta = _meta(plan)
+        ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
+        status = _carry_out(plan, ledger, out)
+    _tell(ledger, out, as_json)
+    return 130 if status == "interrupted" else 0
+
+
+TRAINING = ("batch_size", "lr", "device", "evaluate_every")
+MODEL = ("width", "layers", "heads", "positions")
+
+
+def _meta(plan: Plan) -> dict[str, Any]:
+    return {
+        "status": "running",
+        "command": ["fast-attention", *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "task": repr(plan.task),
+        "metric": plan.task.metric,
+        "mechanisms": list(plan.mechanisms),
+        "seeds": plan.seeds,
+        "training": repr(plan.settings),
+        "model": plan.model,
+        "baselines": plan.task.baselines(),
+        "data": plan.task.describe(),
+        **records.surroundings(inputs.device(plan.settings.device)),
+    }
+
+
+def _carry_out(plan: Plan, ledger: Ledger, out: Path) -> str:
+    """Run under a progress bar; whatever has been trained is kept, and a run that was stopped goes on where it was."""
+    console = Console(stderr=True)
+    with training_bar(console) as progress:
+        bar = progress.add_task("starting", total=len(plan.cells))
+
+        def watch(who: str, line: dict[str, Any]) -> None:
+            if "result" in line:
+                _save(ledger, out)
+            elif "step" in line:
+                share = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
+                words = f"{who}  step {line['step']:,}"
+                progress.update(bar, completed=len(ledger.results) + share, description=words)
+
+        status = run.study(plan, ledger, out, watch)
+    ledger.meta["status"] = status
+    ledger.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    _save(ledger, out)
+    return status
+
+
+def _save(ledger: Ledger, out: Path) -> None:
+    files.write(out / RECORD, ledger.to_json() + "\n")
+    files.write(out / PAGE, page.html(ledger))
+
+
+def _tell(ledger: Ledger, out: Path, as_json: bool) -> None:
+    if as_json:
+        print(ledger.to_json())
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(page.table(ledger))
+    say = Console(stderr=True)
+    if ledger.meta["status"] == "interrupted":
+        say.print(Text("interrupted; the same command with --resume goes on where it stood."))
+    say.print(Text(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}"), soft_wrap=True)

@@ -1,0 +1,107 @@
+"""Pictures of a study: what is learnt against time and memory, and the curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE, Picture, svg
+from fast_attention.lab.study.ledger import Ledger, Summary
+from fast_attention.lab.study.plan import ALONE, EXACT, label
+
+MARKS = "osD^vP*X"
+
+
+def prices(ledger: Ledger) -> Picture:
+    """Quality against the time of a step and against its peak memory; what nothing beats in both is joined."""
+    known = [(name, ledger.summary(name)) for name in ledger.meta["mechanisms"]]
+    shown = [(name, found) for name, found in known if found is not None]
+    axes_of: list[tuple[str, Callable[[Summary], float]]] = [
+        ("milliseconds for a training step", lambda s: 1000 * s.step_seconds),
+        ("MiB at the peak of a training step", lambda s: s.peak_bytes / 2**20),
+    ]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, (words, price) in zip(panels, axes_of, strict=True):
+            _scatter(axes, ledger, shown, price)
+            axes.set_xlabel(words)
+        panels[0].set_ylabel(_metric(ledger))
+    best = (max if _rising(ledger) else min)(shown, key=lambda pair: pair[1].mean)
+    alt = f"{_metric(ledger)} of {len(shown)} mechanisms against time and memory; the best mean is {label(best[0])}'s"
+    return Picture(svg(figure, alt), alt)
+
+
+def _scatter(axes: Axes, ledger: Ledger, shown: list[tuple[str, Summary]], price: Callable[[Summary], float]) -> None:
+    axes.set_xscale("log")
+    axes.grid(color="#e4e7eb", linewidth=0.5)
+    axes.set_axisbelow(True)
+    for number, (name, found) in enumerate(shown):
+        colour = INK if name == EXACT else PALE if name == ALONE else COLOURS[number % len(COLOURS)]
+        axes.errorbar(
+            price(found), found.mean, found.spread or 0.0, color=colour, marker=MARKS[number % len(MARKS)],
+            markersize=7, capsize=3, linewidth=1,
+        )  # fmt: skip
+        axes.annotate(label(name), (price(found), found.mean), (6, 5), textcoords="offset points", color=colour)
+    front = frontier([(price(found), found.mean) for _, found in shown], _rising(ledger))
+    axes.plot(*zip(*front, strict=True), color=PALE, linewidth=1, zorder=0)
+    _baselines(axes, ledger)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * 1.6)  # room for the names
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if high / low < 30 else "")
+
+
+def frontier(points: list[tuple[float, float]], rising: bool) -> list[tuple[float, float]]:
+    """The points that no other one beats: cheaper and at least as good, by rising price."""
+    found: list[tuple[float, float]] = []
+    for price, value in sorted(points, key=lambda point: (point[0], -point[1] if rising else point[1])):
+        if not found or (value > found[-1][1] if rising else value < found[-1][1]):
+            found.append((price, value))
+    return found
+
+
+def curves(ledger: Ledger) -> Picture:
+    """The metric against steps, the mean over the seeds, with the baselines as lines."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+        axes = figure.subplots()
+        for number, name in enumerate(ledger.meta["mechanisms"]):
+            colour = INK if name == EXACT else PALE if name == ALONE else COLOURS[number % len(COLOURS)]
+            by_step: dict[int, list[float]] = {}
+            for result in ledger.of(name):
+                for step, _, value in result.curve:
+                    by_step.setdefault(step, []).append(value)
+            if by_step:
+                heights = [statistics.fmean(values) for values in by_step.values()]
+                dashed = "--" if number >= len(COLOURS) else "-"
+                axes.plot(list(by_step), heights, dashed, color=colour, linewidth=1.4, label=label(name))
+        axes.set_xlabel("steps")
+        axes.set_ylabel(_metric(ledger))
+        axes.grid(color="#e4e7eb", linewidth=0.5)
+        _baselines(axes, ledger)
+        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    alt = f"{_metric(ledger)} on the validation set while training, {len(ledger.meta['mechanisms'])} mechanisms"
+    return Picture(svg(figure, alt), alt)
+
+
+def _baselines(axes: Axes, ledger: Ledger) -> None:
+    low, high = axes.get_ylim()
+    for name, value in ledger.meta["baselines"].items():
+        if low - 0.5 * (high - low) <= value <= high + 0.5 * (high - low):
+            axes.axhline(value, color=PALE, linewidth=0.8, linestyle=":")
+            axes.annotate(name, (0.005, value), (0, 2), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", fontsize=6.5, color=PALE)  # fmt: skip
+
+
+def _rising(ledger: Ledger) -> bool:
+    return ledger.meta["metric"] == "accuracy"
+
+
+def _metric(ledger: Ledger) -> str:
+    better = "higher" if _rising(ledger) else "lower"
+    return f"{ledger.meta['metric']} on the validation set ({better} is better)"

@@ -1,0 +1,86 @@
+"""What a study compares: the same task, steps, order of the data and number of parameters for every mechanism."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fast_attention import catalogue
+from fast_attention.lab.inputs import InputError
+from fast_attention.nn.models import Model, ModelConfig
+from fast_attention.tasks.task import Task
+from fast_attention.training.settings import TrainingSettings
+from fast_attention.training.steps import config_for
+
+EXACT, ALONE = "Softmax()", "Local(window=0)"
+CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token sees itself only"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study. ``model`` holds the settings of ``ModelConfig`` that all its models share."""
+
+    task: Task
+    mechanisms: tuple[str, ...]
+    seeds: int
+    settings: TrainingSettings
+    model: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, task: Task, mechanisms: list[Any], seeds: int, settings: TrainingSettings, model: dict[str, Any]
+    ) -> Plan:
+        """The mechanisms with the controls before them, each once.
+
+        Raises:
+            InputError: A mechanism cannot do the task.
+        """
+        names = tuple(dict.fromkeys([*CONTROLS, *map(repr, mechanisms)]))
+        for name in names:
+            try:
+                matched(task, name, model)
+            except (ValueError, NotImplementedError) as error:
+                raise InputError(f"{name}: {error}") from error
+        return cls(task, names, seeds, settings, model)
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """Mechanism and seed; all mechanisms with one seed before the next, so that a stopped study is level."""
+        return [(name, seed) for seed in range(self.seeds) for name in self.mechanisms]
+
+    def settings_for(self, seed: int) -> TrainingSettings:
+        """The same steps; other weights, dropout and order of the data for another seed, the same for all."""
+        return replace(self.settings, seed=self.settings.seed + seed, order=self.settings.order + seed)
+
+
+def folder(name: str, seed: int) -> str:
+    """The name of a cell's folder."""
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
+    return f"{plain}-seed{seed}"
+
+
+def matched(task: Task, mechanism: str, model: dict[str, Any]) -> ModelConfig:
+    """The model with as many parameters as the one of exact attention: its feed-forward layers give or take.
+
+    A mechanism whose own weights alone outweigh that gets feed-forward layers of one unit and stays larger.
+    """
+    base = config_for(task, mechanism=EXACT, **model)
+    wanted = parameters(replace(base, hidden=base.hidden or 4 * base.width))
+    own = config_for(task, mechanism=mechanism, **model)
+    least, unit = parameters(replace(own, hidden=1)), own.layers * (2 * own.width + 1)
+    return replace(own, hidden=1 + max(0, round((wanted - least) / unit)))
+
+
+def parameters(config: ModelConfig) -> int:
+    """Numbers that a model learns."""
+    with torch.random.fork_rng(devices=[]):
+        return sum(p.numel() for p in Model(config).parameters() if p.requires_grad)
+
+
+def label(name: str) -> str:
+    """A mechanism as the pictures call it."""
+    short = {EXACT: "exact attention", ALONE: "no mixing"}
+    return short.get(name, repr(catalogue.parse(name)))

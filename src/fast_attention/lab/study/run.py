@@ -1,0 +1,64 @@
+"""The study itself: one training run after the other, each taken up where it stood."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fast_attention import counting
+from fast_attention.lab.study.ledger import Ledger, Result
+from fast_attention.lab.study.plan import Plan, folder, matched
+from fast_attention.nn.models import Model, ModelConfig
+from fast_attention.tasks.task import Task
+from fast_attention.training import journal, loop, steps
+from fast_attention.training.settings import TrainingSettings
+
+
+def study(plan: Plan, ledger: Ledger, out: Path, watch: Callable[[str, dict[str, Any]], None]) -> str:
+    """Fill the ledger; ``watch`` hears the cell's name and the lines of its log. How it ended."""
+    done = {(r.mechanism, r.seed) for r in ledger.results}
+    for mechanism, seed in plan.cells:
+        if (mechanism, seed) in done:
+            continue
+        result = _cell(plan, mechanism, seed, out / "cells" / folder(mechanism, seed), watch)
+        if result is None:
+            return "interrupted"
+        ledger.results.append(result)
+        watch(mechanism, {"result": result})
+    return "complete"
+
+
+def _cell(
+    plan: Plan, mechanism: str, seed: int, out: Path, watch: Callable[[str, dict[str, Any]], None]
+) -> Result | None:
+    settings = plan.settings_for(seed)
+    config = matched(plan.task, mechanism, plan.model)
+    try:
+        outcome = loop.train(
+            plan.task, config, settings, out, resume=True, watch=lambda line: watch(f"{mechanism} seed {seed}", line)
+        )
+    except loop.Diverged:
+        return Result(mechanism, seed, "failed", None, None, 0, 0.0, 0, 0, config.hidden)
+    if outcome.status == "interrupted":
+        return None
+    lines = journal.read(out)
+    each = [line["step_seconds"] for line in lines if "step_seconds" in line]
+    return Result(
+        mechanism, seed, outcome.status, outcome.valid, outcome.best, outcome.step,
+        statistics.median(each) if each else outcome.seconds / max(outcome.step, 1),
+        peak(plan.task, config, settings), outcome.parameters, config.hidden,
+        [(line["step"], line["seconds"], line["valid"]) for line in lines if "valid" in line],
+    )  # fmt: skip
+
+
+def peak(task: Task, config: ModelConfig, settings: TrainingSettings) -> int:
+    """The most bytes that the tensors of one forward and backward pass hold at once, gradients included."""
+    with torch.random.fork_rng(devices=[]):
+        model = Model(config).to(settings.device).train()
+        batch = task.batch("train", 0, settings.batch_size)
+        batch = type(batch)(*(None if x is None else x.to(settings.device) for x in batch))
+        return counting.peak_bytes(lambda: steps.loss_of(model, batch, settings).backward(), settings.device)

@@ -1,0 +1,170 @@
+"""A study: matched models, controls, intervals, resuming, its page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fast_attention import cli, tasks
+from fast_attention.lab.study import drawings, page, run
+from fast_attention.lab.study.ledger import Ledger, Result
+from fast_attention.lab.study.plan import ALONE, EXACT, Plan, folder, matched, parameters
+from fast_attention.training.settings import TrainingSettings
+from fast_attention.training.steps import config_for
+
+TINY = ("--steps", "6", "--width", "16", "--heads", "2", "--layers", "1", "--batch-size", "4", "--evaluate-every", "3")
+TASK = "Copy(symbols=3, words=3)"
+
+
+def study(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["study", TASK, "--out", str(out), *TINY, *options])
+    said = capsys.readouterr()
+    return int(stop.value.code or 0), said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "name", ["LinearAttention()", "FavorPlus(num_features=8)", "Linformer(rank=4)", "AFTSimple()", "FNet()", "GMLP()"]
+)
+def test_models_are_matched_by_parameters(name: str) -> None:
+    task = tasks.parse("protein-mlm")
+    model = {"width": 64, "layers": 2, "heads": 2, "max_len": 512}
+    wanted = parameters(config_for(task, mechanism=EXACT, **model))
+    config = matched(task, name, model)
+    found = parameters(config)
+    assert abs(found - wanted) <= max(2 * (2 * 64 + 1), 0.01 * wanted) or config.hidden == 1, (found, wanted)
+    assert config.mechanism == name
+
+
+def test_a_heavy_mechanism_stays_larger() -> None:
+    model = {"width": 16, "layers": 1, "heads": 2}
+    config = matched(tasks.parse("protein-mlm"), "RandomSynthesizer()", model)
+    assert config.hidden == 1
+
+
+def test_the_frontier_is_what_nothing_beats() -> None:
+    points = [(1.0, 0.2), (2.0, 0.5), (2.0, 0.4), (3.0, 0.5), (4.0, 0.9), (5.0, 0.8)]
+    assert drawings.frontier(points, rising=True) == [(1.0, 0.2), (2.0, 0.5), (4.0, 0.9)]
+    assert drawings.frontier([(price, -value) for price, value in points], rising=False) == [
+        (1.0, -0.2), (2.0, -0.5), (4.0, -0.9)
+    ]  # fmt: skip
+
+
+def test_intervals_are_students() -> None:
+    def result(seed: int, value: float) -> Result:
+        return Result(EXACT, seed, "complete", value, value, 5, 0.01, 10, 20, 4)
+
+    ledger = Ledger({}, [result(0, 1.0), result(1, 2.0), result(2, 3.0)])
+    summary = ledger.summary(EXACT)
+    assert summary is not None
+    assert summary.mean == 2.0
+    assert summary.spread == pytest.approx(4.303 / math.sqrt(3), rel=2e-3)
+    alone = Ledger({}, [result(0, 1.0)]).summary(EXACT)
+    assert alone is not None
+    assert alone.spread is None
+    assert ledger.summary("FNet()") is None
+
+
+def test_a_study_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = study(capsys, tmp_path, "--mechanisms", "LinearAttention", "--seeds", "2")
+    assert code == 0
+    for words in ("no mixing", "exact attention", "LinearAttention()", "baseline: chance", "±"):
+        assert words in out
+    ledger = Ledger.from_json((tmp_path / "study.json").read_text())
+    assert ledger.meta["status"] == "complete"
+    assert [(r.mechanism, r.seed) for r in ledger.results] == [
+        (name, seed) for seed in (0, 1) for name in (EXACT, ALONE, "LinearAttention()")
+    ]
+    for result in ledger.results:
+        assert result.steps == 6
+        assert result.value is not None
+        assert result.peak_bytes > 1000
+        assert result.step_seconds > 0
+        assert [step for step, _, _ in result.curve] == [0, 3, 6]
+        assert (tmp_path / "cells" / folder(result.mechanism, result.seed) / "model" / "config.json").exists()
+    one, two = (next(r for r in ledger.results if r.mechanism == EXACT and r.seed == seed) for seed in (0, 1))
+    assert one.curve[1:] != two.curve[1:]
+    html = (tmp_path / "study.html").read_text()
+    assert html.count("<svg") == 2
+    assert "<script" not in html
+    assert not re.search(r"(?:src|href)=.http|url\(.?http|@import", html)
+    assert json.loads((tmp_path / "study.json").read_text())["schema"] == "fast-attention study 1"
+
+
+def test_a_stopped_study_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the second run, it keeps the first and ends as one that was never stopped."""
+    study(capsys, tmp_path / "whole", "--seeds", "1")
+    train, calls = run.loop.train, []
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        calls.append(args[3])
+        outcome = train(*args, **options)
+        return outcome._replace(status="interrupted") if len(calls) == 2 else outcome
+
+    monkeypatch.setattr(run.loop, "train", stopping)
+    code, _, err = study(capsys, tmp_path / "cut", "--seeds", "1")
+    assert code == 130
+    assert "--resume" in err
+    partial = Ledger.from_json((tmp_path / "cut" / "study.json").read_text())
+    assert len(partial.results) == 1
+    assert partial.meta["status"] == "interrupted"
+    assert "partial" in (tmp_path / "cut" / "study.html").read_text()
+    code, _, err = study(capsys, tmp_path / "cut", "--seeds", "1")
+    assert code == 2
+    assert "--resume" in err
+    code, _, err = study(capsys, tmp_path / "cut", "--seeds", "2", "--resume")
+    assert code == 2
+    assert "seeds was 1, is 2" in err
+    calls.clear()
+    monkeypatch.setattr(run.loop, "train", train)
+    code, _, _ = study(capsys, tmp_path / "cut", "--seeds", "1", "--resume")
+    assert code == 0
+    ends = [
+        [(r.mechanism, r.value, [(s, v) for s, _, v in r.curve]) for r in Ledger.from_json(text).results]
+        for text in ((tmp_path / name / "study.json").read_text() for name in ("whole", "cut"))
+    ]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--mechanisms", "FNet"), "FNet"),
+        (("--mechanisms", "Sofmax"), "Softmax"),
+        (("--width", "15"), "multiple of heads"),
+    ],
+)
+def test_what_cannot_be_studied(
+    options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = study(capsys, tmp_path / "out", *options)
+    assert code == 2
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "study.json").exists()
+
+
+def test_seeds_are_other_weights_and_other_batches_and_alike_for_all() -> None:
+    plan = Plan.of(tasks.parse(TASK), [], 2, TrainingSettings(steps=2), {"width": 16, "heads": 2})
+    one, two = (plan.settings_for(seed) for seed in (0, 1))
+    assert (one.seed, one.order) == (0, 0)
+    assert (two.seed, two.order) == (1, 1)
+    assert plan.cells == [(EXACT, 0), (ALONE, 0), (EXACT, 1), (ALONE, 1)]
+
+
+def test_rows_stand_best_first_and_say_what_diverged() -> None:
+    def result(name: str, value: float | None) -> Result:
+        return Result(name, 0, "complete" if value else "failed", value, value, 5, 0.01, 10, 20, 4)
+
+    meta = {"metric": "nats", "mechanisms": [EXACT, ALONE, "AFTSimple()"], "baselines": {"counts": 2.5}}
+    rows = page.rows(Ledger(meta, [result(EXACT, 2.0), result(ALONE, 3.0), result("AFTSimple()", None)]))
+    assert [row[0].split("  ")[0] for row in rows] == [EXACT, "baseline: counts", ALONE, "AFTSimple()"]
+    assert rows[1][2] == "+0.5000"
+    assert rows[3][1] == "diverged"
