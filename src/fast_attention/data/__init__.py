@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 from importlib import resources
+from pathlib import Path
 
 from fast_attention.data.fasta import FastaError as FastaError
 from fast_attention.data.fasta import Protein as Protein
 from fast_attention.data.fasta import parse_fasta, read_fasta
 
-__all__ = ["FastaError", "Protein", "proteins", "read_fasta", "text"]
+__all__ = ["FastaError", "Protein", "models", "proteins", "read_fasta", "text"]
 
 
 def text() -> str:
@@ -20,6 +21,11 @@ def text() -> str:
 def proteins() -> list[Protein]:
     """421 reviewed UniProt proteins of 56 to 2,948 residues (CC BY 4.0), Cas9 of *S. pyogenes* (Q99ZW2) first."""
     return list(parse_fasta(_bytes("uniprot.fasta.gz"), name="uniprot.fasta.gz"))
+
+
+def models() -> dict[str, Path]:
+    """The shipped models by name, each a folder for ``nn.saving.load`` with the record of its training."""
+    return {path.parent.name: path.parent for path in sorted(Path(__file__).parent.glob("*/config.json"))}
 
 
 def _bytes(name: str) -> bytes:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fast_attention import catalogue, conformance, files
-from fast_attention.lab import capture, compare, corpus, inputs, measure, records, report, tables, verdicts
+from fast_attention.lab import capture, compare, corpus, inputs, measure, own, records, report, tables, verdicts
 from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.learning.generate import generate_command
@@ -76,7 +76,9 @@ def _repeat(arguments: list[str]) -> list[str]:
 def compare_command(
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub name of a Hugging Face encoder or decoder, or 'gaussian'. Default: MiniLM."),
+        typer.Option(
+            help="Hugging Face folder or hub name, a folder of `train`, protein-mini, gaussian. Default: MiniLM."
+        ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
     fasta: Annotated[
@@ -143,6 +145,8 @@ def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) 
 
 
 def _source(model: str | None, text: str | None, fasta: str | None, seed: int) -> capture.Source:
+    if (folder := own.place(model)) is not None:
+        return own.Own(folder, str(model), text, fasta)
     if model == capture.GAUSSIAN:
         if text or fasta:
             raise InputError("--model gaussian reads nothing: leave out --text and --fasta")

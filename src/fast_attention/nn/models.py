@@ -19,6 +19,7 @@ from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.ops.value import Value, at_least, one_of
 
 Head = Literal["tokens", "classes"]
+Reads = Literal["", "bytes", "residues"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,6 +42,7 @@ class ModelConfig(Value):
         reversible: Reversible blocks, whose activations are made again in the backward pass.
         chunks: Stretches of the feed-forward layers (``ChunkedFeedForward``).
         tied: Whether the head for tokens shares the embedding's weights.
+        reads: What the tokens are: ``"bytes"`` of text, ``"residues"`` of proteins, or "" for a task's own numbers.
     """
 
     vocab_size: int
@@ -58,6 +60,7 @@ class ModelConfig(Value):
     reversible: bool = False
     chunks: int = 1
     tied: bool = True
+    reads: Reads = ""
 
     def __post_init__(self) -> None:
         names = [self.mechanism] if not isinstance(self.mechanism, list | tuple) else list(self.mechanism)
@@ -69,6 +72,7 @@ class ModelConfig(Value):
             at_least(self, setting, getattr(self, setting), 1)
         one_of(self, "positions", self.positions, Positions)
         one_of(self, "head", self.head, Head)
+        one_of(self, "reads", self.reads, Reads)
         if self.width % self.heads:
             raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
         if not 0.0 <= self.dropout < 1.0:

@@ -42,6 +42,7 @@ class ByteLM(Task):
     seed: int = 0
 
     name = "byte-lm"
+    reads = "bytes"
     causal = True
     metric = "bits per byte"
 

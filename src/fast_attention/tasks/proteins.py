@@ -48,6 +48,7 @@ class ProteinMLM(Task):
     seed: int = 0
 
     name = "protein-mlm"
+    reads = "residues"
     metric = "nats"
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ class Task(Value, ABC):
 
     name: ClassVar[str]
     causal: ClassVar[bool] = False
+    reads: ClassVar[Literal["", "bytes", "residues"]] = ""  # what the tokens are; "": numbers of its own
     metric: ClassVar[str] = "accuracy"  # or "nats", "bits per byte"
 
     @property

@@ -34,6 +34,7 @@ def config_for(task: Task, **settings: Any) -> ModelConfig:
         ValueError: A setting of the model denies what the task needs.
     """
     needed: dict[str, Any] = {"vocab_size": task.vocab_size, "max_len": task.length, "causal": task.causal}
+    needed["reads"] = task.reads
     if task.classes:
         needed |= {"head": "classes", "classes": task.classes}
     config = ModelConfig(**{**needed, **settings})

@@ -18,8 +18,6 @@ from fast_attention.nn import generation, saving
 from fast_attention.nn.generation import Sampling
 from fast_attention.nn.models import Model
 
-BYTES = 256  # a vocabulary of so many tokens is text
-
 
 def generate_command(
     folder: Annotated[Path, typer.Argument(help="A run's folder, or a model's.")],
@@ -41,7 +39,7 @@ def generate_command(
     with refused():
         where = folder / "model" if (folder / "model").is_dir() else folder
         model = saving.load(where, inputs.device(device))
-        text = model.config.vocab_size == BYTES
+        text = model.config.reads == "bytes"
         given = _read(model, prompt, text)
         count = _count(model, len(given), tokens)
         sampling = Sampling(temperature, top_k, top_p)
