@@ -123,7 +123,7 @@ def decoder(folder: Path, **settings: Any) -> Path:
 
 
 def test_a_model_of_bytes_goes_on_with_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = decoder(tmp_path / "run" / "model", vocab_size=256, mechanism="LinearAttention()").parent
+    folder = decoder(tmp_path / "run" / "model", vocab_size=256, reads="bytes", mechanism="LinearAttention()").parent
     said = []
     for words in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--beams", "2"], ["--temperature", "0"]):
         assert commands.run(["generate", str(folder), "--prompt", "Zoë", "--tokens", "20", *words]) == 0
