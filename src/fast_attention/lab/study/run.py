@@ -13,7 +13,7 @@ from fast_attention import counting
 from fast_attention.lab.study.ledger import Ledger, Result
 from fast_attention.lab.study.plan import Plan, folder, matched
 from fast_attention.nn.models import Model, ModelConfig
-from fast_attention.tasks.task import Task
+from fast_attention.tasks.task import Batch, Task
 from fast_attention.training import journal, loop, steps
 from fast_attention.training.settings import TrainingSettings
 
@@ -60,5 +60,6 @@ def peak(task: Task, config: ModelConfig, settings: TrainingSettings) -> int:
     with torch.random.fork_rng(devices=[]):
         model = Model(config).to(settings.device).train()
         batch = task.batch("train", 0, settings.batch_size)
-        batch = type(batch)(*(None if x is None else x.to(settings.device) for x in batch))
+        mask = None if batch.key_mask is None else batch.key_mask.to(settings.device)
+        batch = Batch(batch.tokens.to(settings.device), batch.targets.to(settings.device), mask)
         return counting.peak_bytes(lambda: steps.loss_of(model, batch, settings).backward(), settings.device)
