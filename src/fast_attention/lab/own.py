@@ -68,7 +68,8 @@ class Own:
         found: list[Layer] = []
 
         def keep(module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-            found.append(Layer(f"layer {len(found)}", *inputs[:3], bool(options.get("is_causal", False))))
+            q, k, v = inputs[:3]
+            found.append(Layer(f"layer {len(found)}", q, k, v, bool(options.get("is_causal", False))))
 
         mixers = [module for module in self.model.modules() if isinstance(module, TokenMixer)]
         asking = [m for m in mixers if isinstance(m.mechanism, Attention) and {*"qk"} <= {*m.mechanism.traits.reads}]
