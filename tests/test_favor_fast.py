@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.ops.favor import favor_paths
+from fast_attention.ops.favor import favor_paths, favor_whole
 from fast_attention.ops.favor.favor_blocks import Lift
 from fast_attention.ops.favor.favor_sums import chunk_of
 from fast_attention.ops.linear import linear
@@ -17,6 +17,13 @@ from fast_attention.ops.maps.random_features import draw
 
 D, M, WIDE = 8, 24, 5
 LIFTS = [Lift("positive"), Lift("positive", 0.1), Lift("hyperbolic"), Lift("hyperbolic", 0.05), Lift("sincos")]
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Blocks of 512 tokens, so that the lengths here make several; the test of long sums takes them as they are."""
+    if request.node.originalname != "test_very_many_terms":
+        monkeypatch.setattr(favor_whole, "BLOCK", 512)
 
 
 def plain(

@@ -49,7 +49,8 @@ class Ended(Exception):
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The log without what depends on the machine's speed."""
     return [
-        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in journal.read(folder)
+        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "step_seconds")}
+        for line in journal.read(folder)
     ]
 
 
