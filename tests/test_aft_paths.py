@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.functional import aft_full, aft_local, aft_simple
-from fast_attention.ops.pools import bias_products, bias_windows, pool_passes, prefix_pool, window_blocks
+from fast_attention.ops.pools import bias_products, bias_windows, pool_passes, prefix_pool, prefix_short, window_blocks
 from fast_attention.ops.trail import followed
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]
@@ -77,6 +77,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_blocks, "TOGETHER", 1 << 10)
     monkeypatch.setattr(bias_windows, "TOGETHER", 1 << 10)
     monkeypatch.setattr(bias_products, "ROWS", 64)
+    monkeypatch.setattr(prefix_short, "SHORT", 0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -213,6 +214,39 @@ def test_long_sums_lose_nothing() -> None:
         high = aft_simple(q.double(), k.double(), v.double(), is_causal=is_causal)
         error = (low.double() - high)[..., n // 2 :, :].abs().amax() / high[..., n // 2 :, :].abs().amax()
         assert float(error) < 5e-7
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 63, 130, 256])
+def test_few_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cumulative sum; keys far above the first go the longer way, with the same outputs."""
+    monkeypatch.setattr(prefix_short, "SHORT", 256)
+    q, k, v, _ = tensors(n)
+    zero = torch.zeros(1, n, n, dtype=torch.float64)
+    for scale, offset in ((1.0, 0.0), (1.0, 500.0), (100.0, 0.0)):
+        compare(
+            lambda *x: aft_simple(*x, is_causal=True), lambda *x: reference(*x, zero, is_causal=True, key_mask=None),
+            (q, scale * k + offset, v), 1e-11,
+        )  # fmt: skip
+    with followed() as steps:
+        aft_simple(q, k, v, is_causal=True)
+    assert "one cumulative sum" in str(steps)
+
+
+def test_few_tokens_know_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_short, "SHORT", 256)
+    q, k, v, _ = tensors(40)
+    before = aft_simple(q, k, v, is_causal=True)
+    for x, value in ((k, 1e4), (v, float("inf")), (v, float("nan"))):
+        moved = x.clone()
+        moved[..., 30:, :] = value
+        after = aft_simple(q, moved if x is k else k, moved if x is v else v, is_causal=True)
+        torch.testing.assert_close(after[..., :30, :], before[..., :30, :], rtol=1e-12, atol=1e-12)
+
+
+def test_few_tokens_have_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_short, "SHORT", 256)
+    inputs = [x[:1, :1].clone().requires_grad_() for x in tensors(5)[:3]]
+    assert torch.autograd.gradgradcheck(lambda *x: aft_simple(*x, is_causal=True), inputs)
 
 
 def test_segments_walk_only_where_they_must() -> None:

@@ -95,6 +95,12 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
 
+def gated_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``sigmoid(q_i)`` times the mean of the values up to i, (..., S, Ev) each; keys at ``FLOOR`` are not there."""
+    both = torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
+    return q.sigmoid() * mean(running(k, both).sums, v.shape[-1])
+
+
 def aligned(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
     """The last ``length`` rows, as causal queries end where the keys end; zeros in front where there are fewer."""
     if not torch.compiler.is_compiling() and rows.shape[-2] == length:

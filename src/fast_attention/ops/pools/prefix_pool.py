@@ -21,11 +21,11 @@ from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools import pool
 from fast_attention.ops.pools.pool import Pool
 from fast_attention.ops.pools.pool_passes import block_length, filled
+from fast_attention.ops.pools.prefix_short import RANGE, pays, together
 from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.trail import took
 
 GROUP = 16
-RANGE = 60.0  # the natural logarithm of the smallest sum that a unit may leave; float32 ends at 87
 
 
 class Segment(NamedTuple):
@@ -85,8 +85,7 @@ class Rows:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, holes: bool) -> Tensor:
-    both = torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
-    return q.sigmoid() * pool.mean(pool.running(k, both).sums, v.shape[-1])
+    return pool.gated_means(q, k, v)
 
 
 def _walked(q: Tensor, k: Tensor, v: Tensor, before: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,5 +172,8 @@ upward = Explicit(_plain, _forward, _backward)
 
 def causal_rows(q: Tensor, k: Tensor, v: Tensor, *, holes: bool) -> Tensor:
     """``upward`` for queries that end where the keys end; zeros before the first key."""
+    if not holes and pays(k):
+        took("one cumulative sum in one unit", "causal, few tokens, and no key far above the first")
+        return pool.aligned(together(pool.aligned(q, k.shape[-2]), k, v), q.shape[-2])
     took("prefix sums over groups of tokens side by side", "causal", group=GROUP)
     return pool.aligned(upward(pool.aligned(q, k.shape[-2]), k, v, holes=holes), q.shape[-2])
