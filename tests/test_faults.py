@@ -65,7 +65,7 @@ FAULTS = [
           "phi.fill(block, part, room(\"scratch\", *block.shape))\n    if hidden is not None:",
           "phi.fill(block, part, room(\"scratch\", *block.shape))\n    if False:", "tests/test_linear_fast.py"),
     Fault("short causal calls align to the top left", "ops/linear/linear_short.py",
-          "pairs.tril_(keys.shape[1] - length)", "pairs.tril_()", "tests/test_linear_fast.py"),
+          "pairs.tril_(keys.shape[1] - q.shape[1])", "pairs.tril_()", "tests/test_linear_fast.py"),
     Fault("short calls forget the denominator's gradient", "ops/linear/linear_short.py",
           "torch.baddbmm(down, up, values.mT, beta=-1)", "torch.bmm(up, values.mT)", "tests/test_linear_fast.py"),
     Fault("the map in place is not the map above zero", "ops/maps/features.py",

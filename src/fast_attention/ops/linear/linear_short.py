@@ -19,17 +19,17 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     *, keep: bool, phi: Elementwise, eps: float, is_causal: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    hidden, shape, length = hidden_rows(key_mask, k), (*q.shape[:-1], v.shape[-1]), q.shape[-2]
-    both, v = torch.cat((q, k), -2).view(-1, length + k.shape[-2], q.shape[-1]), flat(v)
-    made = torch.empty_like(both)
-    phi.fill(both, made, torch.empty_like(both))
-    queries, keys = made[:, :length], made[:, length:]
+    hidden, shape = hidden_rows(key_mask, k), (*q.shape[:-1], v.shape[-1])
+    q, k, v = flat(q), flat(k), flat(v)
+    queries, keys = (x.new_empty(x.shape) for x in (q, k))
+    for x, made in ((q, queries), (k, keys)):
+        phi.fill(x, made, torch.empty_like(made))
     if hidden is not None:
         keys.masked_fill_(hidden, 0.0)
         v = v.masked_fill(hidden, 0.0)
     pairs = torch.bmm(queries, keys.mT)
     if is_causal:
-        pairs.tril_(keys.shape[1] - length)
+        pairs.tril_(keys.shape[1] - q.shape[1])
     denominator, out = pairs.sum(-1, keepdim=True), torch.bmm(pairs, v)
     divide(out, denominator, eps, out, safe=protected(phi, eps))
     return out.view(shape), ((queries, keys, pairs, denominator) if keep else ())
