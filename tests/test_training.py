@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -190,8 +191,10 @@ import os, signal, sys
 from tests.test_training import STOPPING, SPREAD_SETTINGS, Uneven, small
 from fast_attention.training.loop import train
 from dataclasses import replace
+ports = sys.argv[2:]
 for kind in ("ddp", "fsdp"):
     for stop in (13, -1):
+        os.environ["MASTER_PORT"] = ports.pop()  # a group's store may still be closing
         task = Uneven(symbols=4, words=3)
         if os.environ["RANK"] == "1":
             STOPPING.append(stop)
@@ -215,18 +218,25 @@ class Uneven(Halves):
         return found
 
 
+def free_ports(count: int) -> list[str]:
+    """Different ones: all are held until the last is found."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [str(each.getsockname()[1]) for each in sockets]
+
+
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     """With copied and with sharded weights; one process is told to stop, and both do; then they go on."""
     task = Uneven(symbols=4, words=3)
     train(task, small(task, mechanism=MIXED), SPREAD_SETTINGS, tmp_path / "one")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    ports = free_ports(4)
     runs = []
     for rank in ("0", "1"):
         words = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **words, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-c", SPREAD.replace("MIXED", repr(MIXED)), str(tmp_path)]
+        environment = {**os.environ, **words, "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, "-c", SPREAD.replace("MIXED", repr(MIXED)), str(tmp_path), *ports]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         runs.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent, **pipes))
     try:
