@@ -199,7 +199,8 @@ def test_halves_are_equal(task: Copy | Duplicate) -> None:
     assert torch.equal(whole[:, 1:8], whole[:, 9:])
     assert (targets[:, :8] == IGNORED).all()
     assert torch.equal(targets[:, 8:], whole[:, 9:])
-    assert torch.equal(whole[:, [0, 8]], torch.tensor([[10, 11] if isinstance(task, Copy) else [0, 0]]).expand(20, 2))
+    marks = torch.tensor([[0, 0] if isinstance(task, Duplicate) else [10, 11]])
+    assert torch.equal(whole[:, [0, 8]], marks.expand(20, 2))
 
 
 def test_selective_copy_asks_for_the_data_in_order() -> None:

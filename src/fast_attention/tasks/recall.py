@@ -33,18 +33,24 @@ class Copy(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Symbols, start and separator."""
-        return self.symbols + 2
+        """Symbols and marks."""
+        return self.symbols + len({*self._marks})
 
     @property
     def length(self) -> int:
         """Both halves with their marks, without the last symbol, after which nothing is asked."""
         return 2 * self.words + 1
 
+    @property
+    def _marks(self) -> tuple[int, int]:
+        """What stands before each half; symbols are the other numbers."""
+        return self.symbols, self.symbols + 1
+
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences and, for each place of the second half, the symbol that comes next."""
-        w = torch.randint(self.symbols, (size, self.words), generator=random_for(self, split, index))
-        start, separator = (torch.full((size, 1), self.symbols + i) for i in (0, 1))
+        first = 1 if 0 in self._marks else 0
+        w = torch.randint(first, first + self.symbols, (size, self.words), generator=random_for(self, split, index))
+        start, separator = (torch.full((size, 1), mark) for mark in self._marks)
         whole = torch.cat([start, w, separator, w], -1)
         targets = whole[:, 1:].clone()
         targets[:, : self.words + 1] = IGNORED
@@ -56,48 +62,22 @@ class Copy(Task):
 
 
 @dataclass(frozen=True, repr=False)
-class Duplicate(Task):
-    """Reformer's synthetic task ``0 w 0 w`` (arXiv 2001.04451, section 5): the second half repeats the first.
+class Duplicate(Copy):
+    """Reformer's synthetic task ``0 w 0 w`` (arXiv 2001.04451, section 5): copying with one mark, 0.
 
     Args:
-        symbols: Kinds of symbols, from 1 on; 0 is the mark.
+        symbols: Kinds of symbols, from 1 on.
         words: Length of w.
         seed: For the data.
     """
 
     symbols: int = 127
-    words: int = 31
-    seed: int = 0
 
     name = "duplicate"
-    causal = True
-
-    def __post_init__(self) -> None:
-        at_least(self, "symbols", self.symbols, 2)
-        at_least(self, "words", self.words, 1)
 
     @property
-    def vocab_size(self) -> int:
-        """Symbols and the mark."""
-        return self.symbols + 1
-
-    @property
-    def length(self) -> int:
-        """Both halves without the last symbol."""
-        return 2 * self.words + 1
-
-    def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Sequences; the loss is on the second half only."""
-        w = torch.randint(1, self.symbols + 1, (size, self.words), generator=random_for(self, split, index))
-        mark = torch.zeros(size, 1, dtype=torch.long)
-        whole = torch.cat([mark, w, mark, w], -1)
-        targets = whole[:, 1:].clone()
-        targets[:, : self.words + 1] = IGNORED
-        return Batch(whole[:, :-1], targets)
-
-    def baselines(self) -> dict[str, float]:
-        """Guessing."""
-        return {"chance": 1 / self.symbols}
+    def _marks(self) -> tuple[int, int]:
+        return 0, 0
 
 
 @dataclass(frozen=True, repr=False)
