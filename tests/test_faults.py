@@ -123,6 +123,8 @@ FAULTS = [
           "mechanisms/gmlp.py", "lower(W, gate) + b[:, None] if is_causal else", "W @ gate + b[:, None] if is_causal else", LAW + "'future and GMLP'"),
     Fault("FNet mirrors the wrong way",
           "mechanisms/fnet.py", ".flip(-2, -1).roll(1, -2)", ".flip(-1)", "tests/test_mixers.py -k long"),
+    Fault("a key's bias gets the gradient of another column", "ops/scores/biased_keys.py", "dk[..., :width], dv[..., :width], dk[..., width]",
+          "dk[..., :width], dv[..., :width], dk[..., width - 1]", "tests/test_synthesizer.py -k long_sequences"),
     Fault("a block of queries sees one key of the future", "ops/scores/rows.py", "torch.bool).triu(1)", "torch.bool).triu(2)",
           "tests/test_synthesizer.py -k blocks_of_queries"),
     Fault("blocks see into holes", "ops/scores/rows.py", "None if len(places) == end - first else ~seen", "None",

@@ -58,6 +58,12 @@ class DenseSynthesizer(_Synthesizer):
         """The layer after the projection to q, one output per position."""
         return synthesis.layer(shape.heads, shape.head_dim, shape.max_len)
 
+    @in_float32
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Exact attention to the columns of the layer, where torch's kernel takes that; else a block at a time."""
+        self.within(v.shape[-2], w.b.shape[-1])
+        return synthesis.dense_attention(q, v, w, is_causal=is_causal, key_mask=key_mask)
+
     def scores(self, q: Tensor, k: Tensor, w: synthesis.Layer, *, first: int, keys: int) -> Scores:
         """One row per token."""
         self.within(keys, w.b.shape[-1])
@@ -175,16 +181,12 @@ class MixtureSynthesizer(_Synthesizer):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Bounded, random and able to cross as its components are."""
-        parts = [part.traits for part in self.components]
-        reads = [part.reads for part in parts]
+        parts, reads = zip(*((part.traits, part.traits.reads) for part in self.components), strict=True)
         return replace(
-            _TABLE,
-            formula="softmax(sum_m softmax(alpha)_m scores_m) v",
-            reads="qkv" if "qkv" in reads else "qv" if "qv" in reads else "v",
-            cross=all(part.cross for part in parts),
-            bounded=any(part.bounded for part in parts),
-            random=any(part.random for part in parts),
-        )
+            _TABLE, formula="softmax(sum_m softmax(alpha)_m scores_m) v",
+            reads="qkv" if "qkv" in reads else "qv" if "qv" in reads else "v", cross=all(part.cross for part in parts),
+            bounded=any(part.bounded for part in parts), random=any(part.random for part in parts),
+        )  # fmt: skip
 
     def weights(self, shape: Shape) -> synthesis.Mixed:
         """Equal shares, and what the components need."""

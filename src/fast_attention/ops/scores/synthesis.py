@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scores import rows
+from fast_attention.ops.scores import biased_keys, rows
 from fast_attention.ops.scores.scores import Scores
 from fast_attention.ops.trail import took
 
@@ -120,6 +120,23 @@ def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -
     """
     table = torch.cat([stretch(w.W, keys, axis=-1), stretch(w.b, keys, axis=-1)[:, None]], 1)
     return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
+
+
+def dense_attention(
+    q: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch keys values"],
+    w: Layer,
+    *,
+    is_causal: bool,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(relu(q_i) W + b) v``: without a mask, where it pays, by torch's fused kernel."""
+    if key_mask is None and rows.pays(v, q.shape[-2]):
+        k, b = stretch(w.W, v.shape[-2], axis=-1).mT, stretch(w.b, v.shape[-2], axis=-1)
+        k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
+        if biased_keys.serves(q, k, v, is_causal=is_causal):
+            return biased_keys.attend(q.relu(), k, v, b, is_causal=is_causal)
+    return attend(v, dense_scores(q, w, v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
 
 
 def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
