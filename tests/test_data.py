@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,56 @@ def test_the_readers_of_the_lab(tmp_path: Path) -> None:
         corpus.read("a", "b")
     assert corpus.read(fasta="sample").passage(1300)[0] == "sp|Q99ZW2|CAS9_STRP1"
     assert len(corpus.read(fasta="sample").passage(10**6)[1]) == 2948
+
+
+def blast(folder: Path, sequences: list[str]) -> Path:
+    """A BLAST protein database, format 4, of the sequences."""
+    letters = "-ABCDEFGHIKLMNPQRSTVWXYZU*OJ"
+    residues, starts = b"\0", []
+    for sequence in sequences:
+        starts.append(len(residues))
+        residues += bytes(letters.index(letter) for letter in sequence) + b"\0"
+    title, day, places = b"a title", b"Jan 1, 2014", [*starts, len(residues)]
+    index = struct.pack(">3i", 4, 1, len(title)) + title + struct.pack(">i", len(day)) + day
+    index += struct.pack(">i", len(sequences)) + struct.pack("<q", len(residues)) + struct.pack(">i", 9)
+    index += struct.pack(f">{len(places)}i", *range(len(places))) + struct.pack(f">{len(places)}i", *places)
+    (folder / "some.psq").write_bytes(residues)
+    (folder / "some.pin").write_bytes(index)
+    return folder / "some.pin"
+
+
+def test_a_debian_package_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of a dpkg-query of our own: FASTA files and databases of proteins are read, the rest is not."""
+    (tmp_path / "b.fasta").write_text(">one\nMKVLLA\n")
+    (tmp_path / "b.txt").write_text("no proteins")
+    index = blast(tmp_path, ["MKTAYU", "", "GG*"])
+    query = tmp_path / "dpkg-query"
+    listing = "\n".join(str(tmp_path / name) for name in ("some.pin", "some.psq", "b.fasta", "b.txt", "gone.fa", ""))
+    query.write_text(f"#!/bin/sh\n[ $2 = bare ] && exit 0\n[ $2 = some-proteins ] && echo '{listing}' || exit 1\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert [protein.sequence for protein in data.read_proteins("some-proteins")] == ["MKVLLA", "MKTAYU", "GG"]
+    with pytest.raises(ValueError, match="bare is installed, but holds neither FASTA"):
+        list(data.read_proteins("bare"))
+    with pytest.raises(ValueError, match="apt-get install other-proteins fetches it"):
+        list(data.read_proteins("other-proteins"))
+    with pytest.raises(ValueError, match=r"Proteins! is neither a file here nor an installed"):
+        list(data.read_proteins("Proteins!"))
+    index.with_suffix(".psq").write_bytes(b"\0\1")
+    with pytest.raises(data.FastaError, match=r"some\.psq: 2 bytes; its index ends at 13"):
+        list(data.read_proteins("some-proteins"))
+    index.write_bytes(b"text")
+    with pytest.raises(data.FastaError, match=r"some\.pin: no index of a BLAST protein database"):
+        list(data.read_proteins("some-proteins"))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="no Debian system"):
+        list(data.read_proteins("some-proteins"))
+
+
+def test_a_file_goes_before_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some-proteins").write_text(">one\nMKV\n")
+    monkeypatch.chdir(tmp_path)
+    assert [protein.sequence for protein in data.read_proteins("some-proteins")] == ["MKV"]
+    assert len(list(data.read_proteins("sample"))) == 421
+    with pytest.raises(OSError, match="No such file"):
+        list(data.read_proteins("other.fasta"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from fast_attention.lab import commands
-from fast_attention.lab.learning import curve
+from fast_attention.lab.learning import curve, grid
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
+from fast_attention.tasks.needle import Needle
 from fast_attention.tasks.recall import Copy
 from fast_attention.training import checkpoints, journal
+from fast_attention.training.settings import TrainingSettings
 
 SMALL = ["--width", "16", "--heads", "2", "--layers", "2"]
 
@@ -173,3 +176,34 @@ def test_the_picture_says_what_it_shows() -> None:
     assert drawn.alt == "copy, Softmax(): 50 % after 9 steps; chance 10 %"
     assert drawn.alt in drawn.svg
     assert curve.spelt(2.7114, "nats") == "2.711 nats"
+
+
+@pytest.mark.parametrize(("sight", "reached"), [(10**6, [0.0, 0.25, 0.5, 0.75, 1.0]), (150, [1.0]), (20, [])])
+def test_needles_are_asked_for_at_every_depth(
+    sight: int, reached: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a reader in the model's place that sees so many bytes back: the grid ends where its sight does."""
+
+    def reader(tokens: torch.Tensor, key_mask: None) -> torch.Tensor:
+        logits = torch.zeros(*tokens.shape, 256)
+        for row, text in enumerate(bytes(line.tolist()) for line in tokens):
+            key = text[text.rindex(b"key of ") + 7 :][:5]
+            found = re.search(b"key of " + key + rb" is (\d{4})\. ", text[-sight:])
+            for place, digit in enumerate(found[1] if found else b""):
+                logits[row, place - 4, digit] = 1.0
+        return logits
+
+    monkeypatch.setattr(grid.saving, "load", lambda folder, device: reader)
+    settings = TrainingSettings(batch_size=5, evaluation_batches=2)
+    cells = grid.recalled(tmp_path, Needle(context=600), settings)
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [(n, d) for n in (150, 300, 600) for d in grid.DEPTHS]
+    longest = {cell["depth"] for cell in cells if cell["length"] == 600 and cell["recalled"] == 1.0}
+    assert longest == {*reached}
+    assert all(cell["recalled"] in (0.0, 1.0) for cell in cells)
+
+
+def test_a_needle_run_ends_with_its_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "Needle(context=128)", "--steps", "1", "--batch-size", "2", *SMALL, "--out", str(tmp_path)]
+    assert commands.run(words) == 0
+    assert "answers recalled" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "result.json").read_text())["recalled"]) == 5

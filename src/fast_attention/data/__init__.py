@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
 from fast_attention.data.fasta import FastaError as FastaError
 from fast_attention.data.fasta import Protein as Protein
 from fast_attention.data.fasta import parse_fasta, read_fasta
+from fast_attention.data.packages import read_package
 
-__all__ = ["FastaError", "Protein", "models", "proteins", "read_fasta", "text"]
+__all__ = ["FastaError", "Protein", "models", "proteins", "read_fasta", "read_proteins", "text"]
 
 
 def text() -> str:
@@ -21,6 +23,21 @@ def text() -> str:
 def proteins() -> list[Protein]:
     """421 reviewed UniProt proteins of 56 to 2,948 residues (CC BY 4.0), Cas9 of *S. pyogenes* (Q99ZW2) first."""
     return list(parse_fasta(_bytes("uniprot.fasta.gz"), name="uniprot.fasta.gz"))
+
+
+def read_proteins(source: str) -> Iterable[Protein]:
+    """``"sample"``: the shipped proteins; the path of a FASTA file; or the name of an installed Debian package.
+
+    Raises:
+        FastaError: A file is damaged or holds something else; the message names the line.
+        OSError: The file cannot be opened.
+        ValueError: Neither a file nor an installed package, or a package without proteins.
+    """
+    if source == "sample":
+        return proteins()
+    path = Path(source)
+    is_file = path.exists() or len(path.parts) != 1 or bool(path.suffix)
+    return read_fasta(path) if is_file else read_package(source)
 
 
 def models() -> dict[str, Path]:

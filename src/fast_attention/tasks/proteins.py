@@ -33,7 +33,8 @@ class ProteinMLM(Task):
     Longer proteins are cut at a random place in training, at the start in validation.
 
     Args:
-        fasta: A FASTA file, plain or gzipped; ``"sample"`` for the shipped proteins.
+        fasta: A FASTA file, plain or gzipped; ``"sample"`` for the shipped proteins; or the name of an installed
+            Debian package, such as ``"mmseqs2-examples"``: all proteins that it brought.
         context: The longest stretch of a protein.
         share: Of the proteins that are candidates for validation.
         split: ``"homology"``: a candidate that shares 15 residues in a row with a training protein is left out of both
@@ -136,7 +137,7 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
 def _sequences(fasta: str) -> list[str]:
     """The different proteins of a file that are long enough, in alphabetical order."""
     try:
-        found = {protein.sequence for protein in (data.proteins() if fasta == "sample" else data.read_fasta(fasta))}
+        found = {protein.sequence for protein in data.read_proteins(fasta)}
     except OSError as error:
         raise ValueError(f"{fasta}: {error.strerror or error}") from error
     counts: Counter[str] = Counter()

@@ -22,6 +22,11 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, L), ``IGNORED`` where nothing is asked; (B,) for classes
     key_mask: Tensor | None = None  # (B, L), True = a token; None: no padding
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        tokens, targets, mask = self
+        return Batch(tokens.to(device), targets.to(device), None if mask is None else mask.to(device))
+
 
 class Task(Value, ABC):
     """A source of batches. Subclasses are frozen dataclasses; a ``seed`` field makes other data of the same kind."""

@@ -37,8 +37,8 @@ class Group:
 
     def mine(self, batch: Batch) -> Batch:
         """This process's sequences of a batch, on its device."""
-        parts = (None if x is None else x[self.rank :: self.size].to(self.device) for x in batch)
-        return Batch(*parts)  # type: ignore[arg-type]
+        (tokens, targets, mask), own = batch, slice(self.rank, None, self.size)
+        return Batch(tokens[own], targets[own], None if mask is None else mask[own]).to(self.device)
 
     def highest(self, *numbers: float) -> list[float]:
         """The greatest of each number over all processes."""

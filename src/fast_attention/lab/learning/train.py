@@ -18,10 +18,11 @@ from rich.text import Text
 from fast_attention import files, tasks
 from fast_attention.lab import inputs, records
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.learning import curve
+from fast_attention.lab.learning import curve, grid
 from fast_attention.lab.progress import training_bar
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.models import ModelConfig
+from fast_attention.tasks.needle import Needle
 from fast_attention.tasks.task import Task
 from fast_attention.training import journal, steps
 from fast_attention.training.loop import Diverged, Outcome, train
@@ -151,8 +152,13 @@ def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: 
         "baselines": baselines,
         **records.surroundings(inputs.device(settings.device)),
     }
+    if isinstance(task, Needle):
+        with say.status("needles at every depth"):
+            result["recalled"] = grid.recalled(out / "model", task, settings)
     files.write(out / RESULT, json.dumps(result, indent=1) + "\n")
     spent = f"{outcome.parameters:,} parameters, {outcome.step:,} steps, {outcome.seconds:.0f} s, {outcome.status}"
     show.print(Text(f"{task!r}, {mechanisms}: {spent}"), soft_wrap=True)
     show.print(curve.table(outcome, task, baselines))
+    if "recalled" in result:
+        show.print(grid.table(result["recalled"]))
     say.print(Text(f"\nModel: {(out / 'model').resolve()}\nCurve: {(out / CURVE).resolve()}"), soft_wrap=True)

@@ -1,0 +1,62 @@
+"""Where recall ends: a trained model asked for needles at every depth of contexts of several lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from fast_attention.nn import saving
+from fast_attention.tasks.needle import DIGITS, Needle
+from fast_attention.tasks.task import IGNORED
+from fast_attention.training import steps
+from fast_attention.training.settings import TrainingSettings
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHORTEST = 128
+
+
+def lengths(task: Needle) -> list[int]:
+    """The task's length, its half, its quarter, down to the shortest worth asking."""
+    found = [task.context]
+    while found[-1] // 2 >= SHORTEST:
+        found.append(found[-1] // 2)
+    return found[::-1]
+
+
+def recalled(folder: Path, task: Needle, settings: TrainingSettings) -> list[dict[str, Any]]:
+    """Share of answers with all digits right, at each length and depth, by the model in ``folder``."""
+    model = saving.load(folder, settings.device)
+    cells = task.grid(lengths(task), DEPTHS)
+    return [
+        {"length": length, "depth": depth, "recalled": _share(model, cell, settings)}
+        for (length, depth), cell in cells.items()
+    ]
+
+
+@torch.no_grad()
+def _share(model: Any, task: Needle, settings: TrainingSettings) -> float:
+    right = total = 0
+    for index in range(settings.evaluation_batches):
+        batch = task.batch("valid", index, settings.batch_size).to(settings.device)
+        logits, targets = steps.forward(model, batch, settings)
+        asked = targets != IGNORED
+        hits = (logits.argmax(-1) == targets)[asked].view(-1, DIGITS).all(-1)
+        right, total = right + int(hits.sum()), total + len(hits)
+    return right / total
+
+
+def table(cells: list[dict[str, Any]]) -> Table:
+    """Depths from left to right, lengths from top to bottom."""
+    shown = Table(box=None, header_style="bold", pad_edge=False, title="answers recalled", title_justify="left")
+    shown.add_column("tokens", justify="right")
+    for depth in DEPTHS:
+        shown.add_column(f"depth {depth:.0%}", justify="right")
+    for length in dict.fromkeys(cell["length"] for cell in cells):
+        row = [cell["recalled"] for cell in cells if cell["length"] == length]
+        words = [Text(f"{share:.0%}", style="green" if share > 0.5 else "red") for share in row]
+        shown.add_row(Text(f"{length:,}"), *words)
+    return shown
