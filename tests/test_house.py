@@ -24,7 +24,7 @@ FLOORS = [
     ["mechanisms"],
     ["catalogue"],
     ["functional", "nn", "counting"],
-    ["conformance", "data", "explanation"],
+    ["conformance", "data", "explanation", "integrations"],
     ["tasks"],
     ["training"],
     ["lab"],

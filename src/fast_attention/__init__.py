@@ -40,3 +40,6 @@ from fast_attention.nn.reversible import Reversible as Reversible, ReversibleSeq
 
 from fast_attention.explanation import Explanation as Explanation, explain as explain
 from fast_attention import conformance as conformance
+
+from fast_attention.integrations import Report as Report, swap as swap, swap_back as swap_back
+from fast_attention.integrations import from_pretrained as from_pretrained

@@ -1,0 +1,7 @@
+"""Other people's models: their attention swapped for any mechanism, saved, loaded, and put back."""
+
+from fast_attention.integrations.report import Layer as Layer
+from fast_attention.integrations.report import Report as Report
+from fast_attention.integrations.swapping import from_pretrained as from_pretrained
+from fast_attention.integrations.swapping import swap as swap
+from fast_attention.integrations.swapping import swap_back as swap_back

@@ -1,0 +1,269 @@
+"""Swapping the attention of a Hugging Face model: found by a probe, replaced, and checked by another probe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fast_attention import catalogue
+from fast_attention.integrations import attention
+from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
+from fast_attention.integrations.report import Layer, chosen
+from fast_attention.integrations.saving import save_pretrained
+from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.mechanisms.softmax import Softmax
+from fast_attention.nn.bound import Bound
+from fast_attention.ops.trail import followed
+
+PROBE = 8  # tokens
+BEFORE = "_fast_attention_before"  # the implementation that the model had
+SPELT = "fast_attention:"  # before a mechanism's spelling, in set_attn_implementation
+
+
+def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
+    """Replace the attention of every layer that ``wanted`` names; the model is unchanged if that fails.
+
+    Raises:
+        Unsupported: The model does not call its attention through transformers' interface, or no layer can be swapped.
+    """
+    attention.install()
+    _check(model)
+    swap_back(model)
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+        calls = _found(model)
+        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in calls.items()]
+        if not any(layer.replaced for layer, _ in layers):
+            raise Unsupported(_nothing(model, [layer for layer, _ in layers]))
+        for layer, bound in layers:
+            _install(model.get_submodule(layer.name), bound, kept=not layer.replaced)
+        done = _probed(model, [layer for layer, _ in layers])
+    except BaseException:
+        _remove(model)
+        model.set_attn_implementation(before)
+        raise
+    setattr(model, BEFORE, before)
+    model.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
+    return done
+
+
+def swap_back(model: PreTrainedModel) -> bool:
+    """The model with the attention that it had; whether there was anything to undo."""
+    before = model.__dict__.get(BEFORE)
+    if before is None:
+        return False
+    _remove(model)
+    delattr(model, BEFORE)
+    model.set_attn_implementation(before)
+    return True
+
+
+def _check(model: PreTrainedModel) -> None:
+    if not model._can_set_attn_implementation():
+        raise Unsupported(
+            f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
+            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, GPT-2, Llama, "
+            "Mistral and other models of the interface, or torch's nn.MultiheadAttention and nn.Transformer"
+        )
+
+
+def _found(model: PreTrainedModel) -> dict[str, Call]:
+    """Every attention module that a probe forward calls, by name, in order."""
+    names = {part: name for name, part in model.named_modules()}
+    with attention.recorded() as calls:
+        _forward(model)
+    found = {names[call.module]: call for call in calls}
+    if not found:
+        raise Unsupported(
+            f"{type(model).__name__} called no attention in a probe forward: it has none ({model.config.model_type}), "
+            "and nothing was swapped"
+        )
+    return found
+
+
+def _plan(
+    name: str, call: Call, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
+) -> tuple[Layer, Bound]:
+    """What a layer will run: the mechanism, or exact attention where that cannot serve, with the reason."""
+    reason = "no pattern names it" if mechanism is None else _obstacle(mechanism, call)
+    runs: Any = Softmax() if mechanism is None or reason else mechanism
+    longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
+    shape = Shape(call.heads, call.head_dim, longest if runs.traits.bounded else 0)
+    like = next(model.get_submodule(name).parameters())
+    bound = Bound(runs, shape).to(device=like.device, dtype=like.dtype)
+    learned = sum(p.numel() for p in bound.parameters())
+    dropped = _dropout(model.get_submodule(name))
+    if not reason and dropped and not runs.traits.mask:
+        note = f"in training its attention weights are not dropped (the model drops {dropped:g})"
+    else:
+        note = ""
+    kind = type(model.get_submodule(name)).__name__
+    made = Layer(
+        name, kind, call.heads, call.head_dim, call.is_causal, repr(runs), reason or note, not reason, learned
+    )
+    return made, bound
+
+
+def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
+    """Why a mechanism cannot serve a layer; empty if it can."""
+    traits = mechanism.traits
+    if not isinstance(mechanism, Attention):
+        return f"{mechanism!r} mixes whole tokens and takes no queries"
+    if call.is_causal and not traits.causal:
+        return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
+    if call.crosses and not traits.cross:
+        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
+    if call.extra and not (call.extra == ("position_bias",) and traits.mask):
+        return f"the layer adds {', '.join(call.extra)} to its scores, which {mechanism!r} does not form (traits.mask)"
+    if not traits.padding:
+        return f"{mechanism!r} takes no padded batches (traits.padding)"
+    return ""
+
+
+def _dropout(module: nn.Module) -> float:
+    """The share of attention weights that a module drops in training."""
+    for name in ("attention_dropout", "attn_dropout", "dropout"):
+        found = getattr(module, name, None)
+        if isinstance(found, nn.Dropout):
+            return found.p
+        if isinstance(found, float):
+            return found
+    return 0.0
+
+
+def _nothing(model: PreTrainedModel, layers: list[Layer]) -> str:
+    reasons = dict.fromkeys(layer.why for layer in layers)
+    return f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}"
+
+
+def _install(module: nn.Module, bound: Bound, *, kept: bool) -> None:
+    swapped = Swapped(bound, kept=kept)
+    module.add_module(CHILD, swapped)
+    swapped.hooks = (
+        module.register_forward_pre_hook(_enter, with_kwargs=True),
+        module.register_forward_hook(_leave, always_call=True),
+    )
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Remember transformers' cache for the attention function, which does not get it."""
+    from transformers.cache_utils import Cache
+
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
+    cache = found[0] if found else kwargs.get("past_key_values")
+    swapped = module._modules.get(CHILD)
+    if isinstance(swapped, Swapped):
+        swapped.begin(module, cache)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    swapped = module._modules.get(CHILD)
+    if isinstance(swapped, Swapped):
+        swapped.cache = None
+
+
+def _remove(model: nn.Module) -> None:
+    model.__dict__.pop("save_pretrained", None)
+    for name, swapped in layers_of(model).items():
+        for hook in swapped.hooks:
+            hook.remove()
+        del model.get_submodule(name)._modules[CHILD]
+
+
+def _probed(model: PreTrainedModel, layers: list[Layer]) -> tuple[Layer, ...]:
+    """The layers with the path that each took in a forward pass, in which every one was really called."""
+    paths: dict[str, str] = {}
+    with followed() as steps:
+
+        def watch(name: str, part: Swapped) -> list[Any]:
+            began: list[int] = []
+
+            def ended(module: nn.Module, args: Any, out: Any) -> None:
+                paths[name] = ", ".join(dict.fromkeys(step.what for step in steps[began[-1] :]))
+
+            start = part.bound.register_forward_pre_hook(lambda module, args: began.append(len(steps)))
+            return [start, part.bound.register_forward_hook(ended)]
+
+        handles = [handle for name, part in layers_of(model).items() for handle in watch(name, part)]
+        try:
+            _forward(model)
+        finally:
+            for handle in handles:
+                handle.remove()
+    silent = [layer.name for layer in layers if layer.name not in paths]
+    if silent:
+        raise Unsupported(f"after the swap these layers were not called: {', '.join(silent)}")
+    return tuple(replace(layer, path=paths[layer.name]) for layer in layers)
+
+
+@torch.no_grad()
+def _forward(model: PreTrainedModel) -> None:
+    """A small forward pass in evaluation mode, random generators left as they were."""
+    with _evaluating(model), torch.random.fork_rng(devices=[]):
+        model(**probe_inputs(model))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
+    """Small inputs of the kind that a model takes: token numbers, or pixels."""
+    device, config = model.device, model.config
+    known = inspect.signature(model.forward).parameters
+    given: dict[str, Tensor] = {}
+    if model.main_input_name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+        given["pixel_values"] = torch.zeros(2, config.num_channels, *size, device=device, dtype=model.dtype)
+    elif model.main_input_name == "input_ids":
+        usual = [i for i in range(4, 4 + PROBE) if i < config.get_text_config().vocab_size] or [0]
+        given["input_ids"] = torch.tensor([(usual * PROBE)[:PROBE]] * 2, device=device)
+        if config.is_encoder_decoder and "decoder_input_ids" in known:
+            given["decoder_input_ids"] = given["input_ids"][:, : PROBE - 2]
+    else:
+        raise Unsupported(
+            f"{type(model).__name__} reads {model.main_input_name}, and a probe is made of token numbers or pixels"
+        )
+    return {**given, **({"use_cache": False} if "use_cache" in known else {})}
+
+
+def register() -> None:
+    """Let ``model.set_attn_implementation("fast_attention:FavorPlus(num_features=128)")`` swap a model's attention.
+
+    The same as ``swap(model, "FavorPlus(num_features=128)")``, for code that sets implementations by name; any other
+    name puts a swapped model back first. Done once, it stays for this process.
+    """
+    attention.install()
+    before = PreTrainedModel.set_attn_implementation
+    if getattr(before, "swaps", False):
+        return
+
+    def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **settings: Any) -> None:
+        if isinstance(attn_implementation, str) and attn_implementation.startswith(SPELT):
+            swap(self, catalogue.parse(attn_implementation.removeprefix(SPELT)), None)
+            return
+        if attn_implementation != NAME:
+            saved = self.__dict__.pop(BEFORE, None)
+            if saved is not None:
+                _remove(self)
+        before(self, attn_implementation, *args, **settings)
+
+    set_attn_implementation.swaps = True  # type: ignore[attr-defined]
+    set_attn_implementation.__doc__ = before.__doc__
+    PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]

@@ -1,0 +1,89 @@
+"""What a swap did, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fast_attention.mechanism import Mechanism
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer of a model."""
+
+    name: str  # of the module, as in ``model.named_modules()``
+    kind: str  # its class
+    heads: int
+    head_dim: int
+    is_causal: bool
+    mechanism: str  # what runs now
+    why: str = ""  # for a layer that was kept: why; for a swapped one: what to know
+    replaced: bool = True
+    parameters: int = 0  # learned ones that came with it
+    path: str = ""  # which implementation the probe took
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``swap`` did. Printed, it is a table.
+
+    ``model`` is the model itself, with the mechanisms in it.
+    """
+
+    model: nn.Module = field(repr=False)
+    layers: tuple[Layer, ...]
+    undo: Callable[[], None] = field(repr=False, compare=False, default=lambda: None)
+
+    @property
+    def replaced(self) -> tuple[Layer, ...]:
+        """The layers that run another mechanism now."""
+        return tuple(layer for layer in self.layers if layer.replaced)
+
+    @property
+    def kept(self) -> tuple[Layer, ...]:
+        """The layers that stayed exact, each with its reason."""
+        return tuple(layer for layer in self.layers if not layer.replaced)
+
+    @property
+    def parameters(self) -> int:
+        """Learned numbers that were added."""
+        return sum(layer.parameters for layer in self.layers)
+
+    def __str__(self) -> str:
+        """A table: equal layers in a row stand together."""
+        rows = [("layer", "heads", "was", "is", "note")]
+        for group in _groups(self.layers):
+            first, last = group[0], group[-1]
+            name = first.name if len(group) == 1 else f"{first.name} ... {last.name} ({len(group)})"
+            side = "causal" if first.is_causal else "both sides"
+            note = "; ".join(x for x in (first.why, first.path and f"runs {first.path}") if x)
+            rows.append((name, f"{first.heads} x {first.head_dim}, {side}", first.kind, first.mechanism, note))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        total = f"{len(self.replaced)} of {len(self.layers)} attention layers replaced"
+        return "\n".join([*lines, f"{total}, {self.parameters:,} parameters added"])
+
+
+def _groups(layers: tuple[Layer, ...]) -> list[list[Layer]]:
+    groups: list[list[Layer]] = []
+    for layer in layers:
+        alike = groups and _plain(groups[-1][-1]) == _plain(layer)
+        groups[-1].append(layer) if alike else groups.append([layer])
+    return groups
+
+
+def _plain(layer: Layer) -> tuple[Any, ...]:
+    return tuple(value for name, value in vars(layer).items() if name != "name")
+
+
+def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:
+    """The mechanism for a layer: the first pattern that fits its name; None for none."""
+    from fnmatch import fnmatchcase
+
+    if not isinstance(wanted, dict):
+        return wanted
+    return next((mechanism for pattern, mechanism in wanted.items() if fnmatchcase(name, pattern)), None)

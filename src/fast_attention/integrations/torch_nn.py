@@ -1,0 +1,103 @@
+"""Swapping the attention of ``nn.Transformer`` and of every model with an ``nn.MultiheadAttention`` in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fast_attention.integrations.report import Layer, chosen
+from fast_attention.mechanism import Attention, Mechanism, Unsupported
+from fast_attention.nn.multihead import MultiheadAttention
+
+_STANDS_IN = (nn.TransformerDecoderLayer, "multihead_attn")  # where torch's layers attend to another sequence
+
+
+def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
+    """Replace every ``nn.MultiheadAttention`` that ``wanted`` names; weights are shared, names stay.
+
+    Raises:
+        Unsupported: No layer can be swapped.
+    """
+    layers, made = [], {}
+    for name, module in model.named_modules():
+        if type(module) is nn.MultiheadAttention:
+            layer, new = _plan(name, module, chosen(name, wanted), model, max_len)
+            layers.append(layer)
+            if new is not None:
+                made[name] = new
+    if layers and not made:
+        reasons = dict.fromkeys(layer.why for layer in layers)
+        raise Unsupported(f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}")
+    for name, new in made.items():
+        _put(model, name, new)
+    return tuple(layers)
+
+
+def swap_back(model: nn.Module) -> bool:
+    """torch's modules in place of ours, with the weights as they are now; whether there were any."""
+    ours = [(name, part) for name, part in model.named_modules() if isinstance(part, MultiheadAttention)]
+    for name, part in ours:
+        sizes = (part.embed_dim, part.num_heads, part.dropout, part.in_proj_bias is not None, part.bias_k is not None)
+        like = part.out_proj.weight
+        old = nn.MultiheadAttention(
+            *sizes, part.add_zero_attn, part.kdim, part.vdim, part.batch_first, like.device, like.dtype
+        )
+        _share(part, old)
+        _put(model, name, old)
+    return bool(ours)
+
+
+def _plan(
+    name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any] | None, model: nn.Module, max_len: int | None
+) -> tuple[Layer, MultiheadAttention | None]:
+    """What a layer will run, and the module for it; None where it stays."""
+    head_dim = module.embed_dim // module.num_heads
+    reason = "no pattern names it" if mechanism is None else _obstacle(name, module, mechanism, model)
+    kind = type(module).__name__
+    if mechanism is None or reason:
+        return Layer(name, kind, module.num_heads, head_dim, False, "Softmax()", reason, replaced=False), None
+    like = module.out_proj.weight
+    new = MultiheadAttention(
+        module.embed_dim, module.num_heads, module.dropout if mechanism.traits.mask else 0.0,
+        module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
+        module.batch_first, like.device, like.dtype, mechanism=mechanism, max_len=max_len or 0,
+    )  # fmt: skip
+    _share(module, new)
+    new.train(module.training)
+    note = ""
+    if module.dropout and not mechanism.traits.mask:
+        note = f"in training its attention weights are not dropped (the model drops {module.dropout:g})"
+    learned = sum(p.numel() for p in new.attention.parameters())
+    return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), note, True, learned), new
+
+
+def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any], model: nn.Module) -> str:
+    """Why a mechanism cannot serve a layer; empty if it can."""
+    traits = mechanism.traits
+    if not isinstance(mechanism, Attention):
+        return f"{mechanism!r} mixes whole tokens and takes no queries"
+    parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
+    kind, own = _STANDS_IN
+    crosses = isinstance(parent, kind) and name.rpartition(".")[2] == own
+    if crosses and not traits.cross:
+        return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
+    if isinstance(parent, kind) and not crosses and not traits.causal:
+        return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
+    if (module.bias_k is not None or module.add_zero_attn) and not traits.cross:
+        return f"the layer appends keys of its own, which {mechanism!r} cannot take (traits.cross)"
+    return ""
+
+
+def _share(old: nn.Module, new: nn.Module) -> None:
+    """The same parameters in both: nothing is copied, and an optimiser goes on with them."""
+    for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"):
+        setattr(new, name, getattr(old, name))
+    new.out_proj = old.out_proj
+
+
+def _put(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, new)
+
+

@@ -1,0 +1,109 @@
+"""What transformers lets each token see, read off its mask functions in a number of steps linear in the length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+Sees = Callable[..., Tensor]  # (batch, head, query, key), places that broadcast -> may the query see the key?
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the queries of a call may see.
+
+    ``dense`` makes the whole mask (B, 1, L, S), True = may be seen, for mechanisms that take one; where ``plain`` is
+    False, only that says everything.
+    """
+
+    dense: Callable[[], Tensor]
+    tokens: Bool[Tensor, "batch all"] | None = None  # which places so far are tokens; None: all
+    is_causal: bool = False
+    sequences: Int[Tensor, "batch keys"] | None = None  # packed in one row: their numbers; None: one in each row
+    back: int | None = None  # keys before itself that a query sees; None: all
+    ahead: int | None = None  # keys behind itself; None: all, or none if causal
+    plain: bool = True
+
+    def key_mask(self, keys: int) -> Bool[Tensor, "batch keys"] | None:
+        """Which of the last ``keys`` places are tokens."""
+        return None if self.tokens is None else self.tokens[:, -keys:]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which queries and keys a mask is about, by their places in the sequence."""
+
+    batch: int
+    first_query: int
+    queries: int
+    first_key: int
+    keys: int
+    device: torch.device
+
+    def columns(self) -> Int[Tensor, "keys"]:
+        """Of all keys."""
+        return torch.arange(self.first_key, self.first_key + self.keys, device=self.device)
+
+    def rows(self) -> Int[Tensor, "queries"]:
+        """Of all queries."""
+        return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
+
+
+def read(sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
+    """What a mask function allows: by all pairs of neighbours, and by the first, middle and last row.
+
+    Args:
+        sees: The function.
+        places: What it is asked about.
+        tokens: Which places so far are tokens, (B, all).
+        dense: Makes the whole mask.
+    """
+    batch = torch.arange(places.batch, device=places.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=places.device)
+
+    def seen(queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.as_tensor(sees(batch, head, queries, keys)).expand(places.batch, len(keys))
+
+    found = Visible(dense, tokens)
+    columns, rows = places.columns(), places.rows()
+    if places.queries > 1:
+        causal = not bool(seen(rows[:-1], rows[:-1] + 1).any())
+        apart = ~seen(rows[1:], rows[1:] - 1)
+        sequences = torch.nn.functional.pad(apart.cumsum(-1), (1, 0)) if bool(apart.any()) else None
+        found = replace(found, is_causal=causal, sequences=sequences)
+    else:  # a step of decoding, or a question to all of a memory
+        found = replace(found, is_causal=places.first_query == places.first_key + places.keys - 1)
+    probes = {i: seen(rows[i : i + 1], columns) for i in {0, places.queries // 2, places.queries - 1}}
+    at = {i: places.first_query + i - places.first_key for i in probes}
+    if found.sequences is None:
+        last = max(probes)
+        back = _reach(probes[last][0, : at[last]].flip(0))
+        ahead = None if found.is_causal else _reach(probes[0][0, at[0] + 1 :])
+        found = replace(found, back=back, ahead=ahead)
+    elif places.first_query != places.first_key or places.queries != places.keys:
+        return replace(found, plain=False)
+    distance = columns - places.first_key
+    told = all(bool((_told(found, distance - at[i], i) == row).all()) for i, row in probes.items())
+    reaches = places.first_query + places.queries == places.first_key + places.keys  # where causal means so to us
+    return replace(found, plain=told and (reaches or not found.is_causal))
+
+
+def _told(found: Visible, distance: Tensor, row: int) -> Tensor:
+    """A row of the mask as the fields tell it."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if found.is_causal:
+        seen = seen & (distance <= 0)
+    if found.back is not None:
+        seen = seen & (distance >= -found.back)
+    if found.ahead is not None:
+        seen = seen & (distance <= found.ahead)
+    return seen if found.sequences is None else seen & (found.sequences == found.sequences[:, row : row + 1])
+
+
+def _reach(side: Tensor) -> int | None:
+    """How many neighbours in a row are seen; None: all of them."""
+    return None if bool(side.all()) else int((~side).int().argmax())
