@@ -22,6 +22,7 @@ from fast_attention.tasks import (
     Copy,
     Duplicate,
     ListOps,
+    Lookup,
     Needle,
     PackageMissing,
     Pathfinder,
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KINDS = [
     "ProteinMLM(context=100)", "ByteLM", "ListOps(shortest=20, longest=90)", "Pathfinder", "MQAR", "Copy", "Duplicate",
-    "SelectiveCopy", "Needle", "Sequences",
+    "SelectiveCopy", "Needle", "Sequences", "Lookup",
 ]  # fmt: skip
 
 
@@ -209,6 +210,15 @@ def test_selective_copy_asks_for_the_data_in_order() -> None:
         assert [token for token in row[:30] if token < 14] == wanted[30:]
         assert row[30:] == [15] * 8
         assert {*wanted[:30]} == {IGNORED}
+
+
+def test_an_encoder_finds_no_value_behind_its_key() -> None:
+    """Values stand at the odd places of the first part only, so that seeing both sides tells nothing."""
+    tokens, targets, _ = Lookup(vocab=40, pairs=3, context=30).batch("train", 0, 50)
+    assert not (tokens[:, 6:] >= 20).any()
+    assert not (tokens[:, 0:6:2] >= 20).any()
+    assert ((targets != IGNORED).sum(-1) == 3).all()
+    assert not Lookup().causal
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0, None])

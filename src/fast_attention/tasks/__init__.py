@@ -9,12 +9,12 @@ from fast_attention.tasks.needle import Needle
 from fast_attention.tasks.pathfinder import Pathfinder
 from fast_attention.tasks.pixels import Pixels
 from fast_attention.tasks.proteins import ProteinMLM
-from fast_attention.tasks.recall import MQAR, Copy, Duplicate, SelectiveCopy
+from fast_attention.tasks.recall import MQAR, Copy, Duplicate, Lookup, SelectiveCopy
 from fast_attention.tasks.sequences import Sequences
 from fast_attention.tasks.task import Batch, PackageMissing, Split, Task
 
 _KINDS: tuple[type[Task], ...] = (
-    ProteinMLM, ByteLM, ListOps, Pathfinder, MQAR, Copy, Duplicate, SelectiveCopy, Needle, Pixels, Sequences
+    ProteinMLM, ByteLM, ListOps, Pathfinder, MQAR, Lookup, Copy, Duplicate, SelectiveCopy, Needle, Pixels, Sequences
 )  # fmt: skip
 _NAMED = {kind.name: kind for kind in _KINDS}
 _SPELLING = Spelling("task", "ListOps(longest=128)", {kind.__name__: kind for kind in _KINDS}, tuple(_NAMED))
@@ -50,6 +50,6 @@ def parse(text: str | Task) -> Task:
 
 
 __all__ = [
-    "MQAR", "Batch", "ByteLM", "Copy", "Duplicate", "ListOps", "Needle", "PackageMissing", "Pathfinder", "Pixels",
+    "MQAR", "Batch", "ByteLM", "Copy", "Duplicate", "ListOps", "Lookup", "Needle", "PackageMissing", "Pathfinder", "Pixels",
     "ProteinMLM", "SelectiveCopy", "Sequences", "Split", "Task", "names", "parse",
 ]  # fmt: skip

@@ -186,3 +186,21 @@ class MQAR(Task):
     def baselines(self) -> dict[str, float]:
         """Knowing which values are in the sequence, but not whose they are."""
         return {"one of the sequence's values": 1 / self.pairs}
+
+
+@dataclass(frozen=True, repr=False)
+class Lookup(MQAR):
+    """MQAR for models that see both sides: nothing that stands behind a key tells its value, so nothing is given away.
+
+    What looks up nothing by content, such as a table of positions or a Fourier transform, stays near the baseline.
+
+    Args:
+        vocab: Kinds of tokens; keys below the half, values above, 0 as filler.
+        pairs: Keys and values in a sequence.
+        context: Tokens in a sequence, at least ``4 * pairs``.
+        power: Of the distribution of gaps.
+        seed: For the data.
+    """
+
+    name = "lookup"
+    causal = False
