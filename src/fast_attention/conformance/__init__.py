@@ -3,6 +3,7 @@
     from fast_attention import conformance
     report = conformance.check(conformance.of("FavorPlus(num_features=64)"))
     report = conformance.check(conformance.stranger(lambda: MyAttention(dim=64, heads=4), width=64))
+    report = conformance.check_model(transformer)
     print(report)
 
 A ``Law`` called with a ``Subject`` gives a ``Finding``: kept, broken or not claimed, with the measured size of the
@@ -15,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fast_attention.conformance import independence, promises, robustness
+import torch
+from torch import nn
+
+from fast_attention.conformance import independence, promises, robustness, whole_model
 from fast_attention.conformance.finding import Finding as Finding
 from fast_attention.conformance.finding import Law as Law
 from fast_attention.conformance.subject import Subject as Subject
@@ -76,3 +80,23 @@ def check(subject: Subject, *, device: str = "cpu", laws: Iterable[Law] = LAWS) 
         laws: Which laws, all by default.
     """
     return Report(subject.name, tuple(law(subject, device) for law in laws))
+
+
+@torch.no_grad()
+def check_model(model: nn.Module) -> Report:
+    """Run the laws on a whole model, anybody's, swapped or not; a broken one names the layer that breaks it.
+
+    Args:
+        model: A Hugging Face model of tokens (not encoder-decoder), or an ``nn.models.Model`` of this library. It is
+            judged in evaluation mode and left as it was.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    subject, modes = whole_model.of(model), {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        return Report(subject.name, tuple(law(subject) for law in whole_model.LAWS))
+    finally:
+        for part, training in modes.items():
+            part.training = training
