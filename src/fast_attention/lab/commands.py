@@ -1,4 +1,4 @@
-"""The commands: ``compare``, ``bench``, ``train``, ``generate``, ``list``, ``check``."""
+"""The commands: ``compare``, ``bench``, ``train``, ``generate``, ``study``, ``list``, ``check``, ``check-model``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
 from fast_attention.lab.study.command import study_command
+from fast_attention.lab.whole import check_model_command
 from fast_attention.mechanism import Mixer
 
 app = typer.Typer(
@@ -190,6 +191,7 @@ app.command("bench")(bench_command)
 app.command("train")(train_command)
 app.command("generate")(generate_command)
 app.command("study")(study_command)
+app.command("check-model")(check_model_command)
 
 
 @app.command("list")

@@ -1,0 +1,104 @@
+"""The laws of whole models: sound ones keep them, and of a broken one the layer is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fast_attention import conformance, swap
+from fast_attention.lab import commands
+from fast_attention.nn import saving
+from fast_attention.nn.models import Model, ModelConfig
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+
+
+def llama() -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SIZES, max_position_embeddings=64, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> Any:
+    torch.manual_seed(1)
+    return transformers.BertModel(transformers.BertConfig(**SIZES, max_position_embeddings=64))
+
+
+def broken(report: conformance.Report) -> dict[str, str]:
+    return {finding.law: finding.detail for finding in report.broken}
+
+
+@pytest.mark.parametrize("mechanism", [None, "Softmax", "LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))"])
+@pytest.mark.parametrize("make", [llama, bert])
+def test_sound_models_keep_all_laws(make: Any, mechanism: str | None) -> None:
+    model = make()
+    if mechanism is not None:
+        swap(model, mechanism)
+    report = conformance.check_model(model)
+    assert not report.broken, report
+    unclaimed = {finding.law for finding in report.findings if finding.status == "not claimed"}
+    assert len(unclaimed) == (0 if make is llama else 3), report
+    assert model.training  # as it was
+
+
+@pytest.mark.parametrize("mechanism", ["Softmax", "LinearAttention"])
+def test_our_own_models_keep_them(mechanism: str) -> None:
+    for causal in (False, True):
+        model = Model(ModelConfig(vocab_size=40, mechanism=mechanism, width=16, heads=2, max_len=64, causal=causal))
+        assert not conformance.check_model(model).broken
+
+
+def test_the_layer_that_sees_the_future_is_named() -> None:
+    model = llama()
+
+    class Leak(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out, *rest = self.inner(hidden_states, *args, **kwargs)
+            return out + 0.1 * hidden_states.mean(1, keepdim=True), *rest
+
+    model.model.layers[1].self_attn = Leak(model.model.layers[1].self_attn)
+    found = broken(conformance.check_model(model))
+    assert "model.layers.1.self_attn" in found["the future never moves the past"]
+    assert "layers.1.self_attn.inner" not in found["the future never moves the past"]
+    assert "step by step is all at once" in found
+
+
+def test_the_layer_that_ignores_padding_is_named() -> None:
+    model = bert()
+    layer = model.encoder.layer[2].attention.self
+    plain = layer.forward
+    layer.forward = lambda hidden_states, attention_mask=None, **rest: plain(hidden_states, None, **rest)
+    found = broken(conformance.check_model(model))
+    assert {*found} == {"padding behind is inert", "padding before is inert", "padded is like shorter"}
+    assert "encoder.layer.2.attention.self" in found["padding behind is inert"]
+
+
+def test_what_it_cannot_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear: give a model that reads tokens"):
+        conformance.check_model(nn.Linear(2, 2))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path / "llama")
+    assert commands.run(["check-model", str(tmp_path / "llama"), "--mechanism", "LinearAttention"]) == 0
+    said = capsys.readouterr()
+    assert "3 of 3 attention layers replaced" in said.err
+    assert "the future never moves the past" in said.out
+    saving.save(Model(ModelConfig(vocab_size=40, width=16, heads=2, max_len=64)), tmp_path / "ours")
+    assert commands.run(["check-model", str(tmp_path / "ours"), "--json"]) == 0
+    assert {finding["status"] for finding in json.loads(capsys.readouterr().out)} == {"kept", "not claimed"}
+    assert commands.run(["check-model", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    assert commands.run(["check-model", str(tmp_path / "llama"), "--mechanism", "Linformer"]) == 2
+    assert "the layer is causal" in capsys.readouterr().err
