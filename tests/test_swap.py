@@ -142,9 +142,13 @@ def test_a_state_generates_what_recomputation_does(name: str, mechanism: str, ho
     """With left padding; a mechanism that sees more than the model's window is refused there."""
     model = build(name)
     if name == "Mistral" and not mechanism.startswith("Local"):
-        swap(model, mechanism)
         with pytest.raises(Unsupported, match="sees 5 tokens back only"):
-            out(model, inputs(model))
+            swap(model, mechanism)
+        wider = build(name, sliding_window=12)
+        assert "beyond 12 tokens, the layer's window, it refuses" in str(swap(wider, mechanism))
+        assert out(wider, inputs(wider, 12)).isfinite().all()
+        with pytest.raises(Unsupported, match="sees 11 tokens back only"):
+            out(wider, inputs(wider, 13))
         return
     swap(model, mechanism)
     given = inputs(model, 11, padded="left")

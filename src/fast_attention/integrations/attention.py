@@ -37,6 +37,7 @@ class Call(NamedTuple):
     back: int | None
     ahead: int | None
     extra: tuple[str, ...]  # arguments that change the scores
+    window: int | None  # the layer's, at any length
 
 
 _calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
@@ -135,7 +136,7 @@ def attention(
         calls.append(
             Call(
                 module, query.shape[1], query.shape[-1], scaling, seen.is_causal, crosses, seen.back, seen.ahead,
-                tuple(changes),
+                tuple(changes), extra.get("sliding_window"),
             )
         )  # fmt: skip
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None

@@ -101,14 +101,10 @@ def _plan(
     like = next(model.get_submodule(name).parameters())
     bound = Bound(runs, shape).to(device=like.device, dtype=like.dtype)
     learned = sum(p.numel() for p in bound.parameters())
-    dropped = _dropout(model.get_submodule(name))
-    if not reason and dropped and not runs.traits.mask:
-        note = f"in training its attention weights are not dropped (the model drops {dropped:g})"
-    else:
-        note = ""
+    notes = [] if reason else _notes(runs, call, _dropout(model.get_submodule(name)))
     kind = type(model.get_submodule(name)).__name__
     made = Layer(
-        name, kind, call.heads, call.head_dim, call.is_causal, repr(runs), reason or note, not reason, learned
+        name, kind, call.heads, call.head_dim, call.is_causal, repr(runs), reason or "; ".join(notes), not reason, learned
     )
     return made, bound
 
@@ -126,7 +122,20 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
         return f"the layer adds {', '.join(call.extra)} to its scores, which {mechanism!r} does not form (traits.mask)"
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
+    if not (traits.mask or attention.narrower(mechanism, call.back, call.ahead)):
+        return attention.window_words(mechanism, call.back, call.ahead)
     return ""
+
+
+def _notes(mechanism: Mechanism[Any, Any], call: Call, dropped: float) -> list[str]:
+    """What to know about a layer that was swapped."""
+    notes, free = [], mechanism.traits.mask
+    if dropped and not free:
+        notes.append(f"in training its attention weights are not dropped (the model drops {dropped:g})")
+    if call.window and not attention.narrower(mechanism, call.window - 1, call.window - 1):
+        beyond = "takes a mask of every pair" if free else "refuses"
+        notes.append(f"beyond {call.window:,} tokens, the layer's window, it {beyond}")
+    return notes
 
 
 def _dropout(module: nn.Module) -> float:
