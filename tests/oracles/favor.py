@@ -79,11 +79,29 @@ def favor_plus(
     return torch.stack(rows)
 
 
-ORACLES = {"Favor": favor, "FavorPlus": favor_plus}
+def learned_features(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Hedgehog (arXiv 2402.04347): exponentials of a learned map and of its negative, here times e^(-|x|^2 / 2)."""
+    scale = len(q[0]) ** 0.25
+
+    def phi(x: Tensor, W: Tensor) -> Tensor:
+        return torch.cat([(W @ x - x @ x / 2).exp(), (-(W @ x) - x @ x / 2).exp()])
+
+    rows = []
+    for i in range(len(q)):
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        weights = [phi(q[i] / scale, w.query[head]) @ phi(k[j] / scale, w.key[head]) for j in seen]
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
+    return torch.stack(rows)
+
+
+ORACLES = {"Favor": favor, "FavorPlus": favor_plus, "LearnedFeatures": learned_features}
 VARIANTS = [
     "Favor(features='phase')",
     "Favor(num_features=11, orthogonal=False, clamp=0.5)",
     "FavorPlus(num_features=5)",
+    "LearnedFeatures(num_features=5)",
     "FavorPlus(num_features=19, features='hyperbolic', orthogonal=False)",
     "FavorPlus(num_features=16, regularised=True)",
     "FavorPlus(num_features=16, damping=0.1)",
