@@ -26,7 +26,15 @@ BART = {
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 99, "max_position_embeddings": 128, "pad_token_id": 1,
     "forced_eos_token_id": None,
 }  # fmt: skip
-T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, "vocab_size": 99}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "num_heads": 4,
+    "num_layers": 2,
+    "d_ff": 48,
+    "vocab_size": 99,
+    "decoder_start_token_id": 0,
+}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 128}
 VIT = {**{k: v for k, v in SMALL.items() if k != "vocab_size"}, "image_size": 16, "patch_size": 4}
 
@@ -36,18 +44,40 @@ ENCODERS = {
     "DistilBert": ("DistilBertModel", "DistilBertConfig", {**DISTIL, **POSITIONS}),
     "Electra": ("ElectraModel", "ElectraConfig", {**SMALL, **POSITIONS, "embedding_size": 32}),
     "Albert": ("AlbertModel", "AlbertConfig", {**SMALL, **POSITIONS, "embedding_size": 16}),
-    "ModernBert": ("ModernBertModel", "ModernBertConfig", {
-        **SMALL, **POSITIONS, "num_hidden_layers": 3, "local_attention": 8, "pad_token_id": 1, "global_attn_every_n_layers": 3,
-    }),
-    "Esm": ("EsmModel", "EsmConfig", {**SMALL, "max_position_embeddings": 130, "pad_token_id": 1, "position_embedding_type": "rotary"}),
+    "ModernBert": (
+        "ModernBertModel",
+        "ModernBertConfig",
+        {
+            **SMALL,
+            **POSITIONS,
+            "num_hidden_layers": 3,
+            "local_attention": 8,
+            "pad_token_id": 1,
+            "global_attn_every_n_layers": 3,
+        },
+    ),
+    "Esm": (
+        "EsmModel",
+        "EsmConfig",
+        {**SMALL, "max_position_embeddings": 130, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    ),
 }
 DECODERS = {
     "GPT2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "GPTNeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SMALL, **POSITIONS}),
-    "OPT": ("OPTForCausalLM", "OPTConfig", {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48, "vocab_size": 99, **POSITIONS,
-        "word_embed_proj_dim": 32,
-    }),
+    "OPT": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 48,
+            "vocab_size": 99,
+            **POSITIONS,
+            "word_embed_proj_dim": 32,
+        },
+    ),
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, **POSITIONS, **GROUPED}),
     "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SMALL, **POSITIONS, **GROUPED}),
     "Mistral": ("MistralForCausalLM", "MistralConfig", {**SMALL, **POSITIONS, **GROUPED, "sliding_window": 6}),
@@ -92,6 +122,12 @@ def real(x: Tensor, given: dict[str, Tensor]) -> Tensor:
     return x if seen is None or x.shape[1] != seen.shape[1] else x[seen.bool()]
 
 
+def gradients(model: Any, x: Tensor) -> tuple[Tensor | None, ...]:
+    """Of a sum with different weights: squares behind a norm would not move."""
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(11))
+    return torch.autograd.grad((x * weights).sum(), list(model.parameters()), allow_unused=True)
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("padded", ["", "right", "left"])
 @pytest.mark.parametrize("training", [False, True])
@@ -107,16 +143,17 @@ def test_exact_attention_changes_nothing(name: str, padded: str, training: bool)
     model.train(training)
     given = inputs(model, padded=padded)
     before = out(model, given)
-    slopes = torch.autograd.grad(real(before, given).square().sum(), [p for p in model.parameters()], allow_unused=True)
+    slopes = gradients(model, real(before, given))
     report = swap(model, "Softmax")
     assert report.replaced, report
     assert not report.kept, report
     after = out(model, given)
     torch.testing.assert_close(real(after, given), real(before, given), atol=1e-5, rtol=1e-4)
-    again = torch.autograd.grad(real(after, given).square().sum(), [p for p in model.parameters()], allow_unused=True)
-    for a, b in zip(slopes, again, strict=True):
-        if a is not None:
-            torch.testing.assert_close(a, b, atol=2e-4 * float(a.abs().max()) + 1e-6, rtol=0)
+    scale = max(float(a.abs().max()) for a in slopes if a is not None)
+    for a, b in zip(slopes, gradients(model, real(after, given)), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, atol=1e-5 * scale, rtol=1e-3)
     assert swap_back(model)
     assert torch.equal(out(model, given), before)
 
@@ -136,7 +173,9 @@ def test_exact_attention_generates_the_same(name: str, how: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "OPT", "Mistral"])
-@pytest.mark.parametrize("mechanism", ["LinearAttention", "FavorPlus(num_features=16)", "Local(window=(5, 0))", "AFTSimple"])
+@pytest.mark.parametrize(
+    "mechanism", ["LinearAttention", "FavorPlus(num_features=16)", "Local(window=(5, 0))", "AFTSimple"]
+)
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_state_generates_what_recomputation_does(name: str, mechanism: str, how: dict[str, Any]) -> None:
     """With left padding; a mechanism that sees more than the model's window is refused there."""
@@ -156,7 +195,7 @@ def test_a_state_generates_what_recomputation_does(name: str, mechanism: str, ho
     cached = model.generate(**given, **wanted)
     assert torch.equal(cached, model.generate(**given, **wanted, use_cache=False))
     with pytest.raises(Unsupported, match="assisted decoding does not work"):
-        model.generate(**given, max_new_tokens=4, assistant_model=build(name))
+        model.generate(given["input_ids"][1:], max_new_tokens=8, assistant_model=build(name))
 
 
 def test_a_state_has_one_size(recwarn: pytest.WarningsRecorder) -> None:
@@ -173,7 +212,9 @@ def test_a_state_has_one_size(recwarn: pytest.WarningsRecorder) -> None:
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("mechanism", ["LinearAttention", "Local(window=(3, 0))", "Softmax", "FavorPlus(num_features=8)"])
+@pytest.mark.parametrize(
+    "mechanism", ["LinearAttention", "Local(window=(3, 0))", "Softmax", "FavorPlus(num_features=8)"]
+)
 def test_packed_sequences_are_kept_apart(mechanism: str) -> None:
     model = build("Llama")
     swap(model, mechanism)
@@ -209,8 +250,9 @@ def test_position_bias_is_refused_by_name() -> None:
 def test_causal_layers_keep_what_is_not_causal_out() -> None:
     model = build("Bart")
     report = swap(model, "Linformer(rank=4)")
-    assert {layer.name.split(".")[1] for layer in report.replaced} == {"encoder"}
-    assert {layer.why.split(",")[0] for layer in report.kept} >= {"the layer is causal"}
+    assert [layer.name.split(".")[-1] for layer in report.kept] == ["self_attn"] * 2
+    assert all("decoder" in layer.name and "the layer is causal" in layer.why for layer in report.kept)
+    assert len(report.replaced) == 4
     assert "attention layers replaced" in str(report)
     with pytest.raises(Unsupported, match="no attention layer of GPT2LMHeadModel was swapped: the layer is causal"):
         swap(build("GPT2"), "Linformer")
@@ -227,7 +269,9 @@ def test_layers_by_pattern() -> None:
     assert torch.equal(out(model, inputs(model)), before)
 
 
-@pytest.mark.parametrize("mechanism", ["FavorPlus(num_features=16)", "Linformer(rank=4)", "LinearAttention", "LSH(bucket_size=4)"])
+@pytest.mark.parametrize(
+    "mechanism", ["FavorPlus(num_features=16)", "Linformer(rank=4)", "LinearAttention", "LSH(bucket_size=4)"]
+)
 @pytest.mark.parametrize("training", [False, True])
 def test_padding_is_inert_in_a_swapped_model(mechanism: str, training: bool) -> None:
     model = build("Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train(training)
@@ -291,7 +335,9 @@ class Stack(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor, mask: Tensor | None = None) -> Tensor:
         causal = nn.Transformer.generate_square_subsequent_mask(b.shape[1])
-        return self.model(a, b, tgt_mask=causal, src_key_padding_mask=mask, memory_key_padding_mask=mask, tgt_is_causal=True)
+        return self.model(
+            a, b, tgt_mask=causal, src_key_padding_mask=mask, memory_key_padding_mask=mask, tgt_is_causal=True
+        )
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -317,7 +363,8 @@ def test_torch_transformers_are_the_same(training: bool) -> None:
 
 def test_torch_decoders_refuse_by_name() -> None:
     report = swap(Stack(), "Linformer(rank=4)", max_len=32)
-    assert {layer.name.split(".")[1] for layer in report.replaced} == {"encoder"}
-    assert any("a decoder's own attention is causal" in layer.why for layer in report.kept)
-    with pytest.raises(Unsupported, match="holds no Hugging Face model and no nn.MultiheadAttention"):
+    assert all("decoder" in layer.name and layer.name.endswith("self_attn") for layer in report.kept)
+    assert len(report.replaced) == 4
+    assert all("a decoder's own attention is causal" in layer.why for layer in report.kept)
+    with pytest.raises(Unsupported, match=r"holds no Hugging Face model and no nn\.MultiheadAttention"):
         swap(nn.Linear(3, 3), "Softmax")

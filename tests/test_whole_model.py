@@ -35,7 +35,9 @@ def broken(report: conformance.Report) -> dict[str, str]:
     return {finding.law: finding.detail for finding in report.broken}
 
 
-@pytest.mark.parametrize("mechanism", [None, "Softmax", "LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))"])
+@pytest.mark.parametrize(
+    "mechanism", [None, "Softmax", "LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))"]
+)
 @pytest.mark.parametrize("make", [llama, bert])
 def test_sound_models_keep_all_laws(make: Any, mechanism: str | None) -> None:
     model = make()

@@ -122,9 +122,9 @@ def future(subject: Whole, device: str = "cpu") -> Finding:
 
 @law("the past is seen")
 def past(subject: Whole, device: str = "cpu") -> Finding:
-    """Early tokens are others: the last output moves."""
+    """All tokens before it are others: the last output moves."""
     tokens = subject.draw()
-    other = torch.cat([subject.draw(1)[:, :5], tokens[:, 5:]], 1)
+    other = torch.cat([subject.draw(1)[:, :-1], tokens[:, -1:]], 1)
     size = moved(subject.run(other, None)[:, -1], subject.run(tokens, None)[:, -1])
     return Finding("kept" if size > 1e-6 else "broken", size, 1e-6, "smallest change that counts as seeing")
 
@@ -223,7 +223,9 @@ def of(model: nn.Module) -> Whole:
         run: Any = lambda tokens, mask: model(tokens, mask)  # noqa: E731
         return Whole(type(model).__name__, model, run, config.vocab_size, config.causal, None, step)
     if getattr(model, "main_input_name", "") != "input_ids" or config is None or config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__}: give a model that reads tokens on one side, from transformers or ours")
+        raise ValueError(
+            f"{type(model).__name__}: give a model that reads tokens on one side, from transformers or ours"
+        )
     known = inspect.signature(model.forward).parameters
     decodes = "past_key_values" in known and bool(getattr(model, "can_generate", lambda: False)())
     off: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}

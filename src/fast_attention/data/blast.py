@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def read_blast(index: str | os.PathLike[str]) -> Iterator[Protein]:
     residues = path.with_suffix(".psq").read_bytes()
     if starts[-1] > len(residues):
         raise FastaError(f"{path.with_suffix('.psq')}: {len(residues)} bytes; its index ends at {starts[-1]}")
-    for number, (first, after) in enumerate(zip(starts, starts[1:], strict=False), 1):
+    for number, (first, after) in enumerate(itertools.pairwise(starts), 1):
         sequence = residues[first : after - 1].translate(_ASCII).decode("ascii", "replace").strip("-*")
         if sequence:
             yield Protein(f"{path.stem}:{number}", sequence)

@@ -58,11 +58,12 @@ class Swapped(nn.Module):
         self.hooks: tuple[Any, ...] = ()
 
     def begin(self, module: nn.Module, cache: Any) -> None:
-        """A call of the attention module begins, with transformers' cache: it gets a state's layer before it is used."""
+        """A call of the attention module begins, with transformers' cache, which gets a layer for the state."""
         index, traits = getattr(module, "layer_idx", None), self.bound.mechanism.traits
-        decodes = cache is not None and index is not None and not module.training and getattr(module, "is_causal", False)
+        decodes = not module.training and getattr(module, "is_causal", False)
         keeps = traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
-        self.cache = layer_of(cache, index, self.bound) if decodes and keeps else None
+        wanted = decodes and keeps and cache is not None and index is not None
+        self.cache = layer_of(cache, int(index), self.bound) if wanted and index is not None else None
 
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""

@@ -28,9 +28,7 @@ class StateLayer(CacheLayerMixin):
         """Nothing: the state comes with the first stretch."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The same keys and values: the state stands for those before."""
         self.lazy_initialization(key_states, value_states)
         self.batch = key_states.shape[0]
@@ -79,15 +77,17 @@ class StateLayer(CacheLayerMixin):
         """Be here already."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse.
+        """Refuse: a state cannot forget its last tokens, which assisted decoding may ask at any step.
+
+        On Apple's GPUs ordinary generation asks for 0 tokens to be taken away, and gets that.
 
         Raises:
-            Unsupported: Always, but for 0 tokens.
+            Unsupported: In every other case.
         """
-        if tokens_to_remove:
+        if tokens_to_remove or self.device.type != "mps":
             raise Unsupported(
-                f"{self.bound.mechanism!r} keeps a state, out of which the last {abs(tokens_to_remove)} tokens cannot "
-                "be taken again: assisted decoding does not work; greedy, sampling and beams do"
+                f"{self.bound.mechanism!r} keeps a state, out of which the last tokens cannot be taken again: assisted "
+                "decoding does not work; greedy, sampling and beams do"
             )
 
 
@@ -113,5 +113,6 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
         )
     if layer.get_seq_length():
         return None
-    cache.layers[index] = StateLayer(bound)
-    return cache.layers[index]
+    made = StateLayer(bound)
+    cache.layers[index] = made
+    return made

@@ -37,7 +37,7 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
     attention.install()
     _check(model)
     swap_back(model)
-    before = model.config._attn_implementation
+    before = str(model.config._attn_implementation)
     try:
         model.set_attn_implementation(NAME)
         calls = _found(model)
@@ -52,7 +52,8 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
         model.set_attn_implementation(before)
         raise
     setattr(model, BEFORE, before)
-    model.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
+    kept: Any = model
+    kept.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
     return done
 
 
@@ -71,8 +72,8 @@ def _check(model: PreTrainedModel) -> None:
     if not model._can_set_attn_implementation():
         raise Unsupported(
             f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
-            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, GPT-2, Llama, "
-            "Mistral and other models of the interface, or torch's nn.MultiheadAttention and nn.Transformer"
+            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, GPT-2, "
+            "Llama, Mistral and other models of the interface, or torch's nn.MultiheadAttention and nn.Transformer"
         )
 
 
@@ -104,7 +105,15 @@ def _plan(
     notes = [] if reason else _notes(runs, call, _dropout(model.get_submodule(name)))
     kind = type(model.get_submodule(name)).__name__
     made = Layer(
-        name, kind, call.heads, call.head_dim, call.is_causal, repr(runs), reason or "; ".join(notes), not reason, learned
+        name,
+        kind,
+        call.heads,
+        call.head_dim,
+        call.is_causal,
+        repr(runs),
+        reason or "; ".join(notes),
+        not reason,
+        learned,
     )
     return made, bound
 

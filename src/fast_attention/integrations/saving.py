@@ -1,7 +1,7 @@
 """A swapped Hugging Face model as a folder, which no library but this one takes for an ordinary model.
 
-The weights do not lie under the name that transformers looks for: where this library is absent, loading fails instead of
-quietly running exact attention on weights that were trained for another.
+The weights do not lie under the name that transformers looks for: where this library is absent, loading fails instead
+of quietly running exact attention on weights that were trained for another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def save_pretrained(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with files.whole(folder / WEIGHTS) as partial:
-        save_file(_tensors(model.state_dict() if state_dict is None else state_dict), partial, metadata={"format": "pt"})
+        save_file(
+            _tensors(model.state_dict() if state_dict is None else state_dict), partial, metadata={"format": "pt"}
+        )
     model.config.save_pretrained(folder)
     record = {
         "format": FORMAT,

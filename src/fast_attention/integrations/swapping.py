@@ -114,5 +114,5 @@ def _renamed(layer: Layer, prefix: str) -> Layer:
 def _nothing(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} holds no Hugging Face model and no nn.MultiheadAttention: nothing was swapped. In a "
-        "model of your own, put fast_attention.MultiheadAttention or fast_attention.TokenMixer in place of its attention"
+        "model of your own, put fast_attention.MultiheadAttention or TokenMixer in place of its attention"
     )

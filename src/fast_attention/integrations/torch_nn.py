@@ -49,7 +49,11 @@ def swap_back(model: nn.Module) -> bool:
 
 
 def _plan(
-    name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any] | None, model: nn.Module, max_len: int | None
+    name: str,
+    module: nn.MultiheadAttention,
+    mechanism: Mechanism[Any, Any] | None,
+    model: nn.Module,
+    max_len: int | None,
 ) -> tuple[Layer, MultiheadAttention | None]:
     """What a layer will run, and the module for it; None where it stays."""
     head_dim = module.embed_dim // module.num_heads
@@ -91,7 +95,15 @@ def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any
 
 def _share(old: nn.Module, new: nn.Module) -> None:
     """The same parameters in both: nothing is copied, and an optimiser goes on with them."""
-    for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"):
+    for name in (
+        "in_proj_weight",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "in_proj_bias",
+        "bias_k",
+        "bias_v",
+    ):
         setattr(new, name, getattr(old, name))
     new.out_proj = old.out_proj
 
@@ -99,5 +111,3 @@ def _share(old: nn.Module, new: nn.Module) -> None:
 def _put(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, new)
-
-

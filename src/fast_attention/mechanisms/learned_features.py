@@ -40,7 +40,7 @@ class LearnedFeatures(Attention[Maps, LinearState]):
 
     traits = Traits(
         paper="Zhang et al. 2024, arXiv 2402.04347",
-        formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j)), phi(x) = [exp(W x), exp(-W x)] e^(-|x|^2/2)",
+        formula="linear attention, phi(x) = [exp(W x), exp(-W x)] exp(-|x|^2 / 2) with W learned",
         cost="n m d",
         order=1.0,
         causal=True,
@@ -60,9 +60,7 @@ class LearnedFeatures(Attention[Maps, LinearState]):
         return Maps(nn.Parameter(W), nn.Parameter(W.clone()))
 
     @in_float32
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Both products at once, or in blocks where causal."""
         keys = linear.masked_keys(lambda x: _features(x, w.key), k, key_mask)
         return linear.normalise(linear.attend(_features(q, w.query).values, keys, v, is_causal=is_causal))

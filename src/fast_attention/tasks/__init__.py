@@ -50,6 +50,6 @@ def parse(text: str | Task) -> Task:
 
 
 __all__ = [
-    "MQAR", "Batch", "ByteLM", "Copy", "Duplicate", "ListOps", "Lookup", "Needle", "PackageMissing", "Pathfinder", "Pixels",
-    "ProteinMLM", "SelectiveCopy", "Sequences", "Split", "Task", "names", "parse",
+    "MQAR", "Batch", "ByteLM", "Copy", "Duplicate", "ListOps", "Lookup", "Needle", "PackageMissing", "Pathfinder",
+    "Pixels", "ProteinMLM", "SelectiveCopy", "Sequences", "Split", "Task", "names", "parse",
 ]  # fmt: skip
