@@ -376,6 +376,24 @@ def test_protein_baselines() -> None:
     assert found["the protein's own composition"] < found["both neighbours"] < found["residue counts"]
 
 
+def test_the_fairest_guess_reads_what_stands_there() -> None:
+    """Against Bayes' rule, over everything that may stand where a residue is asked for."""
+    chance = torch.rand(6, 20, generator=torch.Generator().manual_seed(4), dtype=torch.double)
+    chance = chance / chance.sum(-1, keepdim=True)
+    truth = torch.tensor([3, 3, 0, 19, 7, 11])
+    total = 0.0
+    for row, x in zip(chance.tolist(), truth.tolist(), strict=True):
+        total += 0.8 * -math.log(row[x])
+        for shown in range(20):
+            happens = 0.1 * (shown == x) + 0.1 / 20
+            joint = [row[y] * (0.1 * (shown == y) + 0.1 / 20) for y in range(20)]
+            total += happens * -math.log(joint[x] / sum(joint))
+    assert proteins._shown(chance, truth) == pytest.approx(total / 6, rel=1e-12)
+    found = ProteinMLM(context=200).baselines()
+    composition = found["the protein's own composition"]
+    assert composition - 0.25 < found["its composition and what stands there"] < composition - 0.1
+
+
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"
 BROKEN = {
     "empty.fasta": (b"", "the file is empty"),

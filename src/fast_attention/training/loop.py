@@ -148,6 +148,7 @@ class _Run:
             if resume:
                 words = f"goes on from {path}" if path else f"{self.out} holds no intact checkpoint: begins anew"
                 self.watch({"message": words})
+        self.task.batch("valid", 0, 1)  # large data are read before the clock starts
         self.start = time.monotonic() - self.at.seconds
         self.last_save = self.at.seconds
 

@@ -140,7 +140,8 @@ def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: 
     with say.status("baselines"):
         baselines = task.baselines()
     mechanisms = ", ".join(dict.fromkeys(config.mechanisms))
-    drawn = curve.picture(journal.read(out), task, baselines, f"{task!r}, {mechanisms}")
+    log = journal.read(out)
+    drawn = curve.picture(log, task, baselines, f"{task!r}, {mechanisms}")
     files.write(out / CURVE, drawn.svg)
     result = {
         "command": ["fast-attention", *sys.argv[1:]],
@@ -150,6 +151,8 @@ def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: 
         "settings": asdict(settings),
         "outcome": outcome._asdict(),
         "baselines": baselines,
+        "data": task.describe(),
+        "curve": [{key: line[key] for key in ("step", "seconds", "valid")} for line in log if "valid" in line],
         **records.surroundings(inputs.device(settings.device)),
     }
     if isinstance(task, Needle):
