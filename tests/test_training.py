@@ -82,6 +82,24 @@ def test_it_learns_to_copy(tmp_path: Path) -> None:
     assert kept.value == outcome.best
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_the_log(tmp_path: Path) -> None:
+    """Every number of the log, step by step; a run that goes on adds to it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = replace(SETTINGS, steps=6, log_every=2, evaluate_every=3)
+    train(TASK, small(), settings, tmp_path)
+    train(TASK, small(), replace(settings, steps=8), tmp_path, resume=True)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    log = journal.read(tmp_path)
+    for name in ("loss", "rate", "norm", "valid"):
+        wanted = [(line["step"], line[name]) for line in log if name in line]
+        found = [(event.step, event.value) for event in board.Scalars(name)]
+        assert [step for step, _ in found] == [step for step, _ in wanted]
+        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
+
+
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     """200 steps are 100, a kill in the middle of things, and 100 more: weights, best model and log."""
     settings = replace(SETTINGS, steps=200, accumulate=1, save_every=50)

@@ -218,9 +218,10 @@ def _baselines(task: ProteinMLM) -> tuple[tuple[str, float], ...]:
     mixed = (own[cells] - 1 + 200 * plain) / (size - 1 + 200)
     found = {"residue counts": plain, "both neighbours": near, "the protein's own composition": mixed}
     nats = {name: -chance[here].log().mean().item() for name, chance in found.items()}
-    own = own.view(-1, KINDS)[owner[here], :UNKNOWN].scatter_add(1, asked[here, None], -torch.ones(int(here.sum()), 1).double())
-    mixed = (own + 200 * share[:UNKNOWN]) / (own.sum(-1, keepdim=True) + 200)
-    nats["its composition and what stands there"] = _shown(mixed, asked[here])
+    truth = asked[here]
+    others = own.view(-1, KINDS)[owner[here], :UNKNOWN] - torch.nn.functional.one_hot(truth, UNKNOWN)
+    mixed = (others + 200 * share[:UNKNOWN]) / (others.sum(-1, keepdim=True) + 200)
+    nats["its composition and what stands there"] = _shown(mixed, truth)
     return tuple(nats.items())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class Journal:
 
 def _tensorboard(folder: Path, step: int) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        with warnings.catch_warnings(action="ignore"):  # of its own imports
+            from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
