@@ -96,6 +96,18 @@ def test_a_study_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert json.loads((tmp_path / "study.json").read_text())["schema"] == "fast-attention study 1"
 
 
+def test_layers_of_different_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = study(capsys, tmp_path, "--mechanisms", "Local(window=1)+FavorPlus(num_features=4)", "--seeds", "1")
+    assert code == 0
+    name = "Local(window=1) + FavorPlus(num_features=4)"
+    assert name in out
+    config = json.loads((tmp_path / "cells" / folder(name, 0) / "model" / "config.json").read_text())
+    assert config["mechanism"] == name.split(" + ")
+    sizes = {r.parameters for r in Ledger.from_json((tmp_path / "study.json").read_text()).results}
+    assert max(sizes) - min(sizes) <= 2 * 33, "as many parameters, up to a unit of the feed-forward layers"
+    assert study(capsys, tmp_path / "b", "--mechanisms", "FNet, Softmax + Local", "--seeds", "1")[0] == 2
+
+
 def test_a_stopped_study_goes_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,3 +180,15 @@ def test_rows_stand_best_first_and_say_what_diverged() -> None:
     assert [row[0].split("  ")[0] for row in rows] == [EXACT, "baseline: counts", ALONE, "AFTSimple()"]
     assert rows[1][2] == "+0.5000"
     assert rows[3][1] == "diverged"
+
+
+@pytest.mark.parametrize("price", [(0.003, 10_000), (1e-6, 1_000), (0.0, 0)])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_picture_of_few_equal_results(price: tuple[float, int], others: int) -> None:
+    """One point, or two in one place, and prices that are round or none."""
+    names = [EXACT, "FNet()"][: 1 + others]
+    seconds, size = price
+    results = [Result(name, 0, "complete", 0.25, 0.25, 6, seconds, size, 10, 4, [(6, 1.0, 0.25)]) for name in names]
+    ledger = Ledger({"mechanisms": names, "metric": "accuracy", "baselines": {"chance": 0.25}}, results)
+    assert drawings.prices(ledger).svg.startswith("<svg")
+    assert drawings.curves(ledger).svg.startswith("<svg")

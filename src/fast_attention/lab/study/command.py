@@ -18,7 +18,7 @@ from fast_attention.lab.learning.train import refused
 from fast_attention.lab.progress import training_bar
 from fast_attention.lab.study import page, run
 from fast_attention.lab.study.ledger import Ledger, resume
-from fast_attention.lab.study.plan import Plan
+from fast_attention.lab.study.plan import Plan, spelt
 from fast_attention.training.settings import TrainingSettings, from_toml
 
 RECORD, PAGE = "study.json", "study.html"
@@ -27,7 +27,8 @@ RECORD, PAGE = "study.json", "study.html"
 def study_command(
     task: Annotated[str, typer.Argument(help="A task's name or spelling, e.g. mqar or 'Copy(words=15)'.")],
     mechanisms: Annotated[
-        list[str] | None, typer.Option(help="Names or spellings. Exact attention and no mixing are always there.")
+        list[str] | None,
+        typer.Option(help="Names or spellings; A + B for layers that alternate. Two controls are always there."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each mechanism.")] = 3,
     n_steps: Annotated[int | None, typer.Option("--steps", help="Updates in each run. Default: 1000.")] = None,
@@ -63,8 +64,9 @@ def study_command(
         if "mechanism" in model or "hidden" in model:
             raise InputError(f"{config}: a study sets [model] mechanism and hidden itself: name --mechanisms")
         plan = Plan.of(
-            tasks.parse(task), inputs.mechanisms(mechanisms or []), seeds, TrainingSettings(**training), model
-        )
+            tasks.parse(task), [name for text in mechanisms or [] for name in spelt(text)], seeds,
+            TrainingSettings(**training), model,
+        )  # fmt: skip
         inputs.folder(out)
         if not go_on and (out / RECORD).exists():
             raise InputError(f"--out {out} holds a study: add --resume to go on with it, or name another folder")

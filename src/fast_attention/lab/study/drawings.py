@@ -21,8 +21,8 @@ def prices(ledger: Ledger) -> Picture:
     known = [(name, ledger.summary(name)) for name in ledger.meta["mechanisms"]]
     shown = [(name, found) for name, found in known if found is not None]
     axes_of: list[tuple[str, Callable[[Summary], float]]] = [
-        ("milliseconds for a training step", lambda s: 1000 * s.step_seconds),
-        ("MiB at the peak of a training step", lambda s: s.peak_bytes / 2**20),
+        ("milliseconds for a training step", lambda s: max(1000 * s.step_seconds, 1e-3)),
+        ("MiB at the peak of a training step", lambda s: max(s.peak_bytes, 1) / 2**20),
     ]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 4.6), layout="constrained")
@@ -37,7 +37,10 @@ def prices(ledger: Ledger) -> Picture:
 
 
 def _scatter(axes: Axes, ledger: Ledger, shown: list[tuple[str, Summary]], price: Callable[[Summary], float]) -> None:
+    least, most = (choose(price(found) for _, found in shown) for choose in (min, max))
+    low, high = least / (most / least) ** 0.1 / 1.1, most * (most / least) ** 0.1 * 1.8  # room for the names
     axes.set_xscale("log")
+    axes.set_xlim(low, high)
     axes.grid(color="#e4e7eb", linewidth=0.5)
     axes.set_axisbelow(True)
     for number, (name, found) in enumerate(shown):
@@ -50,8 +53,6 @@ def _scatter(axes: Axes, ledger: Ledger, shown: list[tuple[str, Summary]], price
     front = frontier([(price(found), found.mean) for _, found in shown], _rising(ledger))
     axes.plot(*zip(*front, strict=True), color=PALE, linewidth=1, zorder=0)
     _baselines(axes, ledger)
-    low, high = axes.get_xlim()
-    axes.set_xlim(low, high * 1.6)  # room for the names
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if high / low < 30 else "")
 

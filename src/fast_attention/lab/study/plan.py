@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from fast_attention import catalogue
+from fast_attention.lab import inputs
 from fast_attention.lab.inputs import InputError
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks.task import Task
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.steps import config_for
 
+BESIDE = " + "  # between the mechanisms of layers that alternate
 EXACT, ALONE = "Softmax()", "Local(window=0)"
 CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token sees itself only"}
 
@@ -31,14 +32,14 @@ class Plan:
 
     @classmethod
     def of(
-        cls, task: Task, mechanisms: list[Any], seeds: int, settings: TrainingSettings, model: dict[str, Any]
+        cls, task: Task, mechanisms: list[str], seeds: int, settings: TrainingSettings, model: dict[str, Any]
     ) -> Plan:
-        """The mechanisms with the controls before them, each once.
+        """The mechanisms with the controls before them, each once; ``"A() + B()"`` gives the layers A and B in turn.
 
         Raises:
             InputError: A mechanism cannot do the task.
         """
-        names = tuple(dict.fromkeys([*CONTROLS, *map(repr, mechanisms)]))
+        names = tuple(dict.fromkeys([*CONTROLS, *mechanisms]))
         for name in names:
             try:
                 matched(task, name, model)
@@ -69,7 +70,7 @@ def matched(task: Task, mechanism: str, model: dict[str, Any]) -> ModelConfig:
     """
     base = config_for(task, mechanism=EXACT, **model)
     wanted = parameters(replace(base, hidden=base.hidden or 4 * base.width))
-    own = config_for(task, mechanism=mechanism, **model)
+    own = config_for(task, mechanism=tuple(mechanism.split(BESIDE)), **model)
     least, unit = parameters(replace(own, hidden=1)), own.layers * (2 * own.width + 1)
     return replace(own, hidden=1 + max(0, round((wanted - least) / unit)))
 
@@ -83,4 +84,16 @@ def parameters(config: ModelConfig) -> int:
 def label(name: str) -> str:
     """A mechanism as the pictures call it."""
     short = {EXACT: "exact attention", ALONE: "no mixing"}
-    return short.get(name, repr(catalogue.parse(name)))
+    return short.get(name, name)
+
+
+def spelt(text: str) -> list[str]:
+    """The mechanisms that an option names: several with commas between, those of different layers with a plus.
+
+    Raises:
+        InputError: No such mechanism or setting.
+    """
+    parts = [[repr(each) for each in inputs.mechanisms([part])] for part in text.split(BESIDE.strip())]
+    if len(parts) > 1 and any(len(part) > 1 for part in parts):
+        raise InputError(f"{text}: give mixtures of layers one by one, without commas")
+    return parts[0] if len(parts) == 1 else [BESIDE.join(part[0] for part in parts)]
