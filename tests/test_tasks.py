@@ -179,6 +179,7 @@ def test_mqar_answers_by_lookup_and_gaps_by_their_law(power: float) -> None:
     task = MQAR(vocab=40, pairs=3, context=30, power=power)
     tokens, targets, _ = task.batch("train", 0, 2000)
     first: Counter[int] = Counter()
+    by_place: dict[int, Counter[int]] = {}
     for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
         pairs = dict(zip(row[:6:2], row[1:6:2], strict=True))
         assert len(pairs) == len({*pairs.values()}) == 3
@@ -188,6 +189,10 @@ def test_mqar_answers_by_lookup_and_gaps_by_their_law(power: float) -> None:
         assert {i: wanted[i] for i in range(30) if wanted[i] != IGNORED} == {i: pairs[k] for i, k in asked.items()}
         assert all(i % 2 == 0 for i in asked)
         first[next(i for i in asked if asked[i] == row[0])] += 1
+        for place, key in asked.items():
+            by_place.setdefault(place, Counter())[row.index(key)] += 1
+    guessed = sum(max(counts.values()) for counts in by_place.values()) / 6000
+    assert task.baselines()["the pair most often asked at that place"] == pytest.approx(guessed, abs=0.02)
     weights = torch.arange(1, 13, dtype=torch.double) ** (power - 1)
     for slot, share in enumerate((weights / weights.sum()).tolist()):  # the first key's place is the first one drawn
         assert first[6 + 2 * slot] / 2000 == pytest.approx(share, abs=0.035)
