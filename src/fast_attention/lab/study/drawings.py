@@ -31,6 +31,7 @@ def prices(ledger: Ledger) -> Picture:
             _scatter(axes, ledger, shown, price)
             axes.set_xlabel(words)
         panels[0].set_ylabel(_metric(ledger))
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     best = (max if _rising(ledger) else min)(shown, key=lambda pair: pair[1].mean)
     alt = f"{_metric(ledger)} of {len(shown)} mechanisms against time and memory; the best mean is {label(best[0])}'s"
     return Picture(svg(figure, alt), alt)
@@ -38,7 +39,7 @@ def prices(ledger: Ledger) -> Picture:
 
 def _scatter(axes: Axes, ledger: Ledger, shown: list[tuple[str, Summary]], price: Callable[[Summary], float]) -> None:
     least, most = (choose(price(found) for _, found in shown) for choose in (min, max))
-    low, high = least / (most / least) ** 0.1 / 1.1, most * (most / least) ** 0.1 * 1.8  # room for the names
+    low, high = least / (most / least) ** 0.1 / 1.1, most * (most / least) ** 0.1 * 1.1
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.grid(color="#e4e7eb", linewidth=0.5)
@@ -46,15 +47,22 @@ def _scatter(axes: Axes, ledger: Ledger, shown: list[tuple[str, Summary]], price
     for number, (name, found) in enumerate(shown):
         colour = INK if name == EXACT else PALE if name == ALONE else COLOURS[number % len(COLOURS)]
         axes.errorbar(
-            price(found), found.mean, found.spread or 0.0, color=colour, marker=MARKS[number % len(MARKS)],
-            markersize=7, capsize=3, linewidth=1,
+            price(found), found.mean, _bars(ledger, found), color=colour, marker=MARKS[number % len(MARKS)],
+            markersize=7, capsize=3, linewidth=1, linestyle="none", label=label(name),
         )  # fmt: skip
-        axes.annotate(label(name), (price(found), found.mean), (6, 5), textcoords="offset points", color=colour)
     front = frontier([(price(found), found.mean) for _, found in shown], _rising(ledger))
     axes.plot(*zip(*front, strict=True), color=PALE, linewidth=1, zorder=0)
     _baselines(axes, ledger)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if high / low < 30 else "")
+
+
+def _bars(ledger: Ledger, found: Summary) -> list[list[float]]:
+    """The interval below and above the mean; shares end at 0 and 1, whatever few seeds say."""
+    spread = found.spread or 0.0
+    if ledger.meta["metric"] != "accuracy":
+        return [[spread], [spread]]
+    return [[min(spread, found.mean)], [min(spread, 1.0 - found.mean)]]
 
 
 def frontier(points: list[tuple[float, float]], rising: bool) -> list[tuple[float, float]]:
