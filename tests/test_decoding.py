@@ -32,6 +32,7 @@ def test_beams_are_picked_and_go_on_alone(name: str) -> None:
     torch.testing.assert_close(out, whole[index], rtol=1e-10, atol=1e-12)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_state_is_a_value(name: str) -> None:
     """Decoding on from a state leaves it as it was, so that an older one can be taken up again."""

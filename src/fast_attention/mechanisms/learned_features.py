@@ -14,6 +14,7 @@ from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.features import Features
 from fast_attention.ops.maps.random_features import draw, positive
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
 
 
@@ -46,7 +47,6 @@ class LearnedFeatures(Attention[Maps, LinearState]):
         causal=True,
         padding=True,
         cross=True,
-        rotary=True,
         memory="constant",
         learned=True,
     )
@@ -62,6 +62,7 @@ class LearnedFeatures(Attention[Maps, LinearState]):
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Both products at once, or in blocks where causal."""
+        took("features, then two products", "the map is learned: plain operations carry its gradient")
         keys = linear.masked_keys(lambda x: _features(x, w.key), k, key_mask)
         return linear.normalise(linear.attend(_features(q, w.query).values, keys, v, is_causal=is_causal))
 

@@ -135,6 +135,7 @@ class _Run:
 
     def begin(self, resume: bool) -> None:
         """Take up the newest intact checkpoint, if any; open the log."""
+        self.task.batch("valid", 0, 1)  # large data are read before the clock starts
         folder, path = self.out / "checkpoints", None
         if self.group.first:
             if checkpoints.every(folder) and not resume:
@@ -148,7 +149,6 @@ class _Run:
             if resume:
                 words = f"goes on from {path}" if path else f"{self.out} holds no intact checkpoint: begins anew"
                 self.watch({"message": words})
-        self.task.batch("valid", 0, 1)  # large data are read before the clock starts
         self.start = time.monotonic() - self.at.seconds
         self.last_save = self.at.seconds
 
