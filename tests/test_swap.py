@@ -368,3 +368,50 @@ def test_torch_decoders_refuse_by_name() -> None:
     assert all("a decoder's own attention is causal" in layer.why for layer in report.kept)
     with pytest.raises(Unsupported, match=r"holds no Hugging Face model and no nn\.MultiheadAttention"):
         swap(nn.Linear(3, 3), "Softmax")
+
+
+def test_only_what_a_swap_put_there_goes_back() -> None:
+    """With the dropout and the mode that it had; a mechanism that somebody put there by hand stays."""
+    model = nn.ModuleDict({
+        "theirs": nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True),
+        "by_hand": fast_attention.MultiheadAttention(16, 2, batch_first=True, mechanism="LinearAttention"),
+    }).eval()  # fmt: skip
+    x = torch.randn(2, 5, 16)
+    before = model["theirs"](x, x, x)[0]
+    report = swap(model, "FavorPlus")
+    assert "the model drops 0.3" in str(report)
+    assert swap_back(model)
+    assert type(model["theirs"]) is nn.MultiheadAttention
+    assert (model["theirs"].dropout, model["theirs"].training) == (0.3, False)
+    assert torch.equal(model["theirs"](x, x, x)[0], before)
+    assert repr(model["by_hand"].attention.mechanism) == "LinearAttention()"
+    assert not swap_back(model)
+
+
+def test_a_part_that_cannot_be_swapped_is_told() -> None:
+    fnet = transformers.FNetModel(transformers.FNetConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99))
+    report = swap(nn.ModuleDict({"a": build("Bert"), "b": fnet}), "LinearAttention")
+    assert {layer.name.split(".")[0] for layer in report.replaced} == {"a"}
+    assert "FNetModel called no attention" in str(report)
+
+
+def test_a_swap_that_fails_leaves_nothing_behind() -> None:
+    model = nn.ModuleDict({"a": build("Bert"), "b": nn.MultiheadAttention(16, 2)})
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError, match="longest sequence"):
+        swap(model, "Linformer(rank=4)")  # the second has no max_len to tell
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def test_a_window_inside_packed_sequences_is_seen() -> None:
+    """Where the longest sequence is none of those that the first, the middle and the last token belong to."""
+    model = build("Mistral", sliding_window=12)
+    places = torch.cat([torch.arange(n) for n in (3, 15, 10, 10, 3)])[None]
+    tokens = torch.randint(5, 99, places.shape)
+    before = model(tokens, position_ids=places, use_cache=False).logits
+    swap(model, "Softmax")
+    after = model(tokens, position_ids=places, use_cache=False).logits
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
+    swap(model, "LinearAttention")
+    with pytest.raises(Unsupported, match="a mask of the model's own"):
+        model(tokens, position_ids=places, use_cache=False)

@@ -220,8 +220,7 @@ def of(model: nn.Module) -> Whole:
     config: Any = getattr(model, "config", None)
     if isinstance(model, Model):
         step = model.decode if model.config.causal and model.streams else None
-        run: Any = lambda tokens, mask: model(tokens, mask)  # noqa: E731
-        return Whole(type(model).__name__, model, run, config.vocab_size, config.causal, None, step)
+        return Whole(type(model).__name__, model, model, config.vocab_size, config.causal, None, step)
     if getattr(model, "main_input_name", "") != "input_ids" or config is None or config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__}: give a model that reads tokens on one side, from transformers or ours"

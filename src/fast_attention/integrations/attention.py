@@ -60,10 +60,10 @@ class Swapped(nn.Module):
     def begin(self, module: nn.Module, cache: Any) -> None:
         """A call of the attention module begins, with transformers' cache, which gets a layer for the state."""
         index, traits = getattr(module, "layer_idx", None), self.bound.mechanism.traits
-        decodes = not module.training and getattr(module, "is_causal", False)
+        self.cache = None
         keeps = traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
-        wanted = decodes and keeps and cache is not None and index is not None
-        self.cache = layer_of(cache, int(index), self.bound) if wanted and index is not None else None
+        if keeps and not module.training and getattr(module, "is_causal", False) and None not in (cache, index):
+            self.cache = layer_of(cache, int(index or 0), self.bound)
 
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -36,7 +36,7 @@ class Report:
 
     model: nn.Module = field(repr=False)
     layers: tuple[Layer, ...]
-    undo: Callable[[], None] = field(repr=False, compare=False, default=lambda: None)
+    refused: tuple[str, ...] = ()  # parts of the model of which nothing could be replaced, and why
 
     @property
     def replaced(self) -> tuple[Layer, ...]:
@@ -65,7 +65,7 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = f"{len(self.replaced)} of {len(self.layers)} attention layers replaced"
-        return "\n".join([*lines, f"{total}, {self.parameters:,} parameters added"])
+        return "\n".join([*lines, f"{total}, {self.parameters:,} parameters added", *self.refused])
 
 
 def _groups(layers: tuple[Layer, ...]) -> list[list[Layer]]:
@@ -82,8 +82,6 @@ def _plain(layer: Layer) -> tuple[Any, ...]:
 
 def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:
     """The mechanism for a layer: the first pattern that fits its name; None for none."""
-    from fnmatch import fnmatchcase
-
     if not isinstance(wanted, dict):
         return wanted
     return next((mechanism for pattern, mechanism in wanted.items() if fnmatchcase(name, pattern)), None)

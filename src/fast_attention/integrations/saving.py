@@ -95,10 +95,10 @@ def from_pretrained(folder: str | os.PathLike[str], *, architecture: type[PreTra
 
 def _tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All weights and buffers, those that several names share once."""
-    seen: dict[int, str] = {}
+    seen: dict[Any, str] = {}
     found = {}
     for name, x in state.items():
-        place = x.untyped_storage().data_ptr() if x.numel() else -len(seen) - 1
+        place = (x.data_ptr(), x.shape, x.stride()) if x.numel() else name
         if seen.setdefault(place, name) == name:
             found[name] = x.contiguous()
     return found

@@ -35,7 +35,8 @@ def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> 
         What was done: print it.
 
     Raises:
-        Unsupported: Nothing can be swapped. The message says what was found and what would work.
+        Unsupported: Nothing can be swapped. The message says what was found and what would work. The model then has
+            exact attention, also where an earlier swap had put something else.
         ValueError: ``mechanism`` names none, or a mechanism needs ``max_len``.
     """
     parsed: Any = mechanism
@@ -44,6 +45,15 @@ def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> 
     else:
         parsed = catalogue.parse(mechanism)
     swap_back(model)
+    try:
+        return _swapped(model, parsed, max_len)
+    except BaseException:
+        swap_back(model)
+        raise
+
+
+def _swapped(model: nn.Module, parsed: Any, max_len: int | None) -> Report:
+    """Hugging Face models first, then torch's modules wherever they are."""
     layers: list[Layer] = []
     refused: list[str] = []
     for name, part in pretrained(model).items():
@@ -61,7 +71,7 @@ def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> 
         refused.append(str(error))
     if not any(layer.replaced for layer in layers):
         raise Unsupported(refused[0] if refused else _nothing(model))
-    return Report(model, tuple(layers))
+    return Report(model, tuple(layers), tuple(refused))
 
 
 def swap_back(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from fast_attention.integrations.report import Layer, chosen
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 
+DROPOUT = "_dropout_before_swap"  # of torch's module; ours that lack it were put there by somebody else
 _STANDS_IN = (nn.TransformerDecoderLayer, "multihead_attn")  # where torch's layers attend to another sequence
 
 
@@ -35,16 +36,18 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
 
 
 def swap_back(model: nn.Module) -> bool:
-    """torch's modules in place of ours, with the weights as they are now; whether there were any."""
-    ours = [(name, part) for name, part in model.named_modules() if isinstance(part, MultiheadAttention)]
+    """torch's modules in place of those that ``swap`` made, weights as they are now; whether there were any."""
+    ours = [(name, part) for name, part in model.named_modules() if DROPOUT in part.__dict__]
     for name, part in ours:
-        sizes = (part.embed_dim, part.num_heads, part.dropout, part.in_proj_bias is not None, part.bias_k is not None)
+        assert isinstance(part, MultiheadAttention)
+        dropout = part.__dict__[DROPOUT]
+        sizes = (part.embed_dim, part.num_heads, dropout, part.in_proj_bias is not None, part.bias_k is not None)
         like = part.out_proj.weight
         old = nn.MultiheadAttention(
             *sizes, part.add_zero_attn, part.kdim, part.vdim, part.batch_first, like.device, like.dtype
         )
         _share(part, old)
-        _put(model, name, old)
+        _put(model, name, old.train(part.training))
     return bool(ours)
 
 
@@ -69,6 +72,7 @@ def _plan(
     )  # fmt: skip
     _share(module, new)
     new.train(module.training)
+    setattr(new, DROPOUT, module.dropout)
     note = ""
     if module.dropout and not mechanism.traits.mask:
         note = f"in training its attention weights are not dropped (the model drops {module.dropout:g})"

@@ -86,6 +86,14 @@ def read(sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], 
         found = replace(found, back=back, ahead=ahead)
     elif places.first_query != places.first_key or places.queries != places.keys:
         return replace(found, plain=False)
+    else:
+        begins = torch.nn.functional.pad(found.sequences.diff(dim=-1) > 0, (1, 0))
+        first = torch.where(begins, rows - rows[0], 0).cummax(-1).values + rows[0]
+        reach = torch.as_tensor(sees(batch, head, rows, first)).all()  # each the first of its own sequence
+        if not found.is_causal:
+            reach = reach & torch.as_tensor(sees(batch, head, first, rows)).all()
+        if not bool(reach):
+            return replace(found, plain=False)
     distance = columns - places.first_key
     told = all(bool((_told(found, distance - at[i], i) == row).all()) for i, row in probes.items())
     reaches = places.first_query + places.queries == places.first_key + places.keys  # where causal means so to us

@@ -27,7 +27,7 @@ from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
 from fast_attention.lab.study.command import study_command
-from fast_attention.lab.whole import check_model_command
+from fast_attention.lab.whole import check_model_command, told
 from fast_attention.mechanism import Mixer
 
 app = typer.Typer(
@@ -247,8 +247,4 @@ def check_command(
         found = conformance.check(conformance.resolve(subject), device=str(where))
     except ValueError as error:
         raise InputError(str(error)) from error
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in found.findings], indent=1))
-    else:
-        Console(width=None if sys.stdout.isatty() else 200).print(tables.laws(found))
-    return 1 if found.broken else 0
+    return told(found, as_json)

@@ -58,6 +58,11 @@ def check_model_command(
         found = conformance.check_model(model.to(inputs.device(device)))
     except (ValueError, Unsupported) as error:
         raise InputError(str(error)) from error
+    return told(found, as_json)
+
+
+def told(found: conformance.Report, as_json: bool) -> int:
+    """Print what the laws found; the exit code."""
     if as_json:
         print(json.dumps([asdict(finding) for finding in found.findings], indent=1))
     else:
