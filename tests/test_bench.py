@@ -21,7 +21,8 @@ from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup
 from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes, line
 from fast_attention.lab.bench.heat import Heat
 from fast_attention.lab.bench.ledger import Ledger, Row, Step, Weight
-from fast_attention.lab.measure import Setting
+from fast_attention.lab.measure import Competitor, Setting
+from fast_attention.lab.race import FEWEST_ROUNDS
 from fast_attention.lab.records import EXACT, Cell
 from fast_attention.mechanisms.aft import AFTSimple
 
@@ -381,6 +382,28 @@ def test_slopes_and_means() -> None:
     assert figures.geometric_mean([]) is None
     steps = [Step("A()", 1, 256, 1e-3), Step("A()", 1, 65536, 3e-3), Step("A()", 8, 256, None)]
     assert decoding.flatness(steps) == {("A()", 1): pytest.approx(3.0)}
+
+
+def test_rounds_go_on_when_the_slow_have_sat_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a round costs is what those in it cost: one slow pass must not take the others' rounds from them."""
+    now = [0.0]
+    slow, quick = Competitor(lambda: 8.0, lambda: 8.0, lambda: None), Competitor(lambda: 0.1, lambda: 0.1, lambda: None)
+
+    def seconds(call: Any, device: torch.device, repeats: int = 1) -> float:
+        now[0] += call() * repeats
+        return call()
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    monkeypatch.setattr(Heat, "spent", property(lambda self: now[0]))
+    group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
+    ledger = Ledger({})
+    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, ledger, 16, 10.0, lambda what: None)
+    heat.runners = {EXACT: quick, "AFTSimple()": slow}
+    heat.estimates = {EXACT: (0.1, 0.1), "AFTSimple()": (8.0, 8.0)}
+    ledger.cells = [Cell(name, 16) for name in heat.runners]
+    heat.race()
+    assert {cell.mechanism: cell.rounds for cell in ledger.cells} == {EXACT: FEWEST_ROUNDS, "AFTSimple()": 1}
+    assert ledger.cells[1].forward_ratio == pytest.approx(80.0)
 
 
 def test_the_slow_sit_out_and_what_takes_too_long_is_over_budget() -> None:

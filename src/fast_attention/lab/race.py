@@ -134,17 +134,16 @@ class Race:
         """Rounds in which everyone runs once in turn, until the time is spent; an interruption keeps whole rounds."""
         forward: dict[str, list[float]] = {name: [] for name in self.runners}
         training: dict[str, list[float]] = {name: [] for name in self.runners}
-        setting, names, began = self.setting, list(self.runners), self.spent
+        setting, names = self.setting, list(self.runners)
         try:
             for number in range(MOST_ROUNDS):
                 self.watch(f"{self.length:,} tokens: round {number + 1}")
-                next_round = (self.spent - began) / max(number, 1)
+                turn = [*names[number % len(names) :], *names[: number % len(names)]]
+                running = [name for name in turn if not self.rests(name, number)]
                 patience = 1.0 if number >= FEWEST_ROUNDS else 2.0
-                if number and self.spent + next_round > patience * self.share:
+                if number and self.spent + sum(map(self.cost, running)) > patience * self.share:
                     break
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    if self.rests(name, number):
-                        continue
+                for name in running:
                     runner, (once, both) = self.runners[name], self.estimates[name]
                     repeats = measure.repeats_for(once)
                     forward[name].append(measure.seconds(runner.forward, setting.device, repeats))
@@ -154,6 +153,11 @@ class Race:
         finally:
             for name in names:
                 self.note(name, forward, training)
+
+    def cost(self, name: str) -> float:
+        """Seconds that a competitor will take for its part of a round."""
+        passes = self.estimates[name] if self.setting.backward else self.estimates[name][:1]
+        return sum(seconds * measure.repeats_for(seconds) for seconds in passes)
 
     def note(self, name: str, forward: dict[str, list[float]], training: dict[str, list[float]]) -> None:
         """Write the summary of a competitor's samples into its cell."""

@@ -60,7 +60,7 @@ class Heat(Race):
         """Slow ones run once, then no more than their share of the time; the lines to beat run in every round."""
         if name == self.against(name):
             return False
-        cost = sum(self.estimates[name])
+        cost = self.cost(name)
         used = self.used.get(name, 0.0)
         if number and used + cost > SHARE * self.share:
             self.used[name] = float("inf")
