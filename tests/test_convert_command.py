@@ -72,7 +72,7 @@ def test_a_model_is_converted_and_reported(
     ]
     code, out, err = run(capsys, *given, "--minutes", "0.03")
     assert code == 0, err
-    for words in ("after the fine-tune", "loss if it alone were exact", "against the original", "Budget 1.5"):
+    for words in ("after the fine-tune", "loss if exact", "against the original", "Budget 1.5"):
         assert words in out
     held = read(tmp_path / "report.json")
     assert held.stages == ["original", "swapped", "transferred", "tuned"]
@@ -80,7 +80,8 @@ def test_a_model_is_converted_and_reported(
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in held.prices)
     html = (tmp_path / "report.html").read_text()
     assert html.count("<svg") == 4
-    assert "http://" not in html.replace("http://www.w3.org", "")
+    assert "<script" not in html
+    assert "<img" not in html
     assert not (tmp_path / "checkpoint").exists()
     _same_figures(held.figures("tuned"), folders, name, tmp_path)
     code, _, err = run(capsys, *given)
@@ -127,7 +128,8 @@ def test_ctrl_c_leaves_a_model_and_resume_goes_on(
             break
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, process.stderr.read()
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, rest
     assert read(tmp_path / "report.json").conversion.status == "interrupted"
     assert (tmp_path / "checkpoint").exists()
     from_pretrained(tmp_path)
@@ -162,10 +164,12 @@ def test_bad_input_is_one_line(
         (folders / "bare" / name).write_bytes((folders / "encoder" / name).read_bytes())
     (name, *options), words = BAD[case]
     usual = [] if "--mechanism" in options else ["--mechanism", "LearnedFeatures"]
-    code, out, err = run(capsys, name, *usual, *options, "--out", str(tmp_path), "--threads", "1")
+    quick = ["--threads", "1", "--minutes", "0.01"]
+    code, out, err = run(capsys, name, *usual, *options, *quick, "--out", str(tmp_path))
     assert (code, out) == (2, "")
-    assert words in err
-    assert err.count("\n") == 1 + err.count("not convert")
+    assert words in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("fast-attention: ")
+    assert "Traceback" not in err
 
 
 def test_passages_are_drawn_by_number_and_held_out_ones_never() -> None:

@@ -84,7 +84,8 @@ class _Run:
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
         names = [name for i, name in enumerate(layers) if i not in keep]
         torch.manual_seed(settings.seed)
-        report = swap(model, dict.fromkeys(names, mechanism))
+        wanted: dict[str, Any] = dict.fromkeys(names, mechanism)
+        report = swap(model, wanted)
         model.eval()
         self.goal = goals.goal_of(model, settings.distil)
         kept = {layer.name: "asked for" if layer.name not in names else layer.why for layer in report.kept}

@@ -33,7 +33,7 @@ def layers(ledger: Ledger) -> Rows:
     """What every layer runs, its error at every stage, and the loss if that layer alone were exact."""
     held = ledger.conversion
     measured = [when for when in STAGES if when in held.errors]
-    rows = [["layer", "runs", *(f"error {STAGES[when]}" for when in measured), "loss if it alone were exact"]]
+    rows = [["layer", "runs", *(f"error, {STAGES[when]}" for when in measured), "loss if exact"]]
     for name in held.layers:
         runs = held.mechanism if name in held.converted else f"exact attention: {held.kept[name]}"
         errors = [held.errors[when].get(name) for when in measured]
