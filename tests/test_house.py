@@ -27,6 +27,7 @@ FLOORS = [
     ["conformance", "data", "explanation", "integrations"],
     ["tasks"],
     ["training"],
+    ["conversion"],
     ["lab"],
     ["cli"],
 ]

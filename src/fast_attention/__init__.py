@@ -44,3 +44,4 @@ from fast_attention import conformance as conformance
 
 from fast_attention.integrations import Report as Report, swap as swap, swap_back as swap_back
 from fast_attention.integrations import from_pretrained as from_pretrained
+from fast_attention.conversion import convert as convert, ConversionSettings as ConversionSettings

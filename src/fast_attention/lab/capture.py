@@ -82,7 +82,7 @@ class HuggingFace:
             raise InputError(f"--model {place}: {where}cannot be loaded: {_first_line(error)}") from error
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
-        self.context = _context(self.model.config, self.tokenizer)
+        self.context = context(self.model.config, self.tokenizer)
         found, _ = self.layers(min(8, self.context or 8))
         self.heads, self.head_dim = found[0].q.shape[1], found[0].q.shape[3]
         self.is_causal = found[0].is_causal
@@ -174,7 +174,8 @@ def _refuse(module: Any, keys: int, attention_mask: Tensor | None, extra: dict[s
         raise InputError(f"{type(module).__name__} changes its scores by {added[0]}: q, k and v alone do not say how")
 
 
-def _context(config: Any, tokenizer: Any) -> int | None:
+def context(config: Any, tokenizer: Any) -> int | None:
+    """The longest sequence that a model with this config and tokenizer reads; None: any."""
     said = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     known = [int(size) for size in said if size is not None and 0 < size < 10**9]
     return min(known, default=None)

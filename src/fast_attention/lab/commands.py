@@ -1,4 +1,4 @@
-"""The commands: ``compare``, ``bench``, ``train``, ``generate``, ``study``, ``list``, ``check``, ``check-model``."""
+"""The commands: ``compare``, ``bench``, ``train``, ``study``, ``convert``, ``list``, ``check`` and the others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.text import Text
 from fast_attention import catalogue, conformance, files
 from fast_attention.lab import capture, compare, corpus, inputs, measure, own, records, report, tables, verdicts
 from fast_attention.lab.bench.command import bench_command
+from fast_attention.lab.converting.command import convert_command
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.learning.generate import generate_command
 from fast_attention.lab.learning.train import train_command
@@ -191,6 +192,7 @@ app.command("bench")(bench_command)
 app.command("train")(train_command)
 app.command("generate")(generate_command)
 app.command("study")(study_command)
+app.command("convert")(convert_command)
 app.command("check-model")(check_model_command)
 
 

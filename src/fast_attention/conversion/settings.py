@@ -1,0 +1,70 @@
+"""How to convert: one frozen value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fast_attention.ops.value import Value, at_least
+
+
+@dataclass(frozen=True, repr=False)
+class ConversionSettings(Value):
+    """Everything about a conversion but model, mechanism and data.
+
+    Args:
+        minutes: Time for transfer and fine-tune together, measurements not included; 0 for no limit but ``steps``.
+        steps: Updates in each of the two; 0 for no limit but ``minutes``.
+        share: Of the minutes, what the transfer gets; 0 or 1 leaves one of the two out.
+        lr_maps: The highest learning rate of the mechanisms' own weights, in the transfer.
+        lr_projections: That of the attention modules' projections, in the transfer; 0 leaves them as they are.
+        lr: That of all weights in the fine-tune.
+        warmup: Share of each of the two in which the rate rises; in the rest it falls to zero along a cosine.
+        weight_decay: AdamW's, in the fine-tune, on matrices.
+        clip: The longest gradient, by its norm, in the fine-tune.
+        distil: For language models: weight of the original's distribution beside the loss on the text.
+        seed: Of the mechanisms' weights.
+        save_seconds: Seconds between checkpoints; one is always written at the end of a stage.
+    """
+
+    minutes: float = 10.0
+    steps: int = 0
+    share: float = 0.5
+    lr_maps: float = 1e-2
+    lr_projections: float = 1e-3
+    lr: float = 5e-4
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    distil: float = 0.0
+    seed: int = 0
+    save_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for setting in ("steps", "seed"):
+            at_least(self, setting, getattr(self, setting), 0)
+        for setting in (
+            "minutes", "share", "lr_maps", "lr_projections", "lr", "warmup", "weight_decay", "clip", "distil",
+            "save_seconds",
+        ):  # fmt: skip
+            at_least(self, setting, getattr(self, setting), 0.0)
+        for setting, limit in (("share", 1.0), ("warmup", 0.99)):
+            if getattr(self, setting) > limit:
+                raise ValueError(f"{self!r}: {setting} is a share, at most {limit:g}")
+        if not self.steps and not self.minutes:
+            raise ValueError("ConversionSettings(minutes=0.0, steps=0): give one of them, or conversion has no end")
+
+    def done(self, share: float, step: int, seconds: float) -> float:
+        """How much of a stage with ``share`` of the minutes lies behind: by steps or by time, whichever is further."""
+        if not share:
+            return 1.0
+        by_steps = step / self.steps if self.steps else 0.0
+        return max(by_steps, seconds / (60 * self.minutes * share) if self.minutes else 0.0)
+
+    def pace(self, share: float, step: int, seconds: float) -> float:
+        """The learning rate of a step of a stage, as a share of its height."""
+        by_steps = (step + 1) / (self.steps + 1) if self.steps else 0.0
+        done = min(max(self.done(share, step, seconds), by_steps), 1.0)
+        if done < self.warmup:
+            return done / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))

@@ -1,0 +1,130 @@
+"""What a whole model costs before and after: time and memory of a forward pass at several lengths, side by side."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention.counting import peak_bytes
+
+ROUNDS = 5
+PATIENCE = 20.0  # seconds for the rounds of a length; one is always run
+LONGEST = 60.0  # seconds of a pass that is not begun any more
+
+
+def measure(
+    models: dict[str, Any], layers: Sequence[str], lengths: Sequence[int], positions: int | None,
+    watch: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for every model and length: median seconds of a pass and of its attention modules, and peak bytes.
+
+    Beyond the model's own positions its position numbers begin anew: that tells times, and no quality.
+
+    Args:
+        models: By name, all with the same layers.
+        layers: The names of their attention modules.
+        lengths: Tokens, one sequence, in rising order.
+        positions: How many positions the models know; None: any.
+        watch: Told what is measured.
+    """
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        given = {name: _inputs(model, length, positions) for name, model in models.items()}
+        runs = {name: lambda m=model, x=given[name]: m(**x) for name, model in models.items()}
+        skipped = {name: _too_long(rows, name, length) for name in models}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+        start = time.perf_counter()
+        for number in range(ROUNDS + 1):
+            watch(f"{length:,} tokens: {'warming up' if not number else f'round {number}'}")
+            for name, model in models.items():
+                if not skipped[name]:
+                    found[name].append(_timed(model, layers, runs[name]))
+            if number and time.perf_counter() - start > PATIENCE:
+                break
+        for name in models:
+            row: dict[str, Any] = {"model": name, "length": length, "note": skipped[name]}
+            if not skipped[name]:
+                whole, attention = zip(*found[name][1:], strict=True)
+                row |= {"seconds": statistics.median(whole), "attention_seconds": statistics.median(attention)}
+                row |= {"rounds": len(whole), "bytes": _weighed(runs[name])}
+            rows.append(row)
+    return rows
+
+
+def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
+    """Why a pass is not begun, or nothing: its time is foretold from the length before."""
+    own = [row for row in rows if row["model"] == name]
+    if not own:
+        return ""
+    if own[-1]["note"]:
+        return own[-1]["note"]
+    expected = own[-1]["seconds"] * (length / own[-1]["length"]) ** 2
+    return f"it would take up to {expected:.0f} s" if expected > LONGEST else ""
+
+
+def _inputs(model: Any, length: int, positions: int | None) -> dict[str, Tensor | bool]:
+    """Token numbers of one sequence; positions begin anew where they end."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, length), generator=generator)
+    known = inspect.signature(model.forward).parameters
+    given: dict[str, Tensor | bool] = {"input_ids": ids}
+    if "use_cache" in known:
+        given["use_cache"] = False
+    if positions is not None and length > positions:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["position_ids"] = (torch.arange(length) % positions)[None]
+        if getattr(model.config, "type_vocab_size", 0):
+            given["token_type_ids"] = torch.zeros_like(ids)
+    return {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in given.items() if name in known}
+
+
+@torch.no_grad()
+def _timed(model: Any, layers: Sequence[str], run: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a pass, and of its attention modules, projections included."""
+    with _attending(model, layers) as spent:
+        _wait(model.device)
+        start = time.perf_counter()
+        run()
+        _wait(model.device)
+        return time.perf_counter() - start, sum(spent)
+
+
+@contextmanager
+def _attending(model: Any, layers: Sequence[str]) -> Iterator[list[float]]:
+    """Seconds of every call of an attention module within."""
+    spent: list[float] = []
+    began: list[float] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        _wait(model.device)
+        began.append(time.perf_counter())
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        _wait(model.device)
+        spent.append(time.perf_counter() - began.pop())
+
+    modules = [model.get_submodule(name) for name in layers]
+    handles = [m.register_forward_pre_hook(before) for m in modules]
+    handles += [m.register_forward_hook(after) for m in modules]
+    try:
+        yield spent
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _weighed(run: Callable[[], Any]) -> int:
+    return peak_bytes(run)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

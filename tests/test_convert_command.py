@@ -1,0 +1,236 @@
+"""``fast-attention convert``: a folder becomes another, with a report; stopped and gone on with; bad input in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import from_pretrained
+from fast_attention.cli import main
+from fast_attention.lab import corpus
+from fast_attention.lab.converting import page, prices
+from fast_attention.lab.converting.ledger import read
+from fast_attention.lab.converting.reading import Reading
+from fast_attention.lab.inputs import InputError
+
+transformers = pytest.importorskip("transformers")
+
+SHORT = ["--length", "40", "--threads", "1", "--lengths", "32", "96", "--mechanism", "LearnedFeatures(num_features=4)"]
+
+
+def bytes_of(words: int) -> str:
+    return " ".join(f"word{(7 * i * i) % 101} is {i % 13}" for i in range(words))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny encoder and a tiny decoder of bytes, with their tokenizers, and a text."""
+    home = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(hidden_size=16, vocab_size=384, max_position_embeddings=64, **sizes)
+    transformers.BertModel(config).save_pretrained(home / "encoder")
+    gpt2 = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=384, n_positions=64)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(home / "decoder")
+    for name in ("encoder", "decoder"):
+        transformers.ByT5Tokenizer().save_pretrained(home / name)
+    (home / "text.txt").write_text(bytes_of(1500))
+    return home
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", *arguments])
+    out, err = capsys.readouterr()
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code, out, err
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_a_model_is_converted_and_reported(
+    name: str, folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = [
+        str(folders / name),
+        *SHORT,
+        "--text",
+        str(folders / "text.txt"),
+        "--out",
+        str(tmp_path),
+        "--budget",
+        "1.5",
+    ]
+    code, out, err = run(capsys, *given, "--minutes", "0.03")
+    assert code == 0, err
+    for words in ("after the fine-tune", "loss if exact", "against the original", "Budget 1.5"):
+        assert words in out
+    held = read(tmp_path / "report.json")
+    assert held.stages == ["original", "swapped", "transferred", "tuned"]
+    assert {row["length"] for row in held.prices} == {32, 96}  # the models know 64 positions
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in held.prices)
+    html = (tmp_path / "report.html").read_text()
+    assert html.count("<svg") == 4
+    assert "<script" not in html
+    assert "<img" not in html
+    assert not (tmp_path / "checkpoint").exists()
+    _same_figures(held.figures("tuned"), folders, name, tmp_path)
+    code, _, err = run(capsys, *given)
+    assert code == 2
+    assert "holds a conversion: add --resume" in err
+    code, again, _ = run(capsys, *given, "--resume")
+    assert (code, again) == (0, out)
+
+
+def _same_figures(told: dict[str, float], folders: Path, name: str, out: Path) -> None:
+    """The report's last figures, from the folder that was written and the one that was read."""
+    converted = from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    reading = Reading(corpus.read(str(folders / "text.txt")), tokenizer, 40, 2, 0)
+    if name == "decoder":
+        with torch.no_grad():
+            losses = [float(converted(**b, labels=b["input_ids"]).loss) for b in reading.held_out]
+        assert told["nats_per_token"] == pytest.approx(sum(losses) / len(losses), abs=2e-3)
+        text = (folders / "text.txt").read_text()
+        share = len(tokenizer(text, add_special_tokens=False)["input_ids"]) / len(text.encode())
+        assert told["bits_per_byte"] == pytest.approx(told["nats_per_token"] / math.log(2) * share, rel=1e-6)
+        return
+    original = transformers.AutoModel.from_pretrained(folders / name)
+    cosines: list[float] = []
+    for batch in reading.held_out:
+        with torch.no_grad():
+            a, b = (m(**batch).last_hidden_state.mean(1) for m in (original, converted))
+        cosines += torch.nn.functional.cosine_similarity(a, b).tolist()
+    assert told["sentence_cosine"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+def test_ctrl_c_leaves_a_model_and_resume_goes_on(
+    folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = ["--text", str(folders / "text.txt"), "--minutes", "0.1"]
+    given = [str(folders / "encoder"), *SHORT, *text, "--out", str(tmp_path)]
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from fast_attention.cli import main; main(sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", code, "convert", *given], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:  # the first measurements are done: training is next
+        if line.startswith("swapped, untrained"):
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, rest
+    assert read(tmp_path / "report.json").conversion.status == "interrupted"
+    assert (tmp_path / "checkpoint").exists()
+    from_pretrained(tmp_path)
+    code, out, err = run(capsys, *given, "--resume")
+    assert code == 0, err
+    assert "goes on from" in err
+    assert "after the fine-tune" in out
+    assert read(tmp_path / "report.json").conversion.status == "complete"
+
+
+BAD = {
+    "no model": (["nowhere"], "nowhere"),
+    "no tokenizer": (["bare"], "holds no tokenizer"),
+    "unknown mechanism": (["encoder", "--mechanism", "FavorPlos"], "Did you mean FavorPlus"),
+    "cannot": (["decoder", "--mechanism", "Linformer(rank=4)"], "traits.causal"),
+    "layers": (["encoder", "--keep-layers", "one"], "write numbers of layers"),
+    "no such layer": (["encoder", "--keep-layers", "7"], "layers go from 0 to 1"),
+    "too long": (["encoder", "--length", "65"], "reads 64 tokens at most"),
+    "too short a text": (["encoder", "--text", "short.txt"], "too few for passages of 64"),
+    "budget": (["encoder", "--budget", "0.9"], "--budget"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(
+    case: str, folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(folders)
+    (folders / "short.txt").write_text("only a few words\n")
+    (folders / "bare").mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        (folders / "bare" / name).write_bytes((folders / "encoder" / name).read_bytes())
+    (name, *options), words = BAD[case]
+    usual = [] if "--mechanism" in options else ["--mechanism", "LearnedFeatures"]
+    quick = ["--threads", "1", "--minutes", "0.01"]
+    code, out, err = run(capsys, name, *usual, *options, *quick, "--out", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert words in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("fast-attention: ")
+    assert "Traceback" not in err
+
+
+def test_passages_are_drawn_by_number_and_held_out_ones_never() -> None:
+    text = "".join(chr(97 + i % 23) + chr(65 + i // 23 % 26) + chr(48 + i // 598 % 10) for i in range(2500))
+    made = corpus.Corpus("text", "text", (("text", text),))
+    tokenizer = transformers.ByT5Tokenizer()
+    reading = Reading(made, tokenizer, 33, 3, 0)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    seen = set()
+    for number in range(200):
+        ids = reading.batch(number)["input_ids"]
+        assert torch.equal(ids, reading.batch(number)["input_ids"])
+        assert ids.shape == (3, 33)
+        assert bool((ids[:, -1] == tokenizer.eos_token_id).all())
+        seen |= {tuple(row[:-1].tolist()) for row in ids}
+    last = max(i for i in range(len(whole)) if tuple(whole[i : i + 32]) in seen)
+    assert 0.85 * len(whole) < last + 32 <= round(0.9 * len(whole))
+    held = [row[:-1].tolist() for batch in (*reading.held_out, *reading.choosing) for row in batch["input_ids"]]
+    places = [next(i for i in range(len(whole)) if whole[i : i + 32] == row) for row in held]
+    assert min(places) >= round(0.9 * len(whole))
+    assert len(set(places)) == len(places)
+    assert not torch.equal(Reading(made, tokenizer, 33, 3, 1).batch(0)["input_ids"], reading.batch(0)["input_ids"])
+
+
+def test_proteins_are_padded_and_keep_to_themselves() -> None:
+    proteins = tuple((f"p{i}", "ACDEFGHIKL"[i % 10] * (5 + 3 * i)) for i in range(20))
+    reading = Reading(corpus.Corpus("proteins", "some", proteins), transformers.ByT5Tokenizer(), 30, 4, 0)
+    for number in range(30):
+        batch = reading.batch(number)
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            real = row[mask.bool()]
+            assert len(set(real[:-1].tolist())) == 1  # one protein, of one letter
+            assert bool((row[~mask.bool()] == reading.padding).all())
+    with pytest.raises(InputError, match="too few"):
+        Reading(corpus.Corpus("proteins", "one", proteins[:1]), transformers.ByT5Tokenizer(), 30, 4, 0)
+
+
+def test_a_pass_that_would_take_long_is_not_begun(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.AutoModel.from_pretrained(folders / "encoder")
+    layers = [f"encoder.layer.{i}.attention.self" for i in range(2)]
+    monkeypatch.setattr(prices, "LONGEST", 0.0)
+    rows = prices.measure({"original": model}, layers, [8, 16, 32], 64, lambda words: None)
+    assert [bool(row["note"]) for row in rows] == [False, True, True]
+    assert rows[0]["attention_seconds"] < rows[0]["seconds"]
+    assert page._html([["a"], ["<b>"]]).count("&lt;b&gt;") == 1
+
+
+def test_the_record_is_json_without_nan(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        str(folders / "encoder"),
+        *SHORT,
+        "--fasta",
+        "sample",
+        "--minutes",
+        "0.02",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    code, out, err = run(capsys, *given)
+    assert code == 0, err
+    held = json.loads(out)
+    assert held == json.loads((tmp_path / "report.json").read_text())
+    assert held["meta"]["text"] == "sample"
