@@ -38,6 +38,7 @@ bench: .venv-bench/ready
 
 docs: .venv/docs
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/costs.py
 	$(BIN)/sphinx-build -W docs docs/_build
 
 # On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed: nothing is fetched.

@@ -110,6 +110,7 @@ def test_the_contents_page_names_every_mechanism() -> None:
 def test_generated_tables_are_fresh() -> None:
     stale = runpy.run_path(str(ROOT / "docs" / "tables.py"))["stale"]()
     assert not stale, f"run `python docs/tables.py`: {stale} no longer say what the traits say"
+    assert not runpy.run_path(str(ROOT / "docs" / "costs.py"))["stale"](), "run `python docs/costs.py`: newer records"
 
 
 def test_the_readme_tree_is_true() -> None:

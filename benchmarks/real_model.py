@@ -1,0 +1,89 @@
+"""Every mechanism, untrained, in a real encoder: what it does to the model's sentences, and what it costs.
+
+``python -m benchmarks.real_model --out records/DATE-costs.json`` swaps each into the MiniLM of the ``demo`` extra (or
+another encoder), compares its sentence embeddings with the original's on passages, and times all of them in turn.
+``docs/costs.py`` makes a page of the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import fast_attention
+from fast_attention import catalogue, files
+from fast_attention.conversion.goals import Likeness
+from fast_attention.lab import capture, corpus, records, whole
+from fast_attention.lab.converting import prices
+from fast_attention.lab.converting.reading import Reading
+
+SETTINGS = (
+    "Softmax()", "LinearAttention()", "Favor(num_features=256)", "FavorPlus(num_features=256)",
+    "FavorPlus(num_features=1024)", "LearnedFeatures()", "LogAttention()", "Manhattan()", "Linformer(rank=128)",
+    "Local(window=64)", "BlockLocal()", "BigBird()", "LSH()", "Sinkhorn()", "SortCut()", "ReLUAttention()",
+    "DenseSynthesizer()", "RandomSynthesizer()", "AFTFull()", "AFTLocal(window=64)", "AFTSimple()", "AFTConv()",
+    "FavorPlusPlus(num_features=256)", "Hybrid(near=Local(window=64), far=FavorPlus(num_features=256))",
+)  # fmt: skip
+
+
+def swapped(original: Any, text: str, longest: int) -> tuple[Any, str]:
+    """A copy of the model with a mechanism in it and nothing, or None and why not."""
+    model = copy.deepcopy(original)
+    torch.manual_seed(0)
+    try:
+        report = fast_attention.swap(model, text, max_len=longest)
+    except (fast_attention.Unsupported, ValueError) as error:
+        return None, str(error)
+    kept = sorted({layer.why for layer in report.kept})
+    return model, f"{len(report.kept)} layers stay exact: {'; '.join(kept)}" if kept else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="A folder; without it the MiniLM of the demo.")
+    parser.add_argument("--mechanisms", nargs="+", default=list(SETTINGS))
+    parser.add_argument("--length", type=int, default=480, help="Tokens of a passage.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096], help="Where time is taken.")
+    parser.add_argument("--out", type=Path, required=True, help="The record.")
+    asked = parser.parse_args()
+    started, folder = time.strftime("%Y-%m-%dT%H:%M:%S%z"), asked.model or Path(capture.default_model())
+    import transformers
+
+    original = whole.load(folder).float()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    read, goal = Reading(corpus.read(None, None), tokenizer, asked.length, 2, 0), Likeness()
+    held, models = goal.hold(original, [*read.held_out, *read.choosing]), {"original": original}
+    rows: list[dict[str, Any]] = []
+    with Console(stderr=True).status("swapping") as status:
+        for text in asked.mechanisms:
+            status.update(text)
+            mechanism = catalogue.parse(text)
+            model, said = swapped(original, text, max(asked.lengths))
+            rows.append({"mechanism": repr(mechanism), "learned": mechanism.traits.learned, "note": said})
+            if model is not None:
+                rows[-1] |= goal.measure(model, held)
+                models[repr(mechanism)] = model
+        layers = [*fast_attention.integrations.attention.layers_of(models["Softmax()"])]
+        context = capture.context(original.config, tokenizer)
+        costs = prices.measure(models, layers, asked.lengths, context, status.update)
+    meta = {
+        "status": "complete", "command": sys.argv[1:], "started": started,
+        "model": f"{type(original).__name__}, {sum(p.numel() for p in original.parameters()):,} parameters",
+        "passages": sum(len(each.batch["input_ids"]) for each in held), "length": asked.length,
+        "transformers": transformers.__version__, **records.surroundings(torch.device("cpu")),
+    }  # fmt: skip
+    files.write(asked.out, json.dumps(records.plain({"meta": meta, "rows": rows, "prices": costs}), indent=1) + "\n")
+    for row in rows:
+        print(f"{row['mechanism']:60} {row.get('sentence_cosine', float('nan')):7.4f}  {row['note'][:90]}")
+
+
+if __name__ == "__main__":
+    main()
