@@ -211,10 +211,13 @@ class _Run:
 
     def _step(self, stage: Stage, optimiser: torch.optim.Optimizer, pace: float) -> None:
         batch = {name: x.to(self.model.device) for name, x in self.batches(self.at.batches).items()}
+        half = torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
         if stage == "transfer":
-            loss = transfer.train(self.model, self.original, self.told.converted, batch)
+            with half:
+                loss = transfer.train(self.model, self.original, self.told.converted, batch)
         else:
-            found = self.goal.loss(self.model, self.original, batch)
+            with half:
+                found = self.goal.loss(self.model, self.original, batch)
             found.backward()
             loss = float(found.detach())
             trained = [p for group in optimiser.param_groups for p in group["params"]]

@@ -96,8 +96,8 @@ class Likeness:
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Squared errors of the hidden states behind every block over their variance, and 1 - cosine of the mean."""
         with torch.no_grad():
-            wanted = hidden(original, batch)
-        got, seen = hidden(model, batch), tokens(batch)
+            wanted = [x.float() for x in hidden(original, batch)]
+        got, seen = [x.float() for x in hidden(model, batch)], tokens(batch)
         layers = [error(a, b, seen) for a, b in zip(got[1:], wanted[1:], strict=True)]
         likeness = F.cosine_similarity(pooled(got[-1], seen), pooled(wanted[-1], seen), dim=-1)
         return torch.stack(layers).mean() + 1 - likeness.mean()
@@ -167,6 +167,7 @@ def error(got: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
     """
     if seen is not None and seen.shape == wanted.shape[:2]:
         got, wanted = got[seen], wanted[seen]
+    got, wanted = got.float(), wanted.float()
     return (got - wanted).pow(2).mean() / wanted.var().clamp_min(1e-12)
 
 

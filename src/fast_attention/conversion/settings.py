@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from fast_attention.ops.value import Value, at_least
+from fast_attention.ops.value import Value, at_least, one_of
+
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,6 +26,7 @@ class ConversionSettings(Value):
         weight_decay: AdamW's, in the fine-tune, on matrices.
         clip: The longest gradient, by its norm, in the fine-tune.
         distil: For language models: weight of the original's distribution beside the loss on the text.
+        precision: ``"bfloat16"`` trains under autocast; weights, updates and all figures stay in float32.
         seed: Of the mechanisms' weights.
         save_seconds: Seconds between checkpoints; one is always written at the end of a stage.
     """
@@ -37,6 +41,7 @@ class ConversionSettings(Value):
     weight_decay: float = 0.01
     clip: float = 1.0
     distil: float = 0.0
+    precision: Precision = "float32"
     seed: int = 0
     save_seconds: float = 60.0
 
@@ -48,6 +53,7 @@ class ConversionSettings(Value):
             "save_seconds",
         ):  # fmt: skip
             at_least(self, setting, getattr(self, setting), 0.0)
+        one_of(self, "precision", self.precision, Precision)
         for setting, limit in (("share", 1.0), ("warmup", 0.99)):
             if getattr(self, setting) > limit:
                 raise ValueError(f"{self!r}: {setting} is a share, at most {limit:g}")

@@ -51,6 +51,7 @@ def convert_command(
     length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512, or the model's own.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Passages of a batch.")] = 2,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of the fine-tune.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 to train under autocast.")] = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Where time and memory are measured.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as many as help.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
@@ -70,7 +71,7 @@ def convert_command(
             return 0
         torch.set_num_threads(threads or measure.useful_threads())
         _quieten()
-        given: dict[str, Any] = {"share": share, "lr": lr}
+        given: dict[str, Any] = {"share": share, "lr": lr, "precision": precision}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
         kind, folder = inputs.mechanisms([mechanism])[0], _folder(model)
