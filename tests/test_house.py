@@ -23,7 +23,7 @@ FLOORS = [
     ["mechanism", "decoding"],
     ["mechanisms"],
     ["catalogue"],
-    ["functional", "nn", "counting"],
+    ["functional", "nn", "counting", "attention_maps"],
     ["conformance", "data", "explanation", "integrations"],
     ["tasks"],
     ["training"],

@@ -32,6 +32,7 @@ from fast_attention.ops.maps import features as features
 
 from fast_attention import catalogue as catalogue, functional as functional, decoding as decoding
 from fast_attention.functional import attention as attention
+from fast_attention.attention_maps import attention_rows as attention_rows
 
 from fast_attention.nn.bound import Bound as Bound
 from fast_attention.nn.multihead import MultiheadAttention as MultiheadAttention

@@ -55,6 +55,7 @@ class Swapped(nn.Module):
         super().__init__()
         self.bound, self.kept = bound, kept
         self.cache: StateLayer | None = None  # during a call: where the state is kept
+        self.shows = False  # during a call: whether the attention matrices are asked for
         self.hooks: tuple[Any, ...] = ()
 
     def begin(self, module: nn.Module, cache: Any) -> None:
@@ -121,8 +122,10 @@ def mask(
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Queries (B, H, L, E), keys and values (B, G, S, E) with G a divisor of H, to outputs (B, L, H, E).
+
+    Beside them the attention matrices (B, H, L, S), where the model was called with ``output_attentions=True``.
 
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
@@ -147,8 +150,9 @@ def attention(
     own = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - own) > 1e-6 * own:
         query = query * (scaling / own)
-    out = _run(swapped, query, key, value, seen, changes, dropout)
-    return out.transpose(1, 2).contiguous(), None
+    given = (swapped, query, key, value, seen, changes, dropout)
+    out, weights = _shown(*given) if swapped.shows else (_run(*given), None)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def _seen(module: nn.Module, q: Tensor, k: Tensor, given: Any, is_causal: bool | None) -> Visible:
@@ -168,6 +172,28 @@ def _seen(module: nn.Module, q: Tensor, k: Tensor, given: Any, is_causal: bool |
     if given.ndim == 2:
         return Visible(dense, given.bool(), is_causal=causal)
     return Visible(lambda: given, plain=False)
+
+
+def _shown(
+    swapped: Swapped, q: Tensor, k: Tensor, v: Tensor, seen: Visible, changes: dict[str, Tensor],
+    dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs and matrices: A [v, I] = [A v, A] of one pass, hence of the same dropped weights."""
+    mechanism, cache, width = swapped.bound.mechanism, swapped.cache, v.shape[-1]
+    if not mechanism.traits.matrix:
+        raise mechanism.refuse("output_attentions=True", "matrix")
+    if cache is not None and cache.length:
+        raise Unsupported(
+            f"output_attentions=True, and {mechanism!r} keeps a state in which the {cache.length} keys before are "
+            "summed up: pass use_cache=False"
+        )
+    identity = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
+    if cache is None:
+        both = _run(swapped, q, k, torch.cat([v, identity], -1), seen, changes, dropout)
+        return both[..., :width], both[..., width:]
+    out = _run(swapped, q, k, v, seen, changes, dropout)
+    swapped.cache = None  # of what is remembered, the identity is no part
+    return out, _run(swapped, q, k, identity, seen, changes, dropout)
 
 
 def _run(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fast_attention import catalogue
-from fast_attention.integrations import attention
+from fast_attention.integrations import attention, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import Layer, chosen
 from fast_attention.integrations.saving import save_pretrained
@@ -52,6 +52,7 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
         model.set_attn_implementation(before)
         raise
     setattr(model, BEFORE, before)
+    weights.listen(model)
     kept: Any = model
     kept.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
     return done
@@ -191,6 +192,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 def _remove(model: nn.Module) -> None:
     model.__dict__.pop("save_pretrained", None)
+    weights.deafen(model)
     for name, swapped in layers_of(model).items():
         for hook in swapped.hooks:
             hook.remove()

@@ -68,9 +68,7 @@ class HuggingFace:
     """An encoder or decoder from a folder or from the hub, reading a corpus with its own tokenizer."""
 
     def __init__(self, place: str, corpus: Corpus) -> None:
-        transformers = need("transformers", "hf", "reading a model")
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        transformers = quiet_transformers("reading a model")
         if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
             raise InputError(f"--model {place}: the folder holds no config.json, so no Hugging Face model")
         self.place, self.corpus = place, corpus
@@ -117,6 +115,18 @@ class HuggingFace:
                 f"--model {self.place}: {type(self.model).__name__} does not let its attention be replaced"
             )
         return found, read
+
+
+def quiet_transformers(purpose: str) -> Any:
+    """The package, which keeps its bars and warnings to itself from now on.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    transformers = need("transformers", "hf", purpose)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
 
 
 def default_model() -> str:

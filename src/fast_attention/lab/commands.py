@@ -1,4 +1,4 @@
-"""The commands: ``compare``, ``bench``, ``train``, ``study``, ``convert``, ``list``, ``check`` and the others."""
+"""The commands, each in a file of its own or here: ``compare``, ``list``, ``check``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.text import Text
 
 from fast_attention import catalogue, conformance, files
-from fast_attention.lab import capture, compare, corpus, inputs, measure, own, records, report, tables, verdicts
+from fast_attention.lab import compare, inputs, measure, records, report, sources, tables, verdicts
 from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.converting.command import convert_command
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.learning.generate import generate_command
 from fast_attention.lab.learning.train import train_command
+from fast_attention.lab.maps.command import maps_command
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
@@ -114,7 +115,7 @@ def compare_command(
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
     sizes, drawn = inputs.lengths(lengths or list(compare.LENGTHS)), inputs.head(head)
     inputs.folder(out)
-    source = _source(model, text, fasta, seed)
+    source = sources.source(model, text, fasta, seed)
     is_causal = source.is_causal if causal is None else causal
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
     plan = compare.Plan(source, chosen, sizes, setting, budget, drawn)
@@ -144,17 +145,6 @@ def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) 
         except KeyboardInterrupt:
             return "interrupted"
     return "complete"
-
-
-def _source(model: str | None, text: str | None, fasta: str | None, seed: int) -> capture.Source:
-    if (folder := own.place(model)) is not None:
-        return own.Own(folder, str(model), text, fasta)
-    if model == capture.GAUSSIAN:
-        if text or fasta:
-            raise InputError("--model gaussian reads nothing: leave out --text and --fasta")
-        return capture.Gaussian(seed=seed)
-    read = corpus.read(text, fasta)
-    return capture.HuggingFace(model or capture.default_model(), read)
 
 
 def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:
@@ -194,6 +184,7 @@ app.command("generate")(generate_command)
 app.command("study")(study_command)
 app.command("convert")(convert_command)
 app.command("check-model")(check_model_command)
+app.command("maps")(maps_command)
 
 
 @app.command("list")

@@ -62,9 +62,7 @@ class Own:
         Raises:
             InputError: No layer has both.
         """
-        name, passage = self.corpus.passage(length)
-        tokens = encoded(passage) if self.model.config.reads == "residues" else torch.tensor(list(passage.encode()))
-        tokens = tokens[:length].long()[None]
+        tokens, read = self.tokens(length)
         found: list[Layer] = []
 
         def keep(module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
@@ -81,7 +79,14 @@ class Own:
                 hook.remove()
         if not found:
             raise InputError(f"--model {self.name}: none of its mechanisms has queries and keys")
-        return found, f"the first {tokens.shape[1]} {self.model.config.reads} of {name}"
+        return found, read
+
+    def tokens(self, length: int) -> tuple[Tensor, str]:
+        """Up to ``length`` token numbers (1, n) of the corpus, and what they are."""
+        name, passage = self.corpus.passage(length)
+        numbers = encoded(passage) if self.model.config.reads == "residues" else torch.tensor(list(passage.encode()))
+        tokens = numbers[:length].long()[None]
+        return tokens, f"the first {tokens.shape[1]} {self.model.config.reads} of {name}"
 
 
 def _corpus(name: str, reads: str, text: str | None, fasta: str | None) -> Corpus:

@@ -14,6 +14,7 @@ from rich.console import Console
 from fast_attention import conformance
 from fast_attention.integrations import from_pretrained, swap
 from fast_attention.lab import inputs, tables
+from fast_attention.lab.capture import quiet_transformers
 from fast_attention.lab.inputs import InputError
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn import saving
@@ -29,17 +30,16 @@ def load(folder: Path) -> Any:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config.get("format") == saving.FORMAT:
             return saving.load(folder)
+        transformers = quiet_transformers("loading a model")
         if (folder / "fast_attention.json").exists():
             return from_pretrained(folder)
-        import transformers
-
         decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.get("architectures") or [])
         kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
         return kind.from_pretrained(folder, local_files_only=True).eval()
     except FileNotFoundError as error:
         raise InputError(f"{folder}: {error.strerror}: {Path(error.filename or '').name}") from error
-    except ModuleNotFoundError as error:
-        raise InputError(f"{folder}: loading it needs {error.name}: pip install 'fast-attention[hf]'") from error
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: {error}") from error
 

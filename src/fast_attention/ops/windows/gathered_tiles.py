@@ -166,8 +166,8 @@ def backward(
         there = _take(values, index, "v", mine.shape[0], v.shape[-1], scratch)
         found = gradients(mine, near, there, here, bias, hidden, scale=scale, scratch=scratch)
         dq[group, rows] = found[0]
-        dk.index_add_(0, index, found[1].view(index.shape[0], -1))
-        dv.index_add_(0, index, found[2].view(index.shape[0], -1))
+        dk.index_add_(0, index, found[1].view(-1, dk.shape[1]))  # a block of queries may see no key at all
+        dv.index_add_(0, index, found[2].view(-1, dv.shape[1]))
     length = k.shape[-2]
     dk, dv = (x.view(*y.shape[:-2], -1, y.shape[-1])[..., :length, :] for x, y in ((dk, k), (dv, v)))
     return dq.view(q.shape), dk, dv, None, None

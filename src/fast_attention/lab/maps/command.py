@@ -1,0 +1,115 @@
+"""``fast-attention maps``: attention maps of a model's heads beside those of a mechanism in their place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fast_attention.lab import inputs, records
+from fast_attention.lab.capture import default_model
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.maps import page
+from fast_attention.lab.maps.heads import Call, Head, compared, sampled
+from fast_attention.lab.maps.models import Subject
+from fast_attention.lab.progress import progress_bar
+from fast_attention.mechanism import Unsupported
+
+
+def maps_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face folder, swapped or not, a folder of `train`, protein-mini. Default: MiniLM."),
+    ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(help="What is put in place. Not needed for a model that was swapped before.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
+    fasta: Annotated[
+        str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
+    ] = None,
+    ids: Annotated[str | None, typer.Option(help="Token numbers to read, such as 5,17,3.")] = None,
+    length: Annotated[int, typer.Option(min=1, help="The most tokens to read.")] = 256,
+    layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 0,5. Default: all.")] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="Queries whose rows are drawn as curves, such as 0,100. Default: two.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For random features.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for maps.html and maps.json.")] = Path("maps"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> int:
+    """Draw every head's attention map before and after a mechanism is put in, and say how far apart they are.
+
+    [dim]fast-attention maps MODEL_DIR --mechanism "Local(window=64)" --rows 0,100 --out maps[/dim]
+    """
+    chosen = inputs.mechanisms([mechanism])[0] if mechanism else None
+    wanted = None if layers is None else numbers("--layers", layers)
+    inputs.folder(out)
+    torch.manual_seed(seed)
+    given = None if ids is None else numbers("--ids", ids)
+    subject = Subject(model or default_model(), text=text, fasta=fasta, ids=given, length=length)
+    before, after = subject.calls(chosen)
+    tokens = before[0].q.shape[-2]
+    drawn = sampled(tokens, 4)[1:3] if rows is None else _within("--rows", numbers("--rows", rows), tokens, "queries")
+    kept = range(len(before)) if wanted is None else _within("--layers", wanted, len(before), "layers")
+    found = _compared([before[i] for i in kept], [after[i] for i in kept], drawn)
+    runs = [" + ".join(dict.fromkeys(repr(call.bound.mechanism) for call in calls)) for calls in (before, after)]
+    meta = {
+        "command": ["fast-attention", *sys.argv[1:]], "model": subject.name, "read": subject.read, "tokens": tokens,
+        "before": runs[0], "after": runs[1], "rows": drawn, "seed": seed, **records.surroundings(torch.device("cpu")),
+    }  # fmt: skip
+    written = page.save(meta, found, out)
+    _tell(meta, found, written, as_json)
+    return 0
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """``"0,100"`` as numbers.
+
+    Raises:
+        InputError: The text is something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise InputError(f"{option} {text}: write numbers counted from 0 with commas between, such as 0,3")
+    return [int(part) for part in parts]
+
+
+def _within(option: str, chosen: list[int], count: int, what: str) -> list[int]:
+    wrong = [number for number in chosen if number >= count]
+    if wrong:
+        raise InputError(f"{option} {wrong[0]}: {what} go from 0 to {count - 1}")
+    return chosen
+
+
+def _compared(before: list[Call], after: list[Call], drawn: list[int]) -> list[list[Head]]:
+    with progress_bar(Console(stderr=True)) as progress:
+        task = progress.add_task("rows", total=len(before))
+        found = []
+        for one, other in zip(before, after, strict=True):
+            progress.update(task, description=one.layer)
+            try:
+                found.append(compared(one, other, drawn))
+            except (Unsupported, ValueError) as error:
+                raise InputError(f"{one.layer}: {error}") from error
+            progress.advance(task)
+    return found
+
+
+def _tell(meta: dict[str, Any], layers: list[list[Head]], written: Path, as_json: bool) -> None:
+    say = Console(stderr=True)
+    if as_json:
+        print(json.dumps(page.as_json(meta, layers), allow_nan=False))
+    else:
+        print(f"{meta['before']} and {meta['after']} on {meta['read']}: distance of every head")
+        width = max(len(heads[0].layer) for heads in layers)
+        for heads in layers:
+            print(f"{heads[0].layer:<{width}}  " + " ".join(f"{head.distance:.2f}" for head in heads))
+        print(f"median {page.median(layers):.2f}; 0: equal, 1: nothing in common")
+    say.print(Text(f"\nMaps: {written.resolve()}\nNumbers: {written.resolve().with_suffix('.json')}"), soft_wrap=True)

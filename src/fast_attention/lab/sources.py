@@ -1,0 +1,32 @@
+"""Where real tensors come from, by what a user calls it."""
+
+from __future__ import annotations
+
+import re
+
+from fast_attention.lab import capture, corpus, own
+from fast_attention.lab.inputs import InputError
+
+_SHAPES = re.compile(r"(\d+)x(\d+)")
+
+
+def source(model: str | None, text: str | None, fasta: str | None, seed: int) -> capture.Source:
+    """The source called ``model``: a folder, a name, ``gaussian``, or ``HEADSxWIDTH`` (Gaussian tensors of that size).
+
+    Raises:
+        InputError: It cannot be read, or does not read what was given.
+    """
+    if (folder := own.place(model)) is not None:
+        return own.Own(folder, str(model), text, fasta)
+    sizes = _SHAPES.fullmatch(model or "")
+    if sizes or model == capture.GAUSSIAN:
+        if text or fasta:
+            raise InputError(f"--model {model} reads nothing: leave out --text and --fasta")
+        if sizes is None:
+            return capture.Gaussian(seed=seed)
+        heads, width = map(int, sizes.groups())
+        if heads < 1 or width < 1:
+            raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
+        return capture.Gaussian(heads, width, seed)
+    read = corpus.read(text, fasta)
+    return capture.HuggingFace(model or capture.default_model(), read)
