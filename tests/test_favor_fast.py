@@ -10,13 +10,16 @@ from torch import Tensor
 
 from fast_attention.functional import favor_attention, favor_plus_attention
 from fast_attention.ops.favor import favor_paths, favor_whole
-from fast_attention.ops.favor.favor_blocks import Lift
+from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.favor.favor_sums import chunk_of
 from fast_attention.ops.linear import linear
 from fast_attention.ops.maps.random_features import draw
 
 D, M, WIDE = 8, 24, 5
-LIFTS = [Lift("positive"), Lift("positive", 0.1), Lift("hyperbolic"), Lift("hyperbolic", 0.05), Lift("sincos")]
+POSITIVE = Lift("positive")
+# with and without a number of each feature's own in the exponent
+EXPONENTIAL = [(lift, biased) for lift in (POSITIVE, Lift("hyperbolic")) for biased in (False, True)]
+LIFTS = [*EXPONENTIAL, (Lift("sincos"), False)]
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +30,16 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 
 
 def plain(
-    lift: Lift, q: Tensor, k: Tensor, v: Tensor, W: Tensor, *, is_causal: bool, key_mask: Tensor | None = None
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None = None
 ) -> Tensor:
     """One piece, in operations that autograd follows."""
-    keys = linear.masked_keys(lambda x: lift.plain(x, W), k, key_mask)
-    return linear.normalise(linear.attend(lift.plain(q, W).values, keys, v, is_causal=is_causal))
+    keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
+    return linear.normalise(linear.attend(lift.plain(q, heads).values, keys, v, is_causal=is_causal))
+
+
+def some_heads(lift: Lift, biased: bool) -> Heads:
+    W = draw(2, M, D).double()
+    return Heads(W, 3 * torch.randn(2, 1, lift.width(W), dtype=torch.float64) if biased else None)
 
 
 def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,10 +49,10 @@ def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any
     return (q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_()
 
 
-def agree(lift: Lift, x: tuple[Tensor, Tensor, Tensor], rtol: float = 1e-10, **settings: Any) -> None:
+def agree(lift: tuple[Lift, bool], x: tuple[Tensor, Tensor, Tensor], rtol: float = 1e-10, **settings: Any) -> None:
     """Outputs and all gradients, within ``rtol`` of the largest number."""
-    W = draw(2, M, D).to(x[0].dtype)
-    ours, theirs = favor_paths.attend(lift, *x, W, **settings), plain(lift, *x, W, **settings)
+    kind, heads = lift[0], some_heads(*lift)
+    ours, theirs = favor_paths.attend(kind, *x, heads, **settings), plain(kind, *x, heads, **settings)
     probe = torch.randn_like(ours)
     ours, theirs = ((out, *torch.autograd.grad(out, x, probe)) for out in (ours, theirs))
     for a, b in zip(ours, theirs, strict=True):
@@ -55,15 +63,15 @@ def agree(lift: Lift, x: tuple[Tensor, Tensor, Tensor], rtol: float = 1e-10, **s
 @pytest.mark.parametrize("lift", LIFTS, ids=str)
 @pytest.mark.parametrize(("length", "keys"), [(65, 65), (127, 127), (129, 129), (257, 257), (1100, 1100),
                                               (63, 130), (1, 200), (130, 63), (520, 1030)])  # fmt: skip
-def test_blocks(length: int, keys: int, lift: Lift, is_causal: bool) -> None:
+def test_blocks(length: int, keys: int, lift: tuple[Lift, bool], is_causal: bool) -> None:
     x = inputs(length, keys)
     agree(lift, x, is_causal=is_causal, key_mask=None)
     agree(lift, x, is_causal=is_causal, key_mask=torch.rand(2, 1, keys) < 0.7)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lift", LIFTS[:4], ids=str)
-def test_keys_of_very_different_scales(lift: Lift, is_causal: bool) -> None:
+@pytest.mark.parametrize("lift", EXPONENTIAL, ids=str)
+def test_keys_of_very_different_scales(lift: tuple[Lift, bool], is_causal: bool) -> None:
     """Chunks that one unit does not serve go pair by pair, between others that it does."""
     q, k, v = inputs(400)
     factors = torch.ones(400, 1, dtype=torch.float64)
@@ -82,8 +90,8 @@ def test_keys_that_grow_from_chunk_to_chunk() -> None:
                                                     ramp * direction, v))  # fmt: skip
     for is_causal in (False, True):
         outs = (
-            favor_paths.attend(LIFTS[0], *x, W, is_causal=is_causal, key_mask=None),
-            plain(LIFTS[0], *x, W, is_causal=is_causal),
+            favor_paths.attend(POSITIVE, *x, Heads(W), is_causal=is_causal, key_mask=None),
+            plain(POSITIVE, *x, Heads(W), is_causal=is_causal),
         )
         probe = torch.randn_like(outs[0])
         ours, theirs = ((out, *torch.autograd.grad(out, x, probe)) for out in outs)
@@ -135,7 +143,10 @@ def test_layouts_and_second_derivatives(is_causal: bool) -> None:
     W = draw(1, M, D).double()
     x = torch.randn(2, 70, 2, D, dtype=torch.float64, requires_grad=True)
     t = x.transpose(1, 2)
-    outs = (favor_plus_attention(t, t, t, W, is_causal=is_causal), plain(LIFTS[0], t, t, t, W, is_causal=is_causal))
+    outs = (
+        favor_plus_attention(t, t, t, W, is_causal=is_causal),
+        plain(POSITIVE, t, t, t, Heads(W), is_causal=is_causal),
+    )
     ours, theirs = (torch.autograd.grad(out.square().sum(), x, create_graph=True)[0] for out in outs)
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -153,19 +164,19 @@ def test_a_trained_projection_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("lift", LIFTS, ids=str)
-def test_prefill(lift: Lift) -> None:
+def test_prefill(lift: tuple[Lift, bool]) -> None:
     """A long stretch after a state, in chunks: outputs and state of the plain form."""
     q, k, v = (x.detach() for x in inputs(300))
-    W, mask = draw(2, M, D).double(), torch.rand(2, 1, 300) < 0.7
+    (kind, _), heads, mask = lift, some_heads(*lift), torch.rand(2, 1, 300) < 0.7
     mask[..., 0] = True
-    whole = plain(lift, q, k, v, W, is_causal=True, key_mask=mask)
+    whole = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask)
     state, outs = None, []
     for at in (slice(0, 70), slice(70, 73), slice(73, 74), slice(74, 300)):
-        out, state = favor_paths.advance(lift, q[..., at, :], k[..., at, :], v[..., at, :], W, state, mask[..., at])
+        out, state = favor_paths.advance(kind, q[..., at, :], k[..., at, :], v[..., at, :], heads, state, mask[..., at])
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-9)
     assert state is not None
-    expected = linear.summarise(linear.masked_keys(lambda x: lift.plain(x, W), k, mask), v)
+    expected = linear.summarise(linear.masked_keys(lambda x: kind.plain(x, heads), k, mask), v)
     for a, b in zip(state, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -185,5 +196,5 @@ def test_chunks_by_features() -> None:
     assert chunk_of(Lift("hyperbolic"), torch.zeros(1, 512, 4)) == 128
     x = inputs(300)
     W = draw(2, 520, D).double()
-    a, b = favor_plus_attention(*x, W, is_causal=True), plain(LIFTS[0], *x, W, is_causal=True)
+    a, b = favor_plus_attention(*x, W, is_causal=True), plain(POSITIVE, *x, Heads(W), is_causal=True)
     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -36,7 +36,8 @@ MECHANISMS = [
     "Favor(num_features=64)",
     "Favor(num_features=64, features='phase', clamp=0.3)",
     "FavorPlus(num_features=32)",
-    "FavorPlus(num_features=16, features='hyperbolic', damping=0.1)",
+    "FavorPlus(num_features=16, features='hyperbolic')",
+    "FavorPlusPlus(num_features=16)",
     "FavorPlus(num_features=32, kernel=Relu())",
     "FavorPlus(num_features=32, kernel=Exp(), kernel_epsilon=0.01)",
 ]

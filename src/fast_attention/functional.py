@@ -16,7 +16,8 @@ from fast_attention.mechanisms.bigbird import bigbird_attention as bigbird_atten
 from fast_attention.mechanisms.favor import favor_attention as favor_attention
 from fast_attention.mechanisms.favor_plus import favor_plus_attention as favor_plus_attention
 from fast_attention.mechanisms.favor_plus import generalised_attention as generalised_attention
-from fast_attention.mechanisms.favor_plus import optimal_damping as optimal_damping
+from fast_attention.mechanisms.favor_plus_plus import favor_plus_plus_attention as favor_plus_plus_attention
+from fast_attention.mechanisms.favor_plus_plus import optimal_damping as optimal_damping
 from fast_attention.mechanisms.fnet import fourier_mix as fourier_mix
 from fast_attention.mechanisms.gmlp import gated_mlp as gated_mlp
 from fast_attention.mechanisms.linear import linear_attention as linear_attention

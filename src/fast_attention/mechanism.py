@@ -76,6 +76,10 @@ class Mechanism(Value, ABC, Generic[W, S]):
         """
         return ()  # type: ignore[return-value]
 
+    def redrawn(self, w: W, shape: Shape) -> W:
+        """``w`` with what is drawn at random drawn again; ``Bound.redraw`` takes all but its parameters."""
+        return self.weights(shape)
+
     @property
     def needs_weights(self) -> bool:
         """Whether a call must bring weights."""
@@ -109,9 +113,7 @@ class Mechanism(Value, ABC, Generic[W, S]):
 def granting(kind: type[Mechanism[Any, Any]], trait: str) -> list[str]:
     """Names of the loaded mechanisms of a kind whose default value grants a trait, in the order they were defined."""
     names = []
-    for subclass in kind.__subclasses__():
-        if not subclass.__module__.startswith("fast_attention."):
-            continue
+    for subclass in [x for x in kind.__subclasses__() if x.__module__.startswith("fast_attention.")]:
         names += granting(subclass, trait)
         if not getattr(subclass, "__abstractmethods__", None) and getattr(subclass().traits, trait):
             names.append(subclass.__name__)
@@ -274,7 +276,7 @@ class Mixer(Mechanism[W, S]):
     def __call__(
         self, x: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Mix tokens.
+        """Mix tokens; raises ``Unsupported`` and ``ValueError`` as an attention does.
 
         Args:
             x: Tokens (..., N, E).
@@ -284,9 +286,6 @@ class Mixer(Mechanism[W, S]):
 
         Returns:
             Tokens (..., N, E) in the dtype of ``x``.
-
-        Raises:
-            Unsupported, ValueError: As for an attention.
         """
         if x.ndim < 2:
             raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")

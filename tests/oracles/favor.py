@@ -57,11 +57,9 @@ def positive(m: Any, x: Tensor, W: Tensor) -> Tensor:
     """The features of one vector, in R^m or R^2m."""
     if m.kernel is not None:
         return (elementwise(m.kernel, W @ x) + m.kernel_epsilon) / math.sqrt(len(W))
-    A = -m.damping
-    B, D = math.sqrt(1 - 4 * A), (1 - 4 * A) ** (len(x) / 4)
     signs = (1, -1) if m.features == "hyperbolic" else (1,)
-    phi = torch.cat([(A * (W * W).sum(1) + s * B * (W @ x) - x @ x / 2).exp() for s in signs])
-    return D * phi / math.sqrt(len(phi))
+    phi = torch.cat([(s * (W @ x) - x @ x / 2).exp() for s in signs])
+    return phi / math.sqrt(len(phi))
 
 
 def favor_plus(
@@ -77,6 +75,42 @@ def favor_plus(
         weights = [phi_q[i] @ phi_k[j] for j in seen]
         rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
     return torch.stack(rows)
+
+
+def favor_plus_plus(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Chefs' Random Tables (arXiv 2205.15317): every feature by itself, with the constants of the paper."""
+    W, A, d = w.projection[head], -w.damping[head], len(q[0])
+    B, D = (1 - 4 * A) ** 0.5, (1 - 4 * A) ** (d / 4)
+
+    def phi(x: Tensor) -> Tensor:
+        return torch.stack([D * (A * (r @ r) + B * (r @ x) - x @ x / 2).exp() for r in W]) / math.sqrt(len(W))
+
+    phi_q, phi_k = [phi(x / d**0.25) for x in q], [phi(y / d**0.25) for y in k]
+    rows = []
+    for i in range(len(q)):
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        weights = [phi_q[i] @ phi_k[j] for j in seen]
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
+    return torch.stack(rows)
+
+
+def damping_by_search(q: Tensor, k: Tensor) -> float:
+    """The damping at which mathematics 4.8's variance is least, for the mean of |x + y|^2 over all pairs of one head.
+
+    The variance at that mean and no other: its logarithm, up to what the damping does not touch, over a fine grid.
+    """
+    d = len(q[0])
+    pairs = [((x + y) / d**0.25) @ ((x + y) / d**0.25) for x in q for y in k]
+    p = torch.stack(pairs).mean().item()
+
+    def log_variance(damping: float) -> float:
+        a = 1 + 4 * damping
+        b = 1 + 8 * damping
+        return d * math.log(a) - d / 2 * math.log(b) + 2 * a / b * p
+
+    return min((i / 20_000 for i in range(100_000)), key=log_variance)
 
 
 def learned_features(
@@ -96,7 +130,12 @@ def learned_features(
     return torch.stack(rows)
 
 
-ORACLES = {"Favor": favor, "FavorPlus": favor_plus, "LearnedFeatures": learned_features}
+ORACLES = {
+    "Favor": favor,
+    "FavorPlus": favor_plus,
+    "FavorPlusPlus": favor_plus_plus,
+    "LearnedFeatures": learned_features,
+}
 VARIANTS = [
     "Favor(features='phase')",
     "Favor(num_features=11, orthogonal=False, clamp=0.5)",
@@ -104,8 +143,8 @@ VARIANTS = [
     "LearnedFeatures(num_features=5)",
     "FavorPlus(num_features=19, features='hyperbolic', orthogonal=False)",
     "FavorPlus(num_features=16, regularised=True)",
-    "FavorPlus(num_features=16, damping=0.1)",
-    "FavorPlus(num_features=12, features='hyperbolic', damping=0.05)",
+    "FavorPlusPlus(num_features=5)",
+    "FavorPlusPlus(num_features=19, orthogonal=False)",
     "FavorPlus(num_features=24, kernel=Relu())",
     "FavorPlus(num_features=24, kernel=EluPlusOne(), kernel_epsilon=0.0)",
     "FavorPlus(num_features=24, kernel=Exp(), kernel_epsilon=0.1, regularised=True)",

@@ -8,6 +8,7 @@ from fast_attention.mechanisms.manhattan import Manhattan as Manhattan
 from fast_attention.mechanisms.linear import LinearAttention as LinearAttention
 from fast_attention.mechanisms.favor import Favor as Favor
 from fast_attention.mechanisms.favor_plus import FavorPlus as FavorPlus
+from fast_attention.mechanisms.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
 from fast_attention.mechanisms.learned_features import LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms.linformer import Linformer as Linformer
 from fast_attention.mechanisms.local import Local as Local

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.favor import favor_paths
-from fast_attention.ops.favor.favor_blocks import Lift
+from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState, Sums
 from fast_attention.ops.maps.features import Features
@@ -44,7 +44,7 @@ def favor_attention(
     gets zeros.
     """
     if phase is None and clamp is None:
-        return favor_paths.attend(Lift("sincos"), q, k, v, projection, is_causal=is_causal, key_mask=key_mask)
+        return favor_paths.attend(Lift("sincos"), q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
     phi = _map(projection, phase)
     keys = linear.masked_keys(phi, k, key_mask)
     sums = linear.attend(phi(q).values, keys, v, is_causal=is_causal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.favor import favor_paths
-from fast_attention.ops.favor.favor_blocks import Lift
+from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.features import FeatureMap, Features, as_feature_map
@@ -29,7 +28,6 @@ def favor_plus_attention(
     projection: Float[Tensor, "heads rows width"],
     *,
     hyperbolic: bool = False,
-    damping: float = 0.0,
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
@@ -37,12 +35,12 @@ def favor_plus_attention(
 
     arXiv 2009.14794, Lemma 1: ``exp(x . y) = E[phi(x) . phi(y)]``, ``phi(x) = m^(-1/2) exp(W x - ||x||^2 / 2)``,
     x = q / width^(1/4), y = k / width^(1/4), rows of W = ``projection`` N(0, I); G sums ``phi(k_j) v_j^T`` and g
-    ``phi(k_j)`` over the keys that query i may see. ``hyperbolic`` uses W and -W; ``damping`` as in ``FavorPlus``.
+    ``phi(k_j)`` over the keys that query i may see. ``hyperbolic`` uses W and -W.
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    lift = Lift("hyperbolic" if hyperbolic else "positive", damping)
-    return favor_paths.attend(lift, q, k, v, projection, is_causal=is_causal, key_mask=key_mask)
+    lift = Lift("hyperbolic" if hyperbolic else "positive")
+    return favor_paths.attend(lift, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
@@ -76,19 +74,6 @@ def _attend(
     return linear.normalise(linear.attend(phi(q).values, keys, v, is_causal=is_causal))
 
 
-def optimal_damping(q: Float[Tensor, "*batch length width"], k: Float[Tensor, "*batch keys width"]) -> float:
-    """The ``damping`` with the least variance for queries and keys like these (arXiv 2205.15317).
-
-    ``(1/rho - 1) / 8`` with ``rho = 2 d / (sqrt((d + 2p)^2 + 8 d p) + d + 2p)`` and p the mean of ``||x + y||^2`` over
-    all pairs, x = q / width^(1/4), y = k / width^(1/4). Not for traced code: it reads its inputs.
-    """
-    width = q.shape[-1]
-    x, y = (t.detach().double().flatten(0, -2) * width**-0.25 for t in (q, k))
-    p = float(x.square().sum(-1).mean() + y.square().sum(-1).mean() + 2 * x.mean(0) @ y.mean(0))
-    rho = 2 * width / (math.sqrt((width + 2 * p) ** 2 + 8 * width * p) + width + 2 * p)
-    return (1 / rho - 1) / 8
-
-
 class Projection(NamedTuple):
     """Rows w ~ N(0, I) of every head (H, m, d); drawn."""
 
@@ -109,8 +94,6 @@ class FavorPlus(Attention[Projection, LinearState]):
         features: ``"positive"``, or ``"hyperbolic"`` for W and -W: less than half the variance at twice the features.
         orthogonal: Rows orthogonal within blocks of ``head_dim`` rows rather than independent; lower variance.
         regularised: Rows of norm sqrt(head_dim) (SMREG): a slightly smaller kernel with lighter tails.
-        damping: Factor on ``||w||^2`` in the exponent, at least 0 (``-A`` of the optimal positive features): still
-            unbiased, features bounded. ``optimal_damping(q, k)`` gives the best for your data.
         kernel: None estimates softmax. ``Relu()`` or any other map or function of numbers f makes features
             ``f(W x) + kernel_epsilon`` of another kernel instead.
         kernel_epsilon: Added to the features of ``kernel``, at least 0.
@@ -120,7 +103,6 @@ class FavorPlus(Attention[Projection, LinearState]):
     features: Literal["positive", "hyperbolic"] = "positive"
     orthogonal: bool = True
     regularised: bool = False
-    damping: float = 0.0
     kernel: FeatureMap | Callable[[Tensor], Tensor] | None = None
     kernel_epsilon: float = 1e-3
 
@@ -144,14 +126,11 @@ class FavorPlus(Attention[Projection, LinearState]):
     def __post_init__(self) -> None:
         at_least(self, "num_features", self.num_features, 1)
         one_of(self, "features", self.features, ("positive", "hyperbolic"))
-        at_least(self, "damping", self.damping, 0.0)
         at_least(self, "kernel_epsilon", self.kernel_epsilon, 0.0)
-        if self.regularised and self.damping:
-            raise ValueError(f"{self!r}: damping acts on the norms of the rows, which regularised=True makes all equal")
         if self.kernel is not None:
             object.__setattr__(self, "kernel", as_feature_map(self, "kernel", self.kernel))
-            if self.features != "positive" or self.damping:
-                raise ValueError(f"{self!r}: features and damping shape the softmax kernel; leave them with a kernel")
+            if self.features != "positive":
+                raise ValueError(f"{self!r}: features shape the softmax kernel; leave them with a kernel")
 
     def weights(self, shape: Shape) -> Projection:
         """Draw the projection of every head."""
@@ -160,12 +139,12 @@ class FavorPlus(Attention[Projection, LinearState]):
 
     @property
     def _lift(self) -> Lift:
-        return Lift(self.features, self.damping)
+        return Lift(self.features)
 
     def _map(self, w: Projection) -> Callable[[Tensor], Features]:
         if isinstance(self.kernel, FeatureMap):
             return _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
-        return lambda x: self._lift.plain(x, w.projection)
+        return lambda x: self._lift.plain(x, Heads(w.projection))
 
     @in_float32
     def attend(
@@ -173,7 +152,7 @@ class FavorPlus(Attention[Projection, LinearState]):
     ) -> Tensor:
         """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
         if self.kernel is None:
-            return favor_paths.attend(self._lift, q, k, v, w.projection, is_causal=is_causal, key_mask=key_mask)
+            return favor_paths.attend(self._lift, q, k, v, Heads(w.projection), is_causal=is_causal, key_mask=key_mask)
         return _attend(self._map(w), q, k, v, is_causal, key_mask)
 
     @in_float32
@@ -182,7 +161,7 @@ class FavorPlus(Attention[Projection, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         if self.kernel is None:
-            return favor_paths.advance(self._lift, q, k, v, w.projection, state, key_mask)
+            return favor_paths.advance(self._lift, q, k, v, Heads(w.projection), state, key_mask)
         phi = self._map(w)
         sums, state = linear.advance(phi(q).values, linear.masked_keys(phi, k, key_mask), v, state)
         return linear.normalise(sums), state

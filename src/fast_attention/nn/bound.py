@@ -78,9 +78,23 @@ class Bound(nn.Module):
     @torch.no_grad()
     def redraw(self) -> None:
         """Draw the random weights again, in place, from torch's global generator; learned weights stay."""
-        for name, fresh in _leaves(self.mechanism.weights(self.shape)):
+        for name, fresh in _leaves(self.mechanism.redrawn(self.w, self.shape)):
             if not isinstance(fresh, nn.Parameter):
                 self.get_buffer(name).copy_(fresh)
+
+    @torch.no_grad()
+    def adopt(self, weights: Any) -> None:
+        """Take the values of these weights, in place, such as ``mechanism.calibrated(q, k, bound.w)`` returns.
+
+        Raises:
+            ValueError: They are not of this module's kind and sizes.
+        """
+        own, others = dict(_leaves(self.w)), dict(_leaves(weights))
+        sizes, given = ({name: tuple(t.shape) for name, t in tree.items()} for tree in (own, others))
+        if type(weights) is not type(self.w) or sizes != given:
+            raise ValueError(f"{self.mechanism!r}, {self.shape} has weights {sizes}; got {given}")
+        for name, tensor in others.items():
+            own[name].copy_(tensor)
 
     def forward(
         self,

@@ -20,10 +20,10 @@ from fast_attention.ops.scratch import Scratch
 
 
 class Heads(NamedTuple):
-    """What belongs to a group of heads: rows (h, m, d), and what is added to every ``W x`` (h, 1, m) or None."""
+    """What belongs to some heads: rows (..., m, d), and what is added to every exponent (..., 1, C) or None."""
 
     rows: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
 
     def some(self, heads: slice) -> Heads:
         """Those of a few heads."""
@@ -32,13 +32,12 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Lift:
-    """From tokens to features and back: ``z = stretch d^(-1/4) W x + bias``, then ``kind``.
+    """From tokens to features and back: ``z = d^(-1/4) W x``, then ``kind``, exponents plus a bias.
 
     A key's scale is ``top + sign ||x||^2 / (2 sqrt d)``: ``top`` is the largest exponent of a positive feature, 0 else.
     """
 
     kind: Literal["positive", "hyperbolic", "sincos"]
-    damping: float = 0.0
 
     @property
     def pairs(self) -> bool:
@@ -55,55 +54,41 @@ class Lift:
         """Of half the squared norm in the scale."""
         return -1.0 if self.exponential else 1.0
 
-    def factor(self, width: int) -> float:
-        """On ``W x``."""
-        return math.sqrt(1 + 4 * self.damping) * width**-0.25
-
     def width(self, rows: Tensor) -> int:
         """Features of rows (..., m, d)."""
         return rows.shape[-2] * (2 if self.pairs else 1)
 
-    def bias(self, rows: Tensor) -> Tensor | None:
-        """What is added to every ``W x``, (h, 1, m)."""
-        return rows.square().sum(-1)[:, None].mul_(-self.damping) if self.damping else None
-
     def constant(self, rows: Tensor) -> float:
         """What ``plain`` and ``keys`` leave out of the scale: it is the same for all keys."""
-        if self.kind == "sincos":
-            return -math.log(rows.shape[-2]) / 2
-        return rows.shape[-1] / 4 * math.log(1 + 4 * self.damping) - math.log(self.width(rows)) / 2
+        return -math.log(rows.shape[-2] if self.kind == "sincos" else self.width(rows)) / 2
 
-    def plain(self, x: Tensor, rows: Tensor) -> Features:
+    def plain(self, x: Tensor, heads: Heads) -> Features:
         """The same features in operations that autograd follows."""
         x = x * x.shape[-1] ** -0.25
         if self.kind == "sincos":
-            values, scale = trigonometric(x, rows)
+            values, scale = trigonometric(x, heads.rows)
         else:
-            values, scale = positive(x, rows, hyperbolic=self.kind == "hyperbolic", damping=self.damping)
+            values, scale = positive(x, *heads, hyperbolic=self.kind == "hyperbolic")
         assert scale is not None
-        return Features(values, scale - self.constant(rows))
+        return Features(values, scale - self.constant(heads.rows))
 
     def raw(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> tuple[Tensor, Tensor | None]:
         """Exponents, or finished cosines, in a buffer called ``name``, and each token's largest exponent (h, n)."""
         W, bias = heads
         h, n, m = len(x), x.shape[1], W.shape[1]
         z = desk("rows" if self.pairs else name, h, n, m)
-        z.baddbmm_(x, W.mT, beta=0, alpha=self.factor(x.shape[-1]))
+        z.baddbmm_(x, W.mT, beta=0, alpha=x.shape[-1] ** -0.25)
+        values = desk(name, h, n, 2 * m) if self.pairs else z
+        if self.kind == "sincos":
+            torch.cos(z, out=values[..., :m])
+            torch.sin(z, out=values[..., m:])
+            return values, None
         if self.kind == "hyperbolic":
-            values = desk(name, h, n, 2 * m)
             torch.neg(z, out=values[..., m:])
             values[..., :m] = z
-            if bias is not None:
-                values.view(h, n, 2, m).add_(bias[:, None])
-            return values, values.amax(-1)
         if bias is not None:
-            z.add_(bias)
-        if self.kind == "positive":
-            return z, z.amax(-1)
-        values = desk(name, h, n, 2 * m)
-        torch.cos(z, out=values[..., :m])
-        torch.sin(z, out=values[..., m:])
-        return values, None
+            values.add_(bias)
+        return values, values.amax(-1)
 
     def queries(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> Tensor:
         """Features up to one factor per query."""
@@ -142,7 +127,7 @@ class Lift:
             dz = product = d.mul_(values)
             if self.pairs:
                 dz = torch.sub(d[..., :m], d[..., m:], out=desk("rows", *d.shape[:2], m))
-        found = torch.bmm(dz, heads.rows).mul_(self.factor(x.shape[-1]))
+        found = torch.bmm(dz, heads.rows).mul_(x.shape[-1] ** -0.25)
         if is_key:
             found.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)
         out.copy_(found)

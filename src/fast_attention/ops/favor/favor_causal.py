@@ -55,8 +55,8 @@ class Part:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
         """Outputs and the state after a chunk whose keys differ too much for one unit."""
-        keys = linear.masked_keys(lambda x: self.lift.plain(x, self.heads.rows), k, mask)
-        sums, state = linear.advance(self.lift.plain(q, self.heads.rows).values, keys, v, state)
+        keys = linear.masked_keys(lambda x: self.lift.plain(x, self.heads), k, mask)
+        sums, state = linear.advance(self.lift.plain(q, self.heads).values, keys, v, state)
         return linear.normalise(sums), state
 
 

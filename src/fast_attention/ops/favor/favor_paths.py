@@ -22,20 +22,19 @@ TOKENS = 512  # in one chunk, of all heads of a group
 
 
 def attend(
-    lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, is_causal: bool, key_mask: Tensor | None
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
-    why = _against(lift, q, k, rows, is_causal=is_causal)
+    why = _against(lift, q, k, heads, is_causal=is_causal)
     if why:
         took("features of the whole sequence at once", why)
-        keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
-        return linear.normalise(linear.attend(lift.plain(q, rows).values, keys, v, is_causal=is_causal))
+        return _plain(q, k, v, *heads, key_mask, lift=lift, is_causal=is_causal)
     extra = q.shape[-2] - k.shape[-2] if is_causal else 0
     if extra > 0:  # the first queries see nothing
-        return F.pad(attend(lift, q[..., extra:, :], k, v, rows, is_causal=True, key_mask=key_mask), (0, 0, extra, 0))
-    lead, flat = _flat(lift, q, k, v, rows, key_mask)
+        return F.pad(attend(lift, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask), (0, 0, extra, 0))
+    lead, flat = _flat(q, k, v, heads, key_mask)
     if is_causal:
-        took("features chunk by chunk, with a running state", "causal", chunk=chunk_of(lift, rows))
+        took("features chunk by chunk, with a running state", "causal", chunk=chunk_of(lift, heads.rows))
     else:
         took("features block by block", "every query sees all keys", block=favor_whole.BLOCK)
     out = (CAUSAL if is_causal else WHOLE)(*flat, lift=lift)
@@ -43,18 +42,18 @@ def attend(
 
 
 def advance(
-    lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: LinearState | None, key_mask: Tensor | None
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None, key_mask: Tensor | None
 ) -> tuple[Tensor, LinearState]:
     """Causal outputs of a stretch that follows ``state``, and the state after it."""
-    wanted = [q, k, v, rows, *(state or ())]
-    if _against(lift, q, k, rows, is_causal=True) or (torch.is_grad_enabled() and any(x.requires_grad for x in wanted)):
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, heads.rows, *(state or ())))
+    if wanted or _against(lift, q, k, heads, is_causal=True):
         if q.shape[-2] == 1 and state is not None and key_mask is None:
-            return _step(lift, q, k, v, rows, state)
-        keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, key_mask)
-        sums, state = linear.advance(lift.plain(q, rows).values, keys, v, state)
+            return _step(lift, q, k, v, heads, state)
+        keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
+        sums, state = linear.advance(lift.plain(q, heads).values, keys, v, state)
         return linear.normalise(sums), state
-    lead, flat = _flat(lift, q, k, v, rows, key_mask)
-    count, width, values = flat[0].shape[0], lift.width(rows), v.shape[-1]
+    lead, flat = _flat(q, k, v, heads, key_mask)
+    count, width, values = flat[0].shape[0], lift.width(heads.rows), v.shape[-1]
     G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), q.new_full((count, 1), FLOOR)
     if state is not None:
         G.copy_(state.kv.reshape(G.shape))
@@ -65,9 +64,9 @@ def advance(
     return out.reshape(*lead, *out.shape[-2:]), after
 
 
-def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState) -> tuple[Tensor, LinearState]:
     """One token: features of query and key together, one pass over the state to fade it and add to it, one to read."""
-    both, scale = lift.plain(torch.cat([q, k], -2), rows)
+    both, scale = lift.plain(torch.cat([q, k], -2), heads)
     assert scale is not None
     level = scale[..., 1]
     top = torch.maximum(state.top, level.detach())
@@ -78,13 +77,13 @@ def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: Line
     return linear.normalise(linear.read(both[..., :1, :], state)), state
 
 
-def _against(lift: Lift, q: Tensor, k: Tensor, rows: Tensor, *, is_causal: bool) -> str:
+def _against(lift: Lift, q: Tensor, k: Tensor, heads: Heads, *, is_causal: bool) -> str:
     """Why blocks would not do; empty where they do."""
     if torch.compiler.is_compiling():
         return "traced"
     if q.device.type != "cpu":
         return "not on a CPU"
-    if rows.requires_grad and torch.is_grad_enabled():
+    if heads.rows.requires_grad and torch.is_grad_enabled():
         return "the projection is trained"
     if is_causal and not lift.exponential:  # sums that cancel would show by which unit a later key makes them go
         return "causal sums of features of either sign"
@@ -92,21 +91,26 @@ def _against(lift: Lift, q: Tensor, k: Tensor, rows: Tensor, *, is_causal: bool)
 
 
 def _flat(
-    lift: Lift, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, heads: Heads, key_mask: Tensor | None
 ) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
     """The leading sizes, and all tensors with these as one: q, k, v, rows, bias, mask."""
+    rows, bias = heads
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, rows)))
-    q, k, v, rows = (x.expand(*lead, -1, -1).reshape(-1, *x.shape[-2:]) for x in (q, k, v, rows))
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*lead, -1, -1).reshape(-1, *x.shape[-2:])
+
     mask = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(-1, k.shape[-2])
-    return lead, (q, k, v, rows, lift.bias(rows), mask)
+    return lead, (flat(q), flat(k), flat(v), flat(rows), None if bias is None else flat(bias), mask)
 
 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
     is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    keys = linear.masked_keys(lambda x: lift.plain(x, rows), k, mask)
-    return linear.normalise(linear.attend(lift.plain(q, rows).values, keys, v, is_causal=is_causal))
+    heads = Heads(rows, bias)
+    keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, mask)
+    return linear.normalise(linear.attend(lift.plain(q, heads).values, keys, v, is_causal=is_causal))
 
 
 def _groups(count: int, size: int) -> list[slice]:

@@ -51,26 +51,34 @@ def trigonometric(x: Tensor, W: Tensor, phase: Tensor | None = None) -> Features
     return Features(values, x.square().sum(-1) / 2 - math.log(rows) / 2)
 
 
-def positive(x: Tensor, W: Tensor, *, hyperbolic: bool = False, damping: float = 0.0) -> Features:
-    """``D m^(-1/2) exp(A ||w||^2 + B w . x - ||x||^2 / 2)``, A = -damping, B = sqrt(1 - 4A), D = (1 - 4A)^(d/4).
+def damped(
+    W: Float[Tensor, "*heads rows width"], damping: Float[Tensor, "*heads"]
+) -> tuple[Float[Tensor, "*heads rows width"], Float[Tensor, "*heads 1 rows"]]:
+    """``B W`` and ``A ||w||^2 + log D``, with which ``positive`` makes the optimal positive features.
 
-    With damping 0 these are FAVOR+'s features ``m^(-1/2) exp(w . x - ||x||^2 / 2)`` (arXiv 2009.14794, Lemma 1), with
-    more the optimal positive ones (Likhosherstov et al. 2022, arXiv 2205.15317). ``hyperbolic`` adds those of -W, 2m
-    in all, with m^(-1/2) turned into (2m)^(-1/2).
+    Likhosherstov et al. 2022, arXiv 2205.15317: ``f(w, x) = D exp(A ||w||^2 + B w . x - ||x||^2 / 2)``, A = -damping,
+    B = sqrt(1 - 4A), D = (1 - 4A)^(d/4). Unbiased for every damping of at least 0, one number for each head.
     """
-    W, stretch = W.to(x.dtype), 1 + 4 * damping
-    z = x @ (W.mT if damping == 0 else math.sqrt(stretch) * W.mT)
+    stretch = (1 + 4 * damping)[..., None, None]
+    bias = stretch.log() * (W.shape[-1] / 4) - damping[..., None, None] * W.square().sum(-1)[..., None, :]
+    return W * stretch.sqrt(), bias
+
+
+def positive(x: Tensor, W: Tensor, bias: Tensor | None = None, *, hyperbolic: bool = False) -> Features:
+    """``m^(-1/2) exp(w . x - ||x||^2 / 2 + bias)``: FAVOR+'s features (arXiv 2009.14794, Lemma 1) where bias is None.
+
+    ``hyperbolic`` adds those of -W, 2m in all, with m^(-1/2) turned into (2m)^(-1/2); ``bias`` (..., 1, m or 2m).
+    """
+    z = x @ W.to(x.dtype).mT
     if hyperbolic:
         z = torch.cat([z, -z], -1)
-    if damping != 0:
-        norms = damping * W.square().sum(-1)
-        z = z - (torch.cat([norms, norms], -1) if hyperbolic else norms)[..., None, :]
+    if bias is not None:
+        z = z + bias.to(x.dtype)
     half = x.square().sum(-1) / 2
     top = z.detach().amax(-1)
     # half - half is zero: it hands the scale's gradient to the features, so that none need flow through pairs of scales
     values = (z - (top + (half - half.detach()))[..., None]).exp()
-    constant = x.shape[-1] / 4 * math.log(stretch) - math.log(z.shape[-1]) / 2
-    return Features(values, top - half.detach() + constant)
+    return Features(values, top - half.detach() - math.log(z.shape[-1]) / 2)
 
 
 def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Features:
