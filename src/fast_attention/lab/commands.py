@@ -1,4 +1,4 @@
-"""The commands: ``compare``, ``bench``, ``train``, ``generate``, ``study``, ``list``, ``check``, ``check-model``."""
+"""The commands: ``compare``, ``bench``, ``train``, ``generate``, ``study``, ``list``, ``check`` ... ``export``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.text import Text
 from fast_attention import catalogue, conformance, files
 from fast_attention.lab import capture, compare, corpus, inputs, measure, own, records, report, tables, verdicts
 from fast_attention.lab.bench.command import bench_command
+from fast_attention.lab.export import export_command
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.learning.generate import generate_command
 from fast_attention.lab.learning.train import train_command
@@ -192,6 +193,7 @@ app.command("train")(train_command)
 app.command("generate")(generate_command)
 app.command("study")(study_command)
 app.command("check-model")(check_model_command)
+app.command("export")(export_command)
 
 
 @app.command("list")
