@@ -24,7 +24,7 @@ FLOORS = [
     ["mechanisms"],
     ["catalogue"],
     ["functional", "nn", "counting", "attention_maps"],
-    ["conformance", "data", "explanation", "integrations"],
+    ["conformance", "data", "explanation", "exporting", "integrations"],
     ["tasks"],
     ["training"],
     ["conversion"],

@@ -41,7 +41,7 @@ from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForwa
 from fast_attention.nn.reversible import Reversible as Reversible, ReversibleSequence as ReversibleSequence
 
 from fast_attention.explanation import Explanation as Explanation, explain as explain
-from fast_attention import conformance as conformance
+from fast_attention import conformance as conformance, exporting as exporting
 
 from fast_attention.integrations import Report as Report, swap as swap, swap_back as swap_back
 from fast_attention.integrations import from_pretrained as from_pretrained

@@ -41,7 +41,7 @@ class Traits:
     matrix: bool = True  # the output is A v: A can be read by attending to the identity
     learned: bool = False  # has parameters to train: not an approximation of anything before that
     compile: bool = True  # torch.compile(fullgraph=True)
-    export: bool = True  # torch.export with a dynamic length
+    export: bool = True  # torch.export and ONNX with a dynamic length
     spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
     approximates: str | None = None  # the mechanism its error is measured against
 

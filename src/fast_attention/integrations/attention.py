@@ -22,6 +22,7 @@ from fast_attention.ops import masks
 
 NAME = "fast_attention"
 CHILD = "fast_attention"  # what the module that holds a layer's mechanism is called in the attention module
+LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
 CHANGES = ("position_bias", "softcap", "s_aux")  # arguments that alter the scores; windows come with the mask
 
 
@@ -111,9 +112,13 @@ def mask(
         assert found is not None
         return found
 
-    tokens = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    traced = torch.compiler.is_exporting()
+    tokens = attention_mask if traced or attention_mask is None or not bool(attention_mask.all()) else None
     if use_vmap:  # somebody's own function, which may do anything
         return Visible(dense, tokens, plain=False)
+    if traced:
+        longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
+        return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
     places = Places(batch_size, int(q_offset), q_length, int(kv_offset), kv_length, device)
     return visible.read(mask_function, places, tokens, dense)

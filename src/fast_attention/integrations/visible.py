@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fast_attention.mechanism import Unsupported
 
 Sees = Callable[..., Tensor]  # (batch, head, query, key), places that broadcast -> may the query see the key?
 
@@ -98,6 +101,23 @@ def read(sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], 
     told = all(bool((_told(found, distance - at[i], i) == row).all()) for i, row in probes.items())
     reaches = places.first_query + places.queries == places.first_key + places.keys  # where causal means so to us
     return replace(found, plain=told and (reaches or not found.is_causal))
+
+
+def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
+    """The same while a model is exported: read at ``longest`` tokens, outside of the trace, which holds no numbers.
+
+    Raises:
+        Unsupported: The function asks the inputs, as for sequences packed in one row.
+    """
+    try:
+        with _disable_current_modes():
+            found = read(sees, Places(1, 0, longest, 0, longest, torch.device("cpu")), None, dense)
+    except Exception as error:  # numbers of the trace were asked for, which torch refuses in many ways
+        raise Unsupported(
+            "what a token sees depends on the inputs (packed sequences, or a model's own mask), which an exported "
+            "program cannot follow: pass attention_mask, and no position_ids"
+        ) from error
+    return replace(found, tokens=tokens, plain=found.plain and found.sequences is None)
 
 
 def _told(found: Visible, distance: Tensor, row: int) -> Tensor:

@@ -76,7 +76,7 @@ def cannot(mechanism: Any) -> list[str]:
         "exceed the length its weights are cut for": traits.bounded,
         "show its attention matrix": not traits.matrix,
         "be compiled as one graph": not traits.compile,
-        "be exported with a dynamic length": not traits.export,
+        "be exported (torch.export, ONNX) with a dynamic length": not traits.export,
         "be used before training": traits.learned,
     }
     return [words for words, is_denied in denied.items() if is_denied]

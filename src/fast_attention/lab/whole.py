@@ -20,8 +20,13 @@ from fast_attention.mechanism import Unsupported
 from fast_attention.nn import saving
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, *, headed: bool = False) -> Any:
     """A model of this library, a swapped one, or one of transformers' own, by what lies in its folder.
+
+    Args:
+        folder: The model's folder.
+        headed: Load one of transformers' as the class that it was saved from, whatever its head returns; otherwise
+            language models with their head, and of all others what lies below it.
 
     Raises:
         InputError: There is none, or it cannot be loaded.
@@ -33,8 +38,11 @@ def load(folder: Path) -> Any:
         transformers = quiet_transformers("loading a model")
         if (folder / "fast_attention.json").exists():
             return from_pretrained(folder)
-        decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.get("architectures") or [])
+        names = config.get("architectures") or []
+        decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
         kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
+        if headed and names:
+            kind = getattr(transformers, names[0], kind)
         return kind.from_pretrained(folder, local_files_only=True).eval()
     except FileNotFoundError as error:
         raise InputError(f"{folder}: {error.strerror}: {Path(error.filename or '').name}") from error

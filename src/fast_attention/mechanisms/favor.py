@@ -20,6 +20,7 @@ from fast_attention.ops.linear.linear import LinearState, Sums
 from fast_attention.ops.maps.features import Features
 from fast_attention.ops.maps.random_features import draw, trigonometric
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scan import cummax
 from fast_attention.ops.value import at_least, one_of
 
 
@@ -52,7 +53,7 @@ def favor_attention(
         assert keys.log_scale is not None
         largest = keys.log_scale.amax(-1, keepdim=True)
         if is_causal:
-            largest = F.pad(keys.log_scale.cummax(-1).values, (q.shape[-2] - k.shape[-2], 0))
+            largest = F.pad(cummax(keys.log_scale, -1), (q.shape[-2] - k.shape[-2], 0))
         sums = _clamped(sums, largest, projection, phase, clamp)
     return linear.normalise(sums)
 

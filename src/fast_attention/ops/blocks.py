@@ -30,7 +30,14 @@ def split(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:
         return pad_length(x, size, value=value).unflatten(-2, (-1, size))
     length = x.shape[-2]
     place = torch.arange(count(length, size), device=x.device)[:, None] * size + torch.arange(size, device=x.device)
-    return x[..., place.clamp(max=length - 1), :].masked_fill((place >= length)[..., None], value)
+    return fill(x[..., place.clamp(max=length - 1), :], (place >= length)[..., None], value)
+
+
+def fill(x: Tensor, where: Tensor, value: bool | int | float) -> Tensor:
+    """``masked_fill``, for booleans without the choice between two, which ONNX Runtime lacks."""
+    if x.dtype != torch.bool:
+        return x.masked_fill(where, value)
+    return x | where if value else x & ~where
 
 
 def split_row(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,9 +38,37 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
         return x.cummax(-2).values
     if not torch.compiler.is_compiling() and x.device.type == "cpu":
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
-    inside = split(x, BLOCK).cummax(-2).values
-    before = _shifted(inside[..., -1, :].cummax(-2).values, FLOOR)
+    inside = cummax(split(x, BLOCK))
+    before = _shifted(cummax(inside[..., -1, :]), FLOOR)
     return join(torch.maximum(inside, before[..., None, :]), x.shape[-2])
+
+
+def cummax(x: Shaped[Tensor, "..."], axis: int = -2) -> Shaped[Tensor, "..."]:
+    """Torch's running maximum along an axis (-1 or -2); while exporting without that operator, which ONNX lacks."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(axis).values
+    return _traced_max(x) if axis == -2 else _traced_max(x[..., None])[..., 0]
+
+
+def _traced_max(x: Tensor, levels: int = 3) -> Tensor:
+    """A length left open in blocks, then the same over the blocks' ends: good for ``BLOCK^levels`` tokens."""
+    length = x.shape[-2]
+    if isinstance(length, int):  # no symbol
+        return _doubled(x, length)
+    blocks = _doubled(split(x, BLOCK), BLOCK)
+    if levels > 1:
+        least = torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
+        blocks = torch.maximum(blocks, _shifted(_traced_max(blocks[..., -1, :], levels - 1), least)[..., None, :])
+    return join(blocks, length)
+
+
+def _doubled(x: Tensor, length: int) -> Tensor:
+    """Steps of 1, 2, 4 ... tokens."""
+    step = 1
+    while step < length:
+        x = torch.cat([x[..., :step, :], torch.maximum(x[..., step:, :], x[..., :-step, :])], -2)
+        step *= 2
+    return x
 
 
 def accumulate_(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.blocks import count, join
+from fast_attention.ops.scan import cummax
 from fast_attention.ops.windows.banded import reach, slices, smaller
 
 Tokens = Float[Tensor, "*batch heads length width"]
@@ -86,13 +87,21 @@ def arrange(bucket: Codes, *, number: int, size: int, ranked: bool, across: bool
     ``ranked``: chunks are counted within each bucket, else along the whole sorted sequence. ``across``: tokens of
     neighbouring chunks reach each other whatever their buckets.
     """
-    held, order = bucket.sort(dim=-1, stable=True)
     place = torch.arange(bucket.shape[-1], device=bucket.device)
+    held, order = _stably_sorted(bucket, place)
     chunk = ((ranks(held) if ranked else place) // size).expand_as(held)
     code = chunk + 2 if across else torch.where(_starts(held), 2, chunk - chunk.roll(1, -1)).cumsum(-1)
     code = code.masked_fill(held == number, -1).int()
     back = torch.empty_like(order).scatter_(-1, order, place.expand_as(order))
     return Arranged(order, back, code.gather(-1, back))
+
+
+def _stably_sorted(bucket: Codes, place: Tensor) -> tuple[Codes, Codes]:
+    if not torch.compiler.is_exporting():
+        held, order = bucket.sort(dim=-1, stable=True)
+        return held, order
+    order = (bucket * bucket.shape[-1] + place).argsort(-1)  # ONNX has no stable sort: numbers that all differ
+    return bucket.gather(-1, order), order
 
 
 def _starts(held: Codes) -> Bool[Tensor, "..."]:
@@ -102,7 +111,7 @@ def _starts(held: Codes) -> Bool[Tensor, "..."]:
 def ranks(held: Codes) -> Codes:
     """How many tokens of the same bucket stand before each, for buckets in ascending order."""
     place = torch.arange(held.shape[-1], device=held.device)
-    return place - torch.where(_starts(held), place, 0).cummax(-1).values
+    return place - cummax(torch.where(_starts(held), place, 0), -1)
 
 
 class Sums(NamedTuple):

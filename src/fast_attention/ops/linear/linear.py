@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import join, split, split_row
 from fast_attention.ops.maps.features import Features
-from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.scan import FLOOR, cummax
 from fast_attention.ops.states import state_sums
 
 CHUNK = 128  # tokens per block of the causal form
@@ -104,7 +104,8 @@ def advance(
     within, tops, carry = (q @ k.mT).masked_fill(_later(chunk, q), 0.0), None, None
     if keys.log_scale is not None:
         scale = split_row(keys.log_scale, chunk, value=FLOOR)
-        tops = torch.cat([state.top[..., None], scale.detach().amax(-1)], -1).cummax(-1).values
+        tops = torch.cat([state.top[..., None], scale.detach().amax(-1)], -1)
+        tops = cummax(tops, -1)
         pairs, carry = _units(scale, tops[..., :-1])
         within, k = within * pairs, k * (scale - tops[..., 1:, None]).exp()[..., None]
     kv, z = _prefixes(state, k.mT @ v, k.sum(-2), tops)
@@ -124,7 +125,7 @@ def _units(scale: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
     for each pair (..., N, c, c), because one for the whole block would do harm: a far larger key late in it would
     make those before it vanish, for the queries in between as well.
     """
-    running = torch.maximum(scale.detach().cummax(-1).values, past[..., None])
+    running = torch.maximum(cummax(scale.detach(), -1), past[..., None])
     pairs = scale[..., None, :] - running[..., :, None]
     pairs = pairs.masked_fill(_later(scale.shape[-1], scale), float("-inf")).exp()
     return pairs, (past[..., None] - running).exp()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fast_attention.ops.blocks import join, split, stretch
 from fast_attention.ops.decay import decayed_sums, spread
 from fast_attention.ops.pools.pool import weighed
-from fast_attention.ops.scan import FLOOR, prefix_sums, running_max
+from fast_attention.ops.scan import FLOOR, cummax, prefix_sums, running_max
 from fast_attention.ops.windows.banded import smaller
 
 SIDE = 32  # a causal triangle of n tokens is halved down to triangles of at most this many, these to single tokens
@@ -181,8 +181,8 @@ def _visible_max(scores: Tensor, size: int, *, is_causal: bool, strict: bool) ->
     if not strict:
         return running_max(scores) if is_causal else scores.amax(-2, keepdim=True).expand_as(scores)
     blocks = split(scores, size, value=FLOOR)
-    rest = F.pad(blocks.flip(-2).cummax(-2).values[..., :-1, :], (0, 0, 1, 0), value=FLOOR).flip(-2)
-    first = blocks.cummax(-2).values
+    rest = F.pad(cummax(blocks.flip(-2))[..., :-1, :], (0, 0, 1, 0), value=FLOOR).flip(-2)
+    first = cummax(blocks)
     top = torch.maximum(_block_shifted(rest, 1, FLOOR), first if is_causal else first[..., -1:, :])
     if not is_causal:
         start = F.pad(first[..., :-1, :], (0, 0, 1, 0), value=FLOOR)

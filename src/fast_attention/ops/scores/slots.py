@@ -31,8 +31,18 @@ def assign(
     place = starts[..., :-1, None] + torch.arange(blocks.count(length, rank), device=device)
     filled = place < starts[..., 1:, None]
     if key_mask is not None:  # the token of rank r is the first that leaves r + 1 visible ones behind it
-        place = torch.searchsorted(key_mask.cumsum(-1), place.flatten(-2) + 1).view_as(place)
+        place = _visible(key_mask, place)
     return place.clamp_max(length - 1), filled
+
+
+def _visible(key_mask: Tensor, rank: Tensor) -> Tensor:
+    """The tokens of these ranks among the visible ones; any where there are not so many."""
+    if not torch.compiler.is_exporting():
+        return torch.searchsorted(key_mask.cumsum(-1), rank.flatten(-2) + 1).view_as(rank)
+    keys = key_mask.shape[-1]  # ONNX has no search: the visible ones first, in their order
+    place = torch.arange(keys, device=key_mask.device)
+    order = torch.where(key_mask, place, place + keys).argsort(-1)
+    return order.gather(-1, rank.flatten(-2).clamp(max=keys - 1)).view_as(rank)
 
 
 def pool_mean(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops import masks
-from fast_attention.ops.blocks import count, join
+from fast_attention.ops.blocks import count, fill, join
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.trail import took
@@ -45,7 +45,7 @@ def slices(
     if torch.compiler.is_exporting():  # see ops/blocks.py
         place = _places(number, block, span, first, x.device)
         taken = x[..., place.clamp(min=0).clamp(max=length - 1), :]
-        return taken.masked_fill(((place < 0) | (place >= length))[..., None], outside)
+        return fill(taken, ((place < 0) | (place >= length))[..., None], outside)
     padded = F.pad(x, (0, 0, -first, (number - 1) * block + span + first - length), value=outside)
     return padded.unfold(-2, span, block).transpose(-1, -2)
 
@@ -80,14 +80,21 @@ def blockwise_softmax(
 
     The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
     """
-    if torch.compiler.is_exporting():  # the fused kernels ask how the strides of blocks and batch compare
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    if torch.compiler.is_exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
+        return _open_softmax(q, k, v, mask, dropout=dropout, scale=scale)
     lead = q.shape[:-3]
     if mask.ndim > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out.unflatten(0, lead)
+
+
+def _open_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, dropout: float, scale: float | None) -> Tensor:
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask.dtype != torch.bool:
+        scores, mask = scores + mask.clamp(min=torch.finfo(mask.dtype).min), mask > float("-inf")
+    return F.dropout(masks.masked_softmax(scores, mask), dropout) @ v
 
 
 def banded_softmax(

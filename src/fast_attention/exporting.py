@@ -1,0 +1,138 @@
+"""Modules as programs of torch.export and as files for ONNX Runtime, with lengths left open.
+
+A program is traced at one example and holds for every size that is left open. While it is traced, every mechanism
+takes its plain form, in operations that ONNX knows too.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from fast_attention import files
+from fast_attention.mechanism import Unsupported
+from fast_attention.nn.bound import Bound
+
+Inputs = Mapping[str, Tensor]
+Open = Mapping[str, Mapping[int, Any]]  # input -> axis -> torch.export.Dim
+
+
+def program(module: nn.Module, inputs: Inputs, open_sizes: Open) -> ExportedProgram:
+    """``torch.export`` of a module in evaluation mode.
+
+    Args:
+        module: Anything; each mechanism in it is asked whether it can be exported.
+        inputs: Keyword arguments that ``forward`` names, at least two of everything whose number is left open.
+        open_sizes: Per input the axes whose size is left open, as ``torch.export.Dim``:
+            ``{"x": {1: Dim("length", min=2, max=512)}}``.
+
+    Raises:
+        Unsupported: A mechanism's traits deny it, or torch cannot trace the module.
+    """
+    for part in module.modules():
+        if isinstance(part, Bound) and not part.mechanism.traits.export:
+            raise part.mechanism.refuse("export with an open length", "export")
+    sizes = {name: open_sizes.get(name) for name in inputs}
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, (), dict(inputs), dynamic_shapes=sizes)
+    except Unsupported:
+        raise
+    except Exception as error:
+        what = f"{type(module).__name__} with these sizes open"
+        raise Unsupported(f"torch.export cannot trace {what}: {_root(error)}") from error
+
+
+def save(module: nn.Module, inputs: Inputs, path: str | os.PathLike[str], open_sizes: Open) -> None:
+    """Write ``program`` as a file for ``torch.export.load`` (.pt2), whole or not at all."""
+    made = program(module, inputs, open_sizes)
+    with files.whole(path) as partial, open(partial, "wb") as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="No complete tensor found")  # a weight that is part of a larger one
+        torch.export.save(made, file)
+
+
+def onnx(
+    module: nn.Module,
+    inputs: Inputs,
+    path: str | os.PathLike[str],
+    open_sizes: Open,
+    *,
+    opset: int | None = None,
+    external_data: bool | None = None,
+) -> None:
+    """Write a module as an ONNX file, whole or not at all. Needs ``pip install 'fast-attention[onnx]'``.
+
+    Args:
+        module, inputs, open_sizes: As for ``program``; the file's inputs have the same names, its outputs are called
+            ``output``, or ``output_0``, ``output_1`` and so on.
+        path: Where to.
+        opset: The version of ONNX's operators; torch's own choice unless given.
+        external_data: Whether the weights go into a second file beside it; None: where one file would be too large.
+
+    Raises:
+        Unsupported: A mechanism's traits deny it, torch cannot trace the module, or ONNX lacks an operator.
+    """
+    traced = program(module, inputs, open_sizes)
+    returned = len(traced.graph_signature.user_outputs)
+    names = ["output"] if returned == 1 else [f"output_{i}" for i in range(returned)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's and onnx's own internals
+            made = torch.onnx.export(
+                traced, dynamo=True, opset_version=opset, output_names=names, verbose=False, optimize=True
+            )
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        raise Unsupported(f"{type(module).__name__} cannot be written as ONNX: {_root(error)}") from error
+    assert made is not None
+    with files.together(path) as draft:
+        made.save(draft, external_data=external_data)
+
+
+def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]:
+    """What ``save`` or ``onnx`` wrote, as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime."""
+    path = Path(path)
+    if path.suffix != ".onnx":
+        exported = torch.export.load(path).module()
+
+        def called(inputs: Inputs) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                out = exported(**inputs)
+            return (out,) if isinstance(out, Tensor) else tuple(out)
+
+        return called
+
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def ran(inputs: Inputs) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(out) for out in session.run(None, {n: x.numpy() for n, x in inputs.items()}))
+
+    return ran
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two outputs as a share of the largest number of the first; infinite if they differ in
+    shape or in what is not finite."""
+    if ours.shape != theirs.shape or not bool((ours.isfinite() == theirs.isfinite()).all()):
+        return float("inf")
+    largest = float(ours[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
+    apart = float((ours - theirs)[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
+    return apart / largest if largest else apart
+
+
+def _root(error: BaseException) -> str:
+    """The first line of the error that all others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

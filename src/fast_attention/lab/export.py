@@ -1,0 +1,120 @@
+"""``fast-attention export``: a model as a file for ONNX Runtime or torch.export, checked at other lengths first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fast_attention import exporting, files
+from fast_attention.lab import inputs, whole
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.open_model import OpenModel, opened
+from fast_attention.lab.progress import progress_bar
+from fast_attention.mechanism import Unsupported
+
+TOLERANCE = 1e-4  # of the largest output: float32 through a dozen layers, summed in another order
+LENGTHS = (2, 5, 16, 37, 64, 100, 300)
+TRACED = 24
+
+
+class Trial(NamedTuple):
+    """One batch through the model and through the file."""
+
+    batch: int
+    length: int
+    difference: float
+
+
+class Disagreement(Exception):
+    """The file computes something else than the model."""
+
+
+def export_command(
+    folder: Annotated[Path, typer.Argument(help="A model's folder: transformers', ours, or a swapped one.")],
+    as_onnx: Annotated[bool, typer.Option("--onnx", help="For ONNX Runtime; otherwise for torch.export.load.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in DIR.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the example that is traced.")] = TRACED,
+    opset: Annotated[int | None, typer.Option(min=18, help="Version of ONNX's operators. Default: torch's.")] = None,
+) -> int:
+    """Export a model with an open batch and length; the file is run at other lengths before it gets its name.
+
+    It is written in float32, and nothing is written where it disagrees with the model (exit code 1).
+    """
+    suffix = ".onnx" if as_onnx else ".pt2"
+    path = folder / f"model{suffix}" if out is None else out
+    _refuse(path, suffix, as_onnx, opset)
+    try:
+        model = opened(whole.load(folder, headed=True))
+        trials: list[Trial] = []
+        with files.together(path) as draft, progress_bar(Console(stderr=True)) as progress:
+            _write(model, draft, _example(model, length), opset, progress)
+            _try(model, draft, trials, progress)
+            if max(trial.difference for trial in trials) > TOLERANCE:
+                raise Disagreement
+    except Disagreement:
+        _tell(trials, model.tokens)
+        print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
+        return 1
+    except (Unsupported, OSError) as error:
+        raise InputError(str(error)) from error
+    _tell(trials, model.tokens)
+    print(f"{path}: reads {', '.join(model.open_sizes)}; {path.stat().st_size / 1e6:,.1f} MB")
+    return 0
+
+
+def _refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
+    if path.suffix != suffix:
+        other = "give --onnx" if path.suffix == ".onnx" else f"name a file that ends in {suffix}"
+        raise InputError(f"--out {path}: {other}")
+    if opset is not None and not as_onnx:
+        raise InputError("--opset is ONNX's: give --onnx too")
+    for module in ("onnx", "onnxscript", "onnxruntime") if as_onnx else ():
+        inputs.need(module, "onnx", "export --onnx")
+
+
+def _example(model: OpenModel, length: int) -> dict[str, torch.Tensor]:
+    if model.longest is not None and length > model.longest:
+        raise InputError(f"--length {length}: the model takes at most {model.longest} tokens")
+    return model.draw(2, length)
+
+
+def _write(
+    model: OpenModel, draft: Path, example: dict[str, torch.Tensor], opset: int | None, progress: Progress
+) -> None:
+    task = progress.add_task("tracing", total=1)
+    if draft.suffix == ".onnx":
+        exporting.onnx(model.module, example, draft, model.open_sizes, opset=opset)
+    else:
+        exporting.save(model.module, example, draft, model.open_sizes)
+    progress.update(task, completed=1)
+
+
+def _try(model: OpenModel, draft: Path, trials: list[Trial], progress: Progress) -> None:
+    """The file beside the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
+    run = exporting.load(draft)
+    lengths = [n for n in LENGTHS if model.longest is None or n <= model.longest] if model.tokens else [0, 0, 0]
+    task = progress.add_task("checking", total=len(lengths))
+    for i, length in enumerate(lengths):
+        given = model.draw(1 + i % 3, length)
+        with torch.no_grad():
+            wanted = model.module(**given)
+        trials.append(Trial(1 + i % 3, length, exporting.difference(wanted, run(given)[0])))
+        progress.update(task, advance=1)
+
+
+def _tell(trials: list[Trial], tokens: bool) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("batch", *["tokens"] * tokens, f"difference (at most {TOLERANCE:.0e} of the largest output)"):
+        table.add_column(title, justify="right")
+    for trial in trials:
+        colour = "green" if trial.difference <= TOLERANCE else "bold red"
+        shown = f"[{colour}]{trial.difference:.1e}[/]"
+        table.add_row(str(trial.batch), *[str(trial.length)] * tokens, shown)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

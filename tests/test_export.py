@@ -1,0 +1,368 @@
+"""Exported programs and ONNX files: equal to eager at other lengths than the traced one, refused where denied."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from fast_attention import Attention, Mixer, MultiheadAttention, Unsupported, catalogue, exporting, swap
+from fast_attention.lab import commands, export
+from fast_attention.nn import saving
+from fast_attention.nn.models import Model, ModelConfig
+from fast_attention.ops import scan
+from tests.cases import CASES, bind, qkv, some_keys
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+TRACED, LONGEST = 23, 130
+OTHERS = (1, 5, 16, 37, 63, 64, 65, 100, 128, 130)  # blocks of the defaults are of 64 and 128 tokens
+CLOSE = 2e-5  # of the largest output
+
+
+class Called(nn.Module):
+    """A bound mechanism with its inputs by name and its direction fixed."""
+
+    def __init__(self, mechanism: Any, is_causal: bool) -> None:
+        super().__init__()
+        self.bound, self.is_causal = bind(mechanism, max_len=LONGEST, dtype=torch.float32), is_causal
+        self.eval()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return self.bound(q, k, v, is_causal=self.is_causal, key_mask=key_mask)
+
+    def given(self, length: int, batch: int, *, hidden: bool) -> dict[str, Tensor]:
+        inputs = dict(zip("qkv", qkv(length, batch=batch, dtype=torch.float32, scale=0.5), strict=True))
+        mask = some_keys(batch, length) if hidden else torch.ones(batch, length, dtype=torch.bool)
+        return {**inputs, "key_mask": mask} if self.bound.mechanism.traits.padding else inputs
+
+    def open_sizes(self, inputs: dict[str, Tensor]) -> dict[str, dict[int, Any]]:
+        batch, length = Dim("batch", min=1, max=64), Dim("length", min=2, max=LONGEST)
+        return {name: {0: batch, 1 if name == "key_mask" else x.ndim - 2: length} for name, x in inputs.items()}
+
+
+class Mixed(Called):
+    """The same for whole tokens."""
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return self.bound(x, is_causal=self.is_causal, key_mask=key_mask)
+
+    def given(self, length: int, batch: int, *, hidden: bool) -> dict[str, Tensor]:
+        found = super().given(length, batch, hidden=hidden)
+        found["x"] = torch.randn(batch, length, 16)
+        return {name: found[name] for name in ("x", "key_mask") if name in found}
+
+
+def called(mechanism: Any, is_causal: bool) -> Called:
+    return (Mixed if isinstance(mechanism, Mixer) else Called)(mechanism, is_causal)
+
+
+def granted() -> list[Any]:
+    """Every mechanism in every direction, and settings that take other paths."""
+    chosen = [catalogue.default(name) for name in catalogue.names()]
+    chosen += [catalogue.parse(text) for text in ("Linformer(rank=8, projection=MeanPool())", "LSH(layout='sorted')")]
+    pairs = [(m, is_causal) for m in chosen if m.traits.export for is_causal in [False] + [True] * m.traits.causal]
+    return [pytest.param(m, is_causal, id=f"{m!r}{', causal' * is_causal}") for m, is_causal in pairs]
+
+
+@pytest.mark.parametrize(("mechanism", "is_causal"), granted())
+def test_onnx_runtime_agrees_at_other_lengths(mechanism: Any, is_causal: bool, tmp_path: Path) -> None:
+    module = called(mechanism, is_causal)
+    example = module.given(TRACED, 3, hidden=True)
+    exporting.onnx(module, example, tmp_path / "model.onnx", module.open_sizes(example))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    run = exporting.load(tmp_path / "model.onnx")
+    for i, length in enumerate(OTHERS):
+        for hidden in [False] + [True] * mechanism.traits.padding:
+            inputs = module.given(length, 1 + i % 3, hidden=hidden)
+            with torch.no_grad():
+                wanted = module(**inputs)
+            found = exporting.difference(wanted, run(inputs)[0])
+            assert found <= CLOSE, f"{length} tokens, {'with' if hidden else 'without'} hidden keys: {found:.1e}"
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_running_maxima_need_no_operator_of_their_own(kind: torch.dtype) -> None:
+    """In blocks of 256, and blocks of those, whose numbers are all below zero."""
+
+    class Running(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scan.cummax(x)
+
+    sizes = {"x": {0: Dim("length", min=2, max=1 << 20)}}
+    made = exporting.program(Running(), {"x": torch.zeros(9, 3, dtype=kind)}, sizes).module()
+    assert not [node for node in made.graph.nodes if "cummax" in str(node.target)]
+    for length in (2, 255, 256, 257, 1000, 70_000):
+        x = (-10_000 * torch.rand(length, 3)).sub(1).to(kind)
+        assert torch.equal(made(x=x), x.cummax(0).values), length
+
+
+DENIED = [m for m in CASES if not m.traits.export]
+
+
+def test_both_ways_are_tested() -> None:
+    assert DENIED
+    assert all(catalogue.default(name).traits.export for name in catalogue.names()), "docs/use.md says so"
+
+
+@pytest.mark.parametrize("mechanism", DENIED, ids=repr)
+def test_what_is_denied_is_refused_before_torch_is_asked(
+    mechanism: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = called(mechanism, True)
+    example = module.given(TRACED, 2, hidden=True)
+    trace = torch.export.export
+    with pytest.raises(Exception, match=r"\w"):  # the denial is true: torch cannot leave the length open
+        trace(module, (), example, dynamic_shapes=module.open_sizes(example))
+    monkeypatch.setattr(torch.export, "export", lambda *args, **settings: pytest.fail("torch was asked"))
+    for write in (exporting.onnx, exporting.save):
+        said = re.escape(repr(mechanism)) + r" does not support export.*traits\.export is False.*What would work: \w+"
+        with pytest.raises(Unsupported, match=said):
+            write(module, example, tmp_path / "model", module.open_sizes(example))
+    assert not list(tmp_path.iterdir())
+
+
+def small(tmp_path: Path, **settings: Any) -> tuple[Called, Path]:
+    module = called(catalogue.parse("LinearAttention"), False)
+    example = module.given(TRACED, 2, hidden=True)
+    path = tmp_path / "there" / "model.onnx"
+    exporting.onnx(module, example, path, module.open_sizes(example), **settings)
+    return module, path
+
+
+def test_weights_may_lie_beside_the_file(tmp_path: Path) -> None:
+    """Under the name that the file knows, and both are replaced together."""
+    torch.manual_seed(0)
+    module = nn.Linear(32, 32)
+    path, sizes = tmp_path / "model.onnx", {"input": {0: Dim("rows", min=1, max=99)}}
+    for _ in range(2):
+        nn.init.normal_(module.weight)
+        inputs = {"input": torch.randn(5, 32)}
+        exporting.onnx(module, inputs, path, sizes, external_data=True)
+        assert sorted(part.name for part in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+        assert exporting.difference(module(**inputs).detach(), exporting.load(path)(inputs)[0]) < CLOSE
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = small(tmp_path)
+    before = path.read_bytes()
+
+    def broken(self: Any, destination: Any, **settings: Any) -> None:
+        Path(destination).write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", broken)
+    with pytest.raises(OSError, match="no space left"):
+        small(tmp_path)
+    assert [part.name for part in path.parent.iterdir()] == ["model.onnx"]
+    assert path.read_bytes() == before
+
+
+def test_names_and_open_sizes_stand_in_the_file(tmp_path: Path) -> None:
+    _, path = small(tmp_path, opset=20)
+    model = onnx.load(path)
+    assert [part.name for part in model.graph.input] == ["q", "k", "v", "key_mask"]
+    assert [part.name for part in model.graph.output] == ["output"]
+    assert {part.version for part in model.opset_import if part.domain == ""} == {20}
+    q = model.graph.input[0].type.tensor_type.shape.dim
+    assert [size.dim_param != "" for size in q] == [True, False, True, False]
+    assert [size.dim_value for size in q][1::2] == [2, 8]
+
+
+def test_what_torch_cannot_trace_is_said_in_one_line(tmp_path: Path) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if bool(x.sum() > 0) else x
+
+    with pytest.raises(Unsupported, match=r"torch\.export cannot trace Asks") as caught:
+        exporting.onnx(Asks(), {"x": torch.ones(3)}, tmp_path / "model.onnx", {"x": {0: Dim("n", min=2, max=9)}})
+    assert "\n" not in str(caught.value)
+
+    class Lacks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.cummax(-1).values
+
+    with pytest.raises(Unsupported, match=r"Lacks cannot be written as ONNX.*cummax"):
+        exporting.onnx(Lacks(), {"x": torch.ones(3)}, tmp_path / "model.onnx", {"x": {0: Dim("n", min=2, max=9)}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_difference() -> None:
+    a = torch.tensor([1.0, -4.0])
+    assert exporting.difference(a, a) == 0
+    assert exporting.difference(a, torch.tensor([1.0, -3.0])) == 0.25
+    assert exporting.difference(a, torch.tensor([1.0, float("nan")])) == float("inf")
+    assert exporting.difference(a, a[:1]) == float("inf")
+    assert exporting.difference(torch.zeros(2), torch.tensor([0.0, 0.5])) == 0.5
+
+
+def test_torchs_own_encoder_layer(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    layer.self_attn = MultiheadAttention(32, 4, batch_first=True, mechanism="Local(window=3)")
+    layer.eval()
+
+    def given(batch: int, length: int) -> dict[str, Tensor]:
+        padding = torch.zeros(batch, length, dtype=torch.bool)
+        padding[0, length - 2 :] = True
+        return {"src": torch.randn(batch, length, 32), "src_key_padding_mask": padding}
+
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=3, max=512)}
+    exporting.onnx(layer, given(2, 12), tmp_path / "model.onnx", dict.fromkeys(given(2, 12), sizes))
+    run = exporting.load(tmp_path / "model.onnx")
+    for length in (3, 40, 300):
+        inputs = given(3, length)
+        with torch.no_grad():
+            assert exporting.difference(layer(**inputs), run(inputs)[0]) < CLOSE
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+OURS = {
+    "encoder": ModelConfig(vocab_size=40, mechanism=("Local(window=4)", "FavorPlus(num_features=8)"), width=16, heads=2,
+                           max_len=64, head="classes", classes=3),
+    "decoder": ModelConfig(vocab_size=40, mechanism="LinearAttention", width=16, heads=2, causal=True,
+                           positions="rotary", reversible=True),
+    "fourier": ModelConfig(vocab_size=40, mechanism="FNet", width=16, heads=2, positions="sinusoidal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("form", ["onnx", "pt2"])
+def test_our_own_models(kind: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model(OURS[kind]).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    saving.save(model, tmp_path / "model")
+    out = tmp_path / f"out.{form}"
+    assert commands.run(["export", str(tmp_path / "model"), "--out", str(out), *["--onnx"] * (form == "onnx")]) == 0
+    said = told(capsys)
+    assert "difference" in said
+    assert ("300" in said.split()) == (kind != "encoder")  # whose positions end at 64
+    tokens = torch.randint(0, 40, (2, 61))
+    seen = torch.arange(61) < torch.tensor([[61], [50]])
+    with torch.no_grad():
+        wanted = model(tokens) if kind == "fourier" else model(tokens, seen)
+    inputs = {"tokens": tokens} if kind == "fourier" else {"tokens": tokens, "key_mask": seen}
+    assert exporting.difference(wanted, exporting.load(out)(inputs)[0]) < export.TOLERANCE
+
+
+def folder(kind: str, mechanism: str | None, path: Path) -> Any:
+    from tests.test_swap import build
+
+    model = build(kind).eval()
+    if mechanism:
+        report = swap(model, mechanism)
+        assert report.replaced
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "mechanism"),
+    [
+        ("Bert", "FavorPlus(num_features=16)"),
+        ("Bert", "Local(window=4)"),
+        ("Esm", "LinearAttention"),
+        ("ModernBert", "Softmax"),
+        ("GPT2", "FavorPlus(num_features=16)"),
+        ("Llama", "Local(window=(5, 0))"),
+        ("Mistral", "Local(window=(3, 0))"),
+        ("Vit", "LinearAttention"),
+        ("Bart", "AFTSimple"),
+        ("Bert", None),
+    ],
+)
+def test_hugging_face_models(
+    kind: str, mechanism: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder(kind, mechanism, tmp_path)
+    assert commands.run(["export", str(tmp_path), "--onnx"]) == 0
+    assert "model.onnx: reads" in told(capsys)
+    run = exporting.load(tmp_path / "model.onnx")
+    if kind == "Vit":
+        inputs = {"pixel_values": torch.randn(5, 3, 16, 16)}
+    else:
+        inputs = {"input_ids": torch.randint(5, 99, (2, 71))}
+        inputs["attention_mask"] = (torch.arange(71) >= torch.tensor([[0], [9]])).long()  # padded at the left
+        if kind == "Bart":
+            inputs["decoder_input_ids"] = torch.randint(5, 99, (2, 11))
+    with torch.no_grad():
+        wanted = model(**inputs)[0]
+    assert exporting.difference(wanted, run(inputs)[0]) < export.TOLERANCE
+
+
+def test_sequences_packed_in_one_row_are_refused(tmp_path: Path) -> None:
+    model = folder("Llama", "LinearAttention", tmp_path)
+    sizes = {"input_ids": {1: Dim("length", min=2, max=64)}}
+    with pytest.raises(Unsupported, match="pass attention_mask"):
+        exporting.program(model, {"input_ids": torch.randint(5, 99, (2, 9))}, sizes)
+
+
+def test_a_file_that_disagrees_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving.save(Model(OURS["encoder"]), tmp_path / "model")
+    load = exporting.load
+
+    def off(path: Any) -> Any:
+        run = load(path)
+        return lambda inputs: tuple(x + (x.shape[0] == 3) for x in run(inputs))  # wrong for batches of three
+
+    monkeypatch.setattr(exporting, "load", off)
+    assert commands.run(["export", str(tmp_path / "model")]) == 1
+    out, err = capsys.readouterr()
+    assert "difference" in out
+    assert "model.pt2 was not written" in err
+    assert sorted(part.name for part in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_what_cannot_be_exported_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving.save(Model(OURS["encoder"]), tmp_path / "good")
+    config = ModelConfig(vocab_size=40, mechanism="Manhattan(distance='l1')", width=16, heads=2)
+    saving.save(Model(config), tmp_path / "denied")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "no such"}))
+    good = str(tmp_path / "good")
+    for arguments, words in (
+        ([str(tmp_path / "denied"), "--onnx"], "traits.export is False"),
+        ([str(tmp_path / "denied")], "traits.export is False"),
+        ([str(tmp_path / "none")], "config.json"),
+        ([str(tmp_path / "other")], "no such"),
+        ([good, "--out", str(tmp_path / "a.onnx")], "give --onnx"),
+        ([good, "--onnx", "--out", str(tmp_path / "a.pt2")], "ends in .onnx"),
+        ([good, "--opset", "20"], "give --onnx"),
+        ([good, "--length", "65"], "at most 64 tokens"),
+        ([good, "--length", "1"], "--length"),
+    ):
+        assert commands.run(["export", *arguments]) == 2, arguments
+        out, err = capsys.readouterr()
+        assert words in err, (arguments, err)
+        assert len(err.strip().splitlines()) == 1, err
+        assert not out
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert commands.run(["export", good, "--onnx"]) == 2
+    assert "pip install 'fast-attention[onnx]'" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".onnx", ".pt2", ".part")]
+
+
+def test_every_attention_and_mixer_is_tried() -> None:
+    kinds = {type(parameter.values[0]).__name__ for parameter in granted()}
+    assert kinds == {name for name in catalogue.names() if catalogue.default(name).traits.export}
+    assert {Attention, Mixer} == {Attention if isinstance(p.values[0], Attention) else Mixer for p in granted()}
