@@ -56,15 +56,14 @@ def export_command(
         with files.together(path) as draft, progress_bar(Console(stderr=True)) as progress:
             _write(model, draft, _example(model, length), opset, progress)
             _try(model, draft, trials, progress)
+            _tell(trials, model.tokens)
             if max(trial.difference for trial in trials) > TOLERANCE:
                 raise Disagreement
     except Disagreement:
-        _tell(trials, model.tokens)
         print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
         return 1
     except (Unsupported, OSError) as error:
         raise InputError(str(error)) from error
-    _tell(trials, model.tokens)
     print(f"{path}: reads {', '.join(model.open_sizes)}; {path.stat().st_size / 1e6:,.1f} MB")
     return 0
 
