@@ -154,7 +154,7 @@ def test_calibrated_features() -> None:
         )
         assert error(mechanism(x, y, v, fitted), exact) < limit * error(plain, exact)
     assert (mechanism.calibrated(1.3 * q, 1.3 * k, w).damping > 1.2 * w.damping).all()
-    with pytest.raises(ValueError, match=r"leading sizes \(48,\) and k has \(1,\)"):
+    with pytest.raises(ValueError, match=r"leading sizes \(16,\) and k has \(1,\)"):
         mechanism.calibrated(q, k[:1], w)
 
 

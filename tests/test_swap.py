@@ -16,6 +16,7 @@ from fast_attention import swap, swap_back
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
+SET = transformers.PreTrainedModel.set_attn_implementation  # before anybody calls register()
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 POSITIONS = {"max_position_embeddings": 128}
@@ -319,6 +320,22 @@ def test_by_name() -> None:
         model.set_attn_implementation("fast_attention:Softmx()")
 
 
+@pytest.mark.parametrize("name", ["Bert", "Llama"])
+def test_no_other_attention_runs_in_silence(name: str) -> None:
+    """Where the implementation was set behind the back of a swap: told at the next call, undone by ``swap_back``."""
+    model = build(name)
+    given = inputs(model)
+    before = out(model, given)
+    for behind in (lambda: model.config.__setattr__("_attn_implementation", "sdpa"),
+                   lambda: SET(model, "eager")):  # fmt: skip
+        swap(model, "LinearAttention")
+        behind()
+        with pytest.raises(RuntimeError, match=r"swapped for LinearAttention\(\), and other attention ran"):
+            out(model, given)
+        assert swap_back(model)
+        assert torch.equal(out(model, given), before)
+
+
 def test_an_unswapped_copy_says_so() -> None:
     model = build("Bert")
     swap(model, "LinearAttention")
@@ -366,7 +383,7 @@ def test_torch_decoders_refuse_by_name() -> None:
     assert all("decoder" in layer.name and layer.name.endswith("self_attn") for layer in report.kept)
     assert len(report.replaced) == 4
     assert all("a decoder's own attention is causal" in layer.why for layer in report.kept)
-    with pytest.raises(Unsupported, match=r"holds no Hugging Face model and no nn\.MultiheadAttention"):
+    with pytest.raises(Unsupported, match=r"holds no Hugging Face model, no nn\.MultiheadAttention"):
         swap(nn.Linear(3, 3), "Softmax")
 
 

@@ -57,12 +57,13 @@ class Swapped(nn.Module):
         self.bound, self.kept = bound, kept
         self.cache: StateLayer | None = None  # during a call: where the state is kept
         self.shows = False  # during a call: whether the attention matrices are asked for
+        self.called = False  # in the present call of the attention module
         self.hooks: tuple[Any, ...] = ()
 
     def begin(self, module: nn.Module, cache: Any) -> None:
         """A call of the attention module begins, with transformers' cache, which gets a layer for the state."""
         index, traits = getattr(module, "layer_idx", None), self.bound.mechanism.traits
-        self.cache = None
+        self.cache, self.called = None, False
         keeps = traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
         if keeps and not module.training and getattr(module, "is_causal", False) and None not in (cache, index):
             self.cache = layer_of(cache, int(index or 0), self.bound)
@@ -152,6 +153,7 @@ def attention(
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         raise RuntimeError(f"{type(module).__name__} has no mechanism: swap the model by fast_attention.swap(...)")
+    swapped.called = True
     own = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - own) > 1e-6 * own:
         query = query * (scaling / own)

@@ -185,9 +185,15 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    """Forget the cache, and see to it that no other attention ran; there is no output where an error is on its way."""
     swapped = module._modules.get(CHILD)
     if isinstance(swapped, Swapped):
         swapped.cache = None
+        if output is not None and not swapped.called:
+            raise RuntimeError(
+                f"{type(module).__name__} was swapped for {swapped.bound.mechanism!r}, and other attention ran: "
+                "the model's implementation was set meanwhile. Call swap_back(model) first, or swap it again"
+            )
 
 
 def _remove(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fast_attention import catalogue
-from fast_attention.integrations import torch_nn
+from fast_attention.integrations import timm, torch_nn
 from fast_attention.integrations.report import Layer, Report
 from fast_attention.mechanism import Mechanism, Unsupported
 
@@ -18,8 +18,8 @@ Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
 
 def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> Report:
-    """Replace the attention of a model, in place: a Hugging Face model, ``nn.Transformer`` and its layers, or any model
-    with an ``nn.MultiheadAttention`` in it.
+    """Replace the attention of a model, in place: a Hugging Face model, ``nn.Transformer`` and its layers, any model
+    with an ``nn.MultiheadAttention`` in it, or one of timm's vision transformers.
 
     The projections stay, with their weights; a mechanism's own weights are drawn here and belong to the model from then
     on. Afterwards a small forward pass has called every layer. A layer that the mechanism cannot serve keeps exact
@@ -53,7 +53,7 @@ def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> 
 
 
 def _swapped(model: nn.Module, parsed: Any, max_len: int | None) -> Report:
-    """Hugging Face models first, then torch's modules wherever they are."""
+    """Hugging Face models first, then torch's and timm's modules wherever they are."""
     layers: list[Layer] = []
     refused: list[str] = []
     for name, part in pretrained(model).items():
@@ -65,10 +65,11 @@ def _swapped(model: nn.Module, parsed: Any, max_len: int | None) -> Report:
             refused.append(str(error))
         else:
             layers += [_renamed(layer, name) for layer in found]
-    try:
-        layers += torch_nn.swap(model, parsed, max_len)
-    except Unsupported as error:
-        refused.append(str(error))
+    for library in (torch_nn, timm):
+        try:
+            layers += library.swap(model, parsed, max_len)
+        except Unsupported as error:
+            refused.append(str(error))
     if not any(layer.replaced for layer in layers):
         raise Unsupported(refused[0] if refused else _nothing(model))
     return Report(model, tuple(layers), tuple(refused))
@@ -80,7 +81,7 @@ def swap_back(model: nn.Module) -> bool:
     Returns:
         Whether anything had been swapped.
     """
-    undone = torch_nn.swap_back(model)
+    undone = torch_nn.swap_back(model) | timm.swap_back(model)
     for part in pretrained(model).values():
         from fast_attention.integrations import hugging_face
 
@@ -123,6 +124,7 @@ def _renamed(layer: Layer, prefix: str) -> Layer:
 
 def _nothing(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} holds no Hugging Face model and no nn.MultiheadAttention: nothing was swapped. In a "
-        "model of your own, put fast_attention.MultiheadAttention or TokenMixer in place of its attention"
+        f"{type(model).__name__} holds no Hugging Face model, no nn.MultiheadAttention and no attention of timm's: "
+        "nothing was swapped. In a model of your own, put fast_attention.MultiheadAttention or TokenMixer in place of "
+        "its attention"
     )

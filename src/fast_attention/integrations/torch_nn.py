@@ -31,7 +31,7 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
         reasons = dict.fromkeys(layer.why for layer in layers)
         raise Unsupported(f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}")
     for name, new in made.items():
-        _put(model, name, new)
+        put(model, name, new)
     return tuple(layers)
 
 
@@ -47,7 +47,7 @@ def swap_back(model: nn.Module) -> bool:
             *sizes, part.add_zero_attn, part.kdim, part.vdim, part.batch_first, like.device, like.dtype
         )
         _share(part, old)
-        _put(model, name, old.train(part.training))
+        put(model, name, old.train(part.training))
     return bool(ours)
 
 
@@ -112,6 +112,7 @@ def _share(old: nn.Module, new: nn.Module) -> None:
     new.out_proj = old.out_proj
 
 
-def _put(model: nn.Module, name: str, new: nn.Module) -> None:
+def put(model: nn.Module, name: str, new: nn.Module) -> None:
+    """``new`` in the place of the module called ``name``."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, new)

@@ -60,7 +60,7 @@ def damped(
     B = sqrt(1 - 4A), D = (1 - 4A)^(d/4). Unbiased for every damping of at least 0, one number for each head.
     """
     stretch = (1 + 4 * damping)[..., None, None]
-    bias = stretch.log() * (W.shape[-1] / 4) - damping[..., None, None] * W.square().sum(-1)[..., None, :]
+    bias = stretch.log() * (W.shape[-1] / 4) - damping[..., None, None] * torch.linalg.vecdot(W, W)[..., None, :]
     return W * stretch.sqrt(), bias
 
 

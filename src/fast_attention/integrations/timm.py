@@ -1,0 +1,148 @@
+"""Swapping the attention of timm's vision transformers: ViT, DeiT and all others that are made of its ``Attention``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention.integrations.report import Layer, chosen
+from fast_attention.integrations.torch_nn import put
+from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.nn.bound import Bound
+
+BEFORE = "_before_swap"  # where a swapped layer keeps timm's module, which shares its parts
+PARTS = ("norm", "gate")  # that only newer releases of timm have
+
+
+class VisionAttention(nn.Module):
+    """timm's ``Attention`` with any mechanism: its parts under the names they had, the mechanism as ``attention``.
+
+    Args:
+        old: timm's module; its parts are shared, not copied.
+        mechanism: What attends.
+        max_len: The longest sequence, for mechanisms with ``traits.bounded``.
+    """
+
+    qkv: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    attn_drop: nn.Dropout
+    proj: nn.Module
+    proj_drop: nn.Module
+
+    def __init__(self, old: Any, mechanism: Mechanism[Any, Any], max_len: int) -> None:
+        super().__init__()
+        for name, part in old.named_children():
+            self.add_module(name, part)
+        shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.bounded else 0)
+        self.attention = Bound(mechanism, shape).to(old.qkv.weight).train(old.training)
+        # timm's fused attention has a scale of its own and does not read the module's
+        self.stretch = 1.0 if old.fused_attn else old.scale * old.head_dim**0.5
+        self.training = old.training
+        self.__dict__[BEFORE] = old
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Tokens (B, N, E) to tokens (B, N, E), as timm's module.
+
+        Args:
+            x: Tokens.
+            attn_mask: Boolean (True = may be seen) or additive, broadcastable to (B, H, N, N).
+            is_causal: Token i sees tokens up to i.
+
+        Raises:
+            Unsupported: The mechanism cannot do what was asked, such as a mask that is none of whole tokens.
+        """
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.attention.shape.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q = q if abs(self.stretch - 1) < 1e-6 else q * self.stretch
+        free = self.attention.mechanism.traits.mask
+        dropout = self.attn_drop.p if self.training and free else 0.0
+        tokens = None if attn_mask is None or free else _tokens(attn_mask, len(x), x.shape[1])
+        if tokens is not None:
+            out = self.attention(q, k, v, is_causal=is_causal, key_mask=tokens[1])
+            out = out.masked_fill(~tokens[0][:, None, :, None], 0.0)
+        else:
+            out = self.attention(q, k, v, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout)
+        norm, gate = (self._modules.get(name) for name in PARTS)
+        out = out.transpose(1, 2).flatten(2)
+        out = out if norm is None else norm(out)
+        return self.proj_drop(self.proj(out if gate is None else out * gate(x).sigmoid()))
+
+
+def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
+    """Replace every attention of timm's that ``wanted`` names; weights are shared, names stay.
+
+    Raises:
+        Unsupported: No layer can be swapped.
+    """
+    layers, made = [], {}
+    for name, module in model.named_modules():
+        if _is_attention(module):
+            layer, new = _plan(name, module, chosen(name, wanted), max_len)
+            layers.append(layer)
+            if new is not None:
+                made[name] = new
+    if layers and not made:
+        reasons = dict.fromkeys(layer.why for layer in layers)
+        raise Unsupported(f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}")
+    for name, new in made.items():
+        put(model, name, new)
+    return tuple(layers)
+
+
+def swap_back(model: nn.Module) -> bool:
+    """timm's modules in place of those that ``swap`` made, weights as they are now; whether there were any."""
+    ours = [(name, part) for name, part in model.named_modules() if isinstance(part, VisionAttention)]
+    for name, part in ours:
+        old = part.__dict__[BEFORE]
+        for own, now in part.named_children():
+            if own in old._modules:
+                setattr(old, own, now)
+        old.training = part.training
+        put(model, name, old)
+    return bool(ours)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether it is one of timm's attentions: all of them can choose a fused kernel."""
+    return type(module).__module__.startswith("timm.") and isinstance(getattr(module, "fused_attn", None), bool)
+
+
+def _plan(
+    name: str, module: Any, mechanism: Mechanism[Any, Any] | None, max_len: int | None
+) -> tuple[Layer, VisionAttention | None]:
+    """What a layer will run, and the module for it; None where it stays."""
+    kind, heads = type(module).__name__, getattr(module, "num_heads", 1)
+    library = sys.modules.get("timm.models.vision_transformer")
+    plain = library is not None and type(module) is library.Attention
+    width = module.head_dim if plain else 0
+    reason = "no pattern names it" if mechanism is None else ""
+    if mechanism is not None and not isinstance(mechanism, Attention):
+        reason = f"{mechanism!r} mixes whole tokens and takes no queries"
+    elif not plain:
+        reason = f"{type(module).__module__}.{kind} is not the attention of timm's plain vision transformer"
+    if mechanism is None or reason:
+        return Layer(name, kind, heads, width, False, "Softmax()" if plain else "its own", reason, replaced=False), None
+    new, note = VisionAttention(module, mechanism, max_len or 0), ""
+    if module.attn_drop.p and not mechanism.traits.mask:
+        note = f"in training its attention weights are not dropped (the model drops {module.attn_drop.p:g})"
+    learned = sum(p.numel() for p in new.attention.parameters())
+    return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned), new
+
+
+def _tokens(mask: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor] | None:
+    """Which queries (B, N) may see anything and which keys (B, N) may be seen; None where a mask says more."""
+    if mask.dtype == torch.bool:
+        seen = mask
+    else:
+        seen = mask == 0
+        if not bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return None
+    seen = seen.expand(torch.broadcast_shapes(seen.shape, (batch, 1, length, length)))
+    queries, keys = seen.any(-1, keepdim=True), seen.any(-2, keepdim=True)
+    if seen.shape[1] > 1 or not bool((seen == (queries & keys)).all()):
+        return None
+    return queries[:, 0, :, 0], keys[:, 0, 0]
