@@ -141,6 +141,6 @@ def test_a_folder_without_a_tokenizer_wants_ids(tmp_path: Path, capsys: pytest.C
     transformers.AutoModel.from_config(CONFIGS["bert"]).save_pretrained(tmp_path / "bare")
     arguments = ["maps", str(tmp_path / "bare"), "--mechanism", "LinearAttention", "--out", str(tmp_path / "out")]
     assert commands.run(arguments) == 2
-    assert "give --ids" in capsys.readouterr().err
+    assert "or give --ids" in capsys.readouterr().err
     assert commands.run(["maps", str(tmp_path / "nowhere")]) == 2
     assert "no such folder" in capsys.readouterr().err

@@ -432,3 +432,29 @@ def test_a_window_inside_packed_sequences_is_seen() -> None:
     swap(model, "LinearAttention")
     with pytest.raises(Unsupported, match="a mask of the model's own"):
         model(tokens, position_ids=places, use_cache=False)
+
+
+def test_the_report_says_what_a_length_costs() -> None:
+    """Counted: exact attention's operations grow with the square of the length, the window's with the length."""
+    model = build("Bert")
+    report = swap(model, {"*layer.0.*": "Local(window=4)"})
+    small, large = report.expected(128), report.expected(512, batch=2)
+    assert [*small.layers] == ["encoder.layer.0.attention.self"], "of what was replaced"
+    (before, after), (then, now) = small.layers[report.replaced[0].name], large.layers[report.replaced[0].name]
+    assert before.operations == 4 * 128 * 128 * (8 + 8) * 2
+    assert then.operations == 2 * 16 * before.operations
+    assert 1.5 < now.operations / after.operations / 4 < 2.5, "twice the batch, four times the length"
+    assert now.operations < then.operations / 5
+    assert now.bytes >= 4 * 512 * 8 * 4 * 2
+    assert "operations" in str(large)
+    assert "2 x 512 tokens" in str(large)
+    with pytest.raises(ValueError, match="length=0"):
+        report.expected(0)
+    torch.manual_seed(1)
+    layer = swap(nn.TransformerEncoderLayer(16, 2), "FavorPlus(num_features=8)")
+    state = torch.get_rng_state()
+    assert [*layer.expected(32).layers] == ["self_attn"]
+    assert torch.equal(torch.get_rng_state(), state)
+    bounded = swap(nn.TransformerEncoderLayer(16, 2), "Linformer(rank=4)", max_len=16)
+    with pytest.raises(ValueError, match="max_len=16 tokens and got 32"):
+        bounded.expected(32)

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from fast_attention.integrations.costs import Cost, Expected, pair
 from fast_attention.mechanism import Mechanism
+from fast_attention.nn.bound import Bound
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,33 @@ class Report:
     def parameters(self) -> int:
         """Learned numbers that were added."""
         return sum(layer.parameters for layer in self.layers)
+
+    def expected(self, length: int, *, batch: int = 1) -> Expected:
+        """What the attention of every replaced layer costs at a length, as it was and as it is, counted.
+
+        Operations and memory are counted in one forward pass on Gaussian tensors, as many keys as queries. For times on
+        this machine see ``fast-attention advise``.
+
+        Args:
+            length: Tokens of a sequence.
+            batch: Sequences.
+
+        Raises:
+            ValueError: ``length`` or ``batch`` is below 1, or a mechanism's weights are cut for fewer tokens.
+        """
+        if length < 1 or batch < 1:
+            raise ValueError(f"expected(length={length}, batch={batch}): both must be at least 1")
+        known: dict[Any, tuple[Cost, Cost]] = {}
+        found = {}
+        for layer in self.replaced:
+            module = self.model.get_submodule(layer.name)
+            bound = next(part for part in module.modules() if isinstance(part, Bound))
+            kind = (layer.heads, layer.head_dim, layer.is_causal, layer.mechanism)
+            if kind not in known:
+                like = next(module.parameters())
+                known[kind] = pair(bound, length, batch, like, is_causal=layer.is_causal)
+            found[layer.name] = known[kind]
+        return Expected(length, batch, found)
 
     def __str__(self) -> str:
         """A table: equal layers in a row stand together."""

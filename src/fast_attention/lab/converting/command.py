@@ -27,7 +27,6 @@ from fast_attention.lab.progress import training_bar
 PAGE, CHECKPOINT = "report.html", "checkpoint"
 LONGEST = 512  # tokens of a passage, unless --length says more
 LENGTHS = (512, 2048, 8192)
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 LOSSES = {
     True: "nats per token",
     False: "2 - the mean cosine of the sentence embeddings (mean pooled) to the original's: the original's loss is 1, "
@@ -70,13 +69,14 @@ def convert_command(
             _show(found, out, as_json)
             return 0
         torch.set_num_threads(threads or measure.useful_threads())
-        _quieten()
+        capture.quiet_transformers("converting a model")
         given: dict[str, Any] = {"share": share, "lr": lr, "precision": precision}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
         kind, folder = inputs.mechanisms([mechanism])[0], _folder(model)
         converted = whole.load(folder).float().to(inputs.device(device))
-        tokenizer, context = _tokenizer(folder, converted)
+        tokenizer = capture.tokenizer_of(folder)
+        context = capture.context(converted.config, tokenizer)
         read = Reading(corpus.read(text, fasta), tokenizer, _length(length, context), batch_size, seed)
         held = Ledger(_meta(model, converted, read, settings, budget), Conversion("", repr(kind), [], {}))
         held.meta |= {"text": (fasta or text or "shipped"), "length": _length(length, context)}
@@ -101,29 +101,10 @@ def _begun(out: Path, resume: bool) -> Ledger | None:
     return None
 
 
-def _quieten() -> None:
-    """No bars and warnings of transformers between ours."""
-    transformers = inputs.need("transformers", "hf", "converting a model")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def _folder(model: str) -> Path:
     """A folder as it stands; the name of the package that brings MiniLM as its folder."""
     named = model.replace("-", "_") == capture.DEFAULT_PACKAGE and not Path(model).exists()
     return Path(capture.default_model()) if named else Path(model)
-
-
-def _tokenizer(folder: Path, model: Any) -> tuple[Any, int | None]:
-    transformers = inputs.need("transformers", "hf", "converting a model")
-    if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
-        raise InputError(f"{folder} holds no tokenizer, without which no text can be read")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise InputError(f"{folder}: its tokenizer cannot be loaded: {said}") from error
-    return tokenizer, capture.context(model.config, tokenizer)
 
 
 def _length(asked: int | None, context: int | None) -> int:

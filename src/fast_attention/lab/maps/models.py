@@ -93,13 +93,10 @@ class Subject:
 
 
 def _read(name: str, config: Any, words: corpus.Corpus, length: int) -> tuple[Tensor, str]:
-    transformers = capture.quiet_transformers("reading a text")
     try:
-        if not any(part.name.startswith(("tokenizer", "vocab", "spiece")) for part in Path(name).iterdir()):
-            raise OSError("transformers would make one that knows no word")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception as error:  # whatever a folder without one makes the library raise
-        raise InputError(f"{name} holds no tokenizer that can be loaded: give --ids") from error
+        tokenizer = capture.tokenizer_of(Path(name))
+    except InputError as error:
+        raise InputError(f"{error}; or give --ids") from error
     return words.tokens(tokenizer, min(length, capture.context(config, tokenizer) or length))
 
 

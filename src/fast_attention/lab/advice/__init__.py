@@ -1,0 +1,1 @@
+"""``fast-attention advise``: what to use at one length, measured here and now, exact attention among the answers."""

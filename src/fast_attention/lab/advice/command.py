@@ -1,0 +1,191 @@
+"""``fast-attention advise``: what to use at one length, on this machine, for this model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fast_attention.lab import capture, compare, inputs, measure, records, sources, verdicts
+from fast_attention.lab.advice.measuring import Plan, investigate
+from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
+from fast_attention.lab.advice.transferring import candidates, transfer
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.progress import progress_bar
+from fast_attention.lab.records import Record, plain
+from fast_attention.lab.tables import bytes_of, factor, milliseconds
+
+STAND_INS = "Gaussian stand-ins"
+NUMBERS = ("error: median / worst", "time", "speed", "memory")
+
+
+def advise_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Hugging Face folder or hub name, a folder of `train`, protein-mini, or HEADSxWIDTH. Default: MiniLM."
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    budget: Annotated[
+        float, typer.Option(min=0.0, help="The largest median relative error of a head's outputs, zero-shot.")
+    ] = 0.1,
+    mechanisms: Annotated[
+        list[str] | None, typer.Option(help="Names or spellings, e.g. 'FavorPlus(num_features=64)'. Default: all.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
+    fasta: Annotated[
+        str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
+    ] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")
+    ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Rank by forward and backward pass.")] = False,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; what does not fit is said so.")] = 120,
+    transfer_minutes: Annotated[
+        float, typer.Option(min=0.0, help="Attention transfer for each of the first three that are fast but inexact.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="For weights, random features and Gaussian tensors.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice and all numbers as JSON.")] = False,
+) -> int:
+    """Advise what to use at one length: error on a model's real tensors, time and memory here, ranked; or keep exact.
+
+    [dim]fast-attention advise MODEL_DIR --length 4096 --budget 0.05[/dim]
+    """
+    torch.set_num_threads(threads or measure.useful_threads())
+    where, kind = inputs.device(device), inputs.dtype(dtype)
+    chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
+    source = sources.source(model, text, fasta, seed)
+    is_causal = source.is_causal if causal is None else causal
+    if source.is_causal and not is_causal:
+        raise InputError("--no-causal: the model is a decoder, whose attention is causal")
+    if transfer_minutes and not isinstance(source, capture.HuggingFace):
+        raise InputError("--transfer-minutes trains a Hugging Face model: name one")
+    setting = Setting(source.heads, source.head_dim, where, kind, is_causal, training, seed, batch)
+    question = Question(length, budget, "training" if training else "forward")
+    record = Record(_meta(source, setting, question, dtype))
+    _carry_out(Plan(source, chosen, setting, question, seconds), record, transfer_minutes)
+    rows = ranked(record, chosen, question)
+    said = advice(record, rows, question)
+    if as_json:
+        print(json.dumps(as_object(record, rows, said, question), indent=1, allow_nan=False))
+    else:
+        _tell(record, rows, said, question)
+    return 0
+
+
+def _meta(source: capture.Source, setting: Setting, question: Question, dtype: str) -> dict[str, Any]:
+    return {
+        "command": ["fast-attention", *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "source": source.title,
+        "quality": "Gaussian stand-ins"
+        if isinstance(source, capture.Gaussian)
+        else "the model's own tensors, zero-shot",
+        "heads": setting.heads,
+        "head_dim": setting.head_dim,
+        "length": question.length,
+        "batch": setting.batch,
+        "causal": setting.is_causal,
+        "pass": question.which,
+        "budget": question.budget,
+        "dtype": dtype,
+        "seed": setting.seed,
+        **records.surroundings(setting.device),
+    }
+
+
+def _carry_out(plan: Plan, record: Record, transfer_minutes: float) -> None:
+    with progress_bar(Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=plan.steps)
+
+        def watch(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        investigate(plan, record, watch)
+        if transfer_minutes and isinstance(plan.source, capture.HuggingFace):
+            chosen = candidates(ranked(record, plan.mechanisms, plan.question))
+            transfer(plan.source, chosen, plan.question.length, transfer_minutes, record, watch)
+
+
+def as_object(record: Record, rows: list[Row], said: list[str], question: Question) -> dict[str, Any]:
+    """``{"advice": {"use", "words", "measured_up_to"}, "ranking": [...], "meta", "rows", "errors"}``; ``use`` may be
+    exact attention."""
+    best = rows[0]
+    return {
+        "advice": {"use": best.mechanism, "words": said, "measured_up_to": furthest(record, question)},
+        "ranking": [plain(asdict(row)) for row in rows],
+        **json.loads(record.to_json()),
+    }
+
+
+def _tell(record: Record, rows: list[Row], said: list[str], question: Question) -> None:
+    show = Console(width=None if sys.stdout.isatty() else 200)
+    for number, words in enumerate(said):
+        show.print(Text(words, style="" if number else "bold"))
+    show.print()
+    show.print(table([row for row in rows if row.kind not in ("unknown", "cannot")]))
+    for title, kind in (("No error is known of", "unknown"), ("Not measured", "cannot")):
+        lines = [_line(row) for row in rows if row.kind == kind]
+        if lines:
+            show.print(Text("\n".join(["", f"{title}:", *lines])))
+    if tried := record.meta.get("transfer"):
+        show.print(Text("\n".join(["", *_transfers(record, tried)])))
+    meta, read = record.meta, "; ".join(record.meta["error_tensors"].values())
+    side = "causal" if meta["causal"] else "both sides"
+    passes = "forward" if question.which == "forward" else "forward and backward"
+    words = [f"\nErrors on {meta['quality']}: {meta['source']}, {read}."]
+    if meta["quality"] == STAND_INS:
+        words.append("They say little of a trained model's heads: name a model to know.")
+    words.append(
+        f"Times of {passes}, {meta['batch']} x {meta['heads']} heads of width {meta['head_dim']}, {side}, "
+        f"{meta['dtype']}, {meta['hardware']}, {meta['threads']} of {meta['cores']} threads."
+    )
+    show.print(Text("\n".join(words), style="dim"))
+
+
+def _transfers(record: Record, tried: dict[str, Any]) -> list[str]:
+    """What the transfers did: the layers' outputs, behind their projections, on held-out text."""
+    lines = [f"Error of the median layer's output, before and after {record.meta['transfer_minutes']:g} minutes:"]
+    for name, found in tried.items():
+        said = found.get("note") or f"{verdicts.percent(found['before'])} -> {verdicts.percent(found['after'])}"
+        lines.append(f"  {name}: {said}")
+    return lines
+
+
+def _line(row: Row) -> str:
+    """A mechanism that has no place in the ranking, and why."""
+    speed = "" if row.ratio is None else f"{factor(row.ratio)}, "
+    return f"  {row.mechanism}: {speed}{row.note}"
+
+
+def table(rows: list[Row]) -> Table:
+    """The ranking."""
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("", "mechanism", *NUMBERS, "why here", "cannot"):
+        found.add_column(title, justify="right" if title in NUMBERS else "left")
+    for number, row in enumerate(rows, 1):
+        error = "0" if row.kind == "exact" else "-"
+        if row.kind != "exact" and row.median_error is not None and row.worst_error is not None:
+            error = f"{verdicts.percent(row.median_error)} / {verdicts.percent(row.worst_error)}"
+        spent = "-" if row.milliseconds is None else milliseconds(row.milliseconds)
+        speed = "-" if row.ratio is None else factor(row.ratio)
+        said = (Text(row.note), Text(", ".join(row.cannot)))
+        cells = (str(number), Text(row.mechanism), error, spent, speed, bytes_of(row.peak_bytes), *said)
+        found.add_row(*cells, style={"use": "bold green", "exact": "bold"}.get(row.kind))
+    return found

@@ -1,0 +1,93 @@
+"""What advice is built on: errors on real tensors, times and memory at the length asked for, and beyond if needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fast_attention.lab import measure
+from fast_attention.lab.accuracy import Scene, measurable
+from fast_attention.lab.advice.ranking import Question, ranked
+from fast_attention.lab.capture import Source
+from fast_attention.lab.measure import Setting
+from fast_attention.lab.race import MOST_ROUNDS, PASSES, Race, foretold
+from fast_attention.lab.records import EXACT, Record
+
+SHARES = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones
+UNBOUNDED = 4096  # tokens on which errors are measured at most, where a source has no limit of its own
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure and how long that may take."""
+
+    source: Source
+    mechanisms: list[Any]
+    setting: Setting
+    question: Question
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        """How often ``watch`` is called without greater lengths."""
+        return 2 * len(self.mechanisms) + 1 + MOST_ROUNDS
+
+
+def investigate(plan: Plan, record: Record, watch: Callable[[str], None]) -> None:
+    """Fill ``record``: everybody at the length asked for; and at twice that, and twice that again, those that are
+    accurate enough, as long as none of them is faster and time is left.
+
+    Args:
+        plan: What to measure.
+        record: Where the numbers go; ``meta["lengths"]`` becomes the lengths measured.
+        watch: Told of every step.
+    """
+    until = time.perf_counter() + plan.seconds
+    length = plan.question.length
+    _errors(plan, plan.mechanisms, length, record, watch, time.perf_counter() + SHARES[0] * plan.seconds)
+    share = SHARES[1] * max(until - time.perf_counter(), 0.0)
+    Race(plan.setting, plan.mechanisms, record, length, share, watch).run()
+    record.meta["lengths"] = [length]
+    while (waiting := _waiting(plan, record)) and _affordable(plan, record, waiting, 2 * length, until):
+        length *= 2
+        _errors(plan, waiting, length, record, watch, time.perf_counter() + SHARES[0] * (until - time.perf_counter()))
+        Race(plan.setting, waiting, record, length, max(until - time.perf_counter(), 0.0) / 2, watch).run()
+        record.meta["lengths"].append(length)
+
+
+def _errors(
+    plan: Plan, mechanisms: list[Any], length: int, record: Record, watch: Callable[[str], None], until: float
+) -> None:
+    """At this length or the greatest that is read, unless known there; what the time does not allow is left out."""
+    read = record.meta.setdefault("error_tensors", {})
+    length = min(length, plan.source.context or UNBOUNDED)
+    if length in read:
+        return
+    layers, words = plan.source.layers(length)
+    scene = Scene(layers, plan.setting)
+    if scene.length in read:
+        return
+    read[scene.length] = words
+    for mechanism in mechanisms:
+        watch(f"error at {scene.length:,} tokens: {mechanism!r}")
+        if measurable(mechanism) and time.perf_counter() < until:
+            record.errors.append(scene.error(mechanism, matrix=False))
+
+
+def _waiting(plan: Plan, record: Record) -> list[Any]:
+    """Who is accurate enough and not faster, at the greatest length so far; nobody, once somebody is both."""
+    last = Question(record.meta["lengths"][-1], plan.question.budget, plan.question.which)
+    rows = {row.mechanism: row.kind for row in ranked(record, plan.mechanisms, last)}
+    if {"use", "unproven"} & {*rows.values()}:
+        return []
+    return [mechanism for mechanism in plan.mechanisms if rows[repr(mechanism)] == "slower"]
+
+
+def _affordable(plan: Plan, record: Record, waiting: list[Any], length: int, until: float) -> bool:
+    """Whether a greater length fits the time that is left and half of the memory."""
+    costs = [foretold(record.cells, EXACT, 2.0, length)]
+    costs += [foretold(record.cells, repr(mechanism), mechanism.traits.order, length) for mechanism in waiting]
+    fits = max(size for _, size in costs) < measure.memory_at_hand(plan.setting.device) / 2
+    return fits and PASSES * sum(seconds for seconds, _ in costs) < until - time.perf_counter()

@@ -1,0 +1,64 @@
+"""What a short attention transfer makes of the mechanisms that are fast but too inexact, or unknown before training."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from fast_attention import catalogue
+from fast_attention.conversion import ConversionSettings, convert
+from fast_attention.lab.advice.ranking import WORTH, Row
+from fast_attention.lab.capture import HuggingFace
+from fast_attention.lab.converting.reading import Reading
+from fast_attention.lab.records import Record
+from fast_attention.mechanism import Attention, Unsupported
+from fast_attention.training.loop import Diverged
+
+MOST = 3  # mechanisms that are tried
+BATCH = 4  # passages
+HELD = 2  # batches of passages on which errors are taken
+
+
+def candidates(rows: list[Row]) -> list[Any]:
+    """The first in the ranking that are faster, attend with queries and keys, and need training to be of use."""
+    faster = [row for row in rows if row.kind in ("inexact", "unknown") and (row.ratio or math.inf) < WORTH]
+    chosen = [catalogue.parse(row.mechanism) for row in faster]
+    return [mechanism for mechanism in chosen if isinstance(mechanism, Attention)][:MOST]
+
+
+def transfer(
+    source: HuggingFace, chosen: list[Any], length: int, minutes: float, record: Record, watch: Callable[[str], None]
+) -> None:
+    """Transfer each for so many minutes, into ``record.meta["transfer"]``: every layer's relative RMS error, the median
+    of the layers, on held-out text before and after; or why there is none.
+
+    Raises:
+        InputError: The text is too short for passages of this length.
+    """
+    length = min(length, source.context or length)
+    seed = record.meta["seed"]
+    reading = Reading(source.corpus, source.tokenizer, length, BATCH, seed)
+    settings = ConversionSettings(minutes=minutes, share=1.0, seed=seed)
+    found: dict[str, dict[str, Any]] = {}
+    record.meta["transfer"] = found
+    record.meta["transfer_minutes"] = minutes
+    for mechanism in chosen:
+        watch(f"transfer of {mechanism!r}")
+        held = reading.held_out[:HELD]
+        try:
+            told = convert(copy.deepcopy(source.model), mechanism, reading.batch, held, settings=settings)
+        except (Unsupported, ValueError, Diverged) as error:
+            found[repr(mechanism)] = {"note": str(error).splitlines()[0]}
+            continue
+        if told.status != "complete":
+            raise KeyboardInterrupt
+        before, after = (_median(told.errors[when]) for when in ("swapped", "transferred"))
+        found[repr(mechanism)] = {"before": before, "after": after, "length": length}
+
+
+def _median(errors: dict[str, float]) -> float:
+    """Of the layers' relative RMS errors."""
+    return statistics.median(math.sqrt(error) for error in errors.values())
