@@ -133,7 +133,7 @@ def test_an_error_is_that_of_the_layer_on_the_originals_own_input() -> None:
 def test_a_fine_tune_brings_an_encoder_back() -> None:
     model = bert(0, 1, 2)
     original = copy.deepcopy(model)
-    settings = ConversionSettings(minutes=0.0, steps=60, share=0.0, lr=3e-3)
+    settings = ConversionSettings(minutes=0.0, steps=60, share=0.0, lr=1e-3)
     told = convert(model, MECHANISM, batch, HELD, settings=settings)
     assert "transfer" not in told.curves
     assert told.figures["transferred"] == told.figures["swapped"]
@@ -169,7 +169,7 @@ def test_a_language_model_is_judged_by_its_text() -> None:
     held = [text(-1), text(-2)]
     with torch.no_grad():
         wanted = sum(float(model(**each, labels=each["input_ids"]).loss) for each in held) / 2
-    settings = ConversionSettings(minutes=0.0, steps=40, distil=1.0, lr=2e-3)
+    settings = ConversionSettings(minutes=0.0, steps=40, distil=1.0, lr=1e-3)
     told = convert(model.eval(), MECHANISM, text, held, settings=settings)
     with torch.no_grad():
         after = sum(float(model(**each, labels=each["input_ids"]).loss) for each in held) / 2
@@ -370,3 +370,29 @@ def test_one_layer_at_a_time_in_memory() -> None:
     inside = tuple(f"{name}." for name in names)
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == name.startswith(inside), name
+
+
+def test_damping_is_fitted_before_the_transfer() -> None:
+    """To the queries and keys of the original's own inputs; with nothing trained, that is all the transfer does."""
+    settings = ConversionSettings(minutes=0.0, steps=1, lr_projections=0.0, lr=0.0)
+    model, plain = bert(0, 1, 2), bert(0, 1, 2)
+    told = convert(model, "FavorPlusPlus(num_features=16)", padded, HELD, settings=settings)
+    torch.manual_seed(settings.seed)
+    swap(plain, "FavorPlusPlus(num_features=16)")
+    fitted, before = state(model), state(plain)
+    moved = [name for name, x in before.items() if not torch.equal(x, fitted[name])]
+    assert moved == [f"{name}.fast_attention.bound.damping" for name in told.layers]
+    bound = layers_of(model)[told.layers[0]].bound
+    asked = bound.mechanism.calibrated(
+        *_queries_and_keys(model, padded(0)), bound.w, key_mask=padded(0)["attention_mask"].bool()
+    )
+    torch.testing.assert_close(bound.damping, asked.damping)
+
+
+def _queries_and_keys(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the first layer, (B, H, L, E)."""
+    layer = model.encoder.layer[0].attention.self
+    with torch.no_grad():
+        x = model.embeddings(given["input_ids"])
+        q, k = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (layer.query, layer.key))
+    return q, k

@@ -233,4 +233,4 @@ def test_the_record_is_json_without_nan(folders: Path, tmp_path: Path, capsys: p
     assert code == 0, err
     held = json.loads(out)
     assert held == json.loads((tmp_path / "report.json").read_text())
-    assert held["meta"]["text"] == "sample"
+    assert held["meta"]["text"].startswith("421 UniProt proteins")

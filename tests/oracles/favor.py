@@ -140,7 +140,7 @@ VARIANTS = [
     "Favor(features='phase')",
     "Favor(num_features=11, orthogonal=False, clamp=0.5)",
     "FavorPlus(num_features=5)",
-    "LearnedFeatures(num_features=5)",
+    "LearnedFeatures(num_features=5, scale=0.5)",
     "FavorPlus(num_features=19, features='hyperbolic', orthogonal=False)",
     "FavorPlus(num_features=16, regularised=True)",
     "FavorPlusPlus(num_features=5)",

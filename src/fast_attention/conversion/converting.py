@@ -29,6 +29,7 @@ from fast_attention.training.signals import Signals
 POINTS = 100  # of a stage's curve of losses
 FADING = 0.95  # of the running mean of losses, a step
 BETAS = (0.9, 0.98)  # AdamW's
+FASTER = 10.0  # the mechanisms' own weights in the fine-tune, against all others
 
 
 class _Stopped(Exception):
@@ -101,11 +102,16 @@ class _Run:
         """All stages that are left."""
         if resume and self.path is not None and self.path.exists():
             self._resume(self.path)
-        held, aside = self.goal.hold(self.original, held_out), self.goal.hold(self.original, apart)
+        held, aside = (
+            self.goal.hold(self.original, [self._placed(batch) for batch in given]) for given in (held_out, apart)
+        )
         try:
             if "original" not in self.told.figures:
                 self.told.figures["original"] = self._figures("original", self.original, held)
             self._measure("swapped", held)
+            if self.at.stage == "transfer" and not self.at.step:
+                first = self._placed(self.batches(0))
+                transfer.calibrate(self.model, self.original, self.told.converted, first)
             self._stage("transfer", self._transfer_groups())
             self._measure("transferred", held)
             self._choose(aside)
@@ -161,10 +167,13 @@ class _Run:
 
     def _tuned_groups(self) -> list[dict[str, Any]]:
         fixed = {id(p) for p in self.model.get_input_embeddings().parameters()}
+        maps = transfer.weights(self.model, self.told.converted)[0]
+        fixed |= {id(p) for p in maps}
         free = [p for p in self.model.parameters() if id(p) not in fixed]
         matrices, rest = [p for p in free if p.ndim == 2], [p for p in free if p.ndim != 2]
         decay, top = self.settings.weight_decay, self.settings.lr
         groups = [
+            {"params": maps, "top": FASTER * top, "weight_decay": 0.0},
             {"params": matrices, "top": top, "weight_decay": decay},
             {"params": rest, "top": top, "weight_decay": 0.0},
         ]
@@ -209,8 +218,11 @@ class _Run:
         self.at = Place(STAGES[STAGES.index(stage) + 1], batches=self.at.batches)
         self._save()
 
+    def _placed(self, batch: Batch) -> Batch:
+        return {name: x.to(self.model.device) for name, x in batch.items()}
+
     def _step(self, stage: Stage, optimiser: torch.optim.Optimizer, pace: float) -> None:
-        batch = {name: x.to(self.model.device) for name, x in self.batches(self.at.batches).items()}
+        batch = self._placed(self.batches(self.at.batches))
         half = torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
         if stage == "transfer":
             with half:

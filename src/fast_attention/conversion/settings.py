@@ -21,7 +21,7 @@ class ConversionSettings(Value):
         share: Of the minutes, what the transfer gets; 0 or 1 leaves one of the two out.
         lr_maps: The highest learning rate of the mechanisms' own weights, in the transfer.
         lr_projections: That of the attention modules' projections, in the transfer; 0 leaves them as they are.
-        lr: That of all weights in the fine-tune.
+        lr: That of all weights in the fine-tune, but for the mechanisms' own, which get ten times as much.
         warmup: Share of each of the two in which the rate rises; in the rest it falls to zero along a cosine.
         weight_decay: AdamW's, in the fine-tune, on matrices.
         clip: The longest gradient, by its norm, in the fine-tune.
@@ -33,10 +33,10 @@ class ConversionSettings(Value):
 
     minutes: float = 10.0
     steps: int = 0
-    share: float = 0.5
-    lr_maps: float = 1e-2
-    lr_projections: float = 1e-3
-    lr: float = 5e-4
+    share: float = 0.2
+    lr_maps: float = 2e-2
+    lr_projections: float = 2e-3
+    lr: float = 1e-4
     warmup: float = 0.05
     weight_decay: float = 0.01
     clip: float = 1.0

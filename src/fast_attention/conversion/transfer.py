@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fast_attention.conversion import goals
 from fast_attention.conversion.goals import Batch
-from fast_attention.integrations.attention import CHILD
+from fast_attention.integrations.attention import CHILD, layers_of
+from fast_attention.mechanisms.favor_plus_plus import FavorPlusPlus
 
 Hear = Callable[[str, Tensor], None]
 
@@ -61,6 +62,23 @@ def weights(model: nn.Module, names: Sequence[str]) -> tuple[list[nn.Parameter],
         for own, parameter in model.get_submodule(name).named_parameters():
             (maps if own.startswith(f"{CHILD}.") else projections).append(parameter)
     return maps, projections
+
+
+def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> None:
+    """Damp the layers of ``FavorPlusPlus`` as their queries and keys on the original's own inputs ask for."""
+
+    def damp(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        q, k = inputs[:2]
+        bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options["key_mask"]))
+
+    found = [layers_of(model)[name].bound for name in names]
+    asked = [bound for bound in found if isinstance(bound.mechanism, FavorPlusPlus)]
+    handles = [bound.register_forward_pre_hook(damp, with_kwargs=True) for bound in asked]
+    try:
+        errors(model, original, names, [batch] if asked else [])
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

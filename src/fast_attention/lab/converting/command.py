@@ -48,7 +48,7 @@ def convert_command(
         float | None, typer.Option(min=1.0, help="Leave as few layers exact as keep the loss within this multiple.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512, or the model's own.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Passages of a batch.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Passages of a batch.")] = 1,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of the fine-tune.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 to train under autocast.")] = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Where time and memory are measured.")] = None,
@@ -79,7 +79,7 @@ def convert_command(
         context = capture.context(converted.config, tokenizer)
         read = Reading(corpus.read(text, fasta), tokenizer, _length(length, context), batch_size, seed)
         held = Ledger(_meta(model, converted, read, settings, budget), Conversion("", repr(kind), [], {}))
-        held.meta |= {"text": (fasta or text or "shipped"), "length": _length(length, context)}
+        held.meta["length"] = _length(length, context)
         held.conversion = _carry_out(converted, kind, read, settings, _numbers(keep_layers), budget, out, resume)
         converted.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -95,7 +95,8 @@ def _begun(out: Path, resume: bool) -> Ledger | None:
     """The record of a conversion that is complete and asked for again; None where there is something to do."""
     begun = (out / CHECKPOINT).exists()
     if resume:
-        return ledger.read(out / RECORD) if not begun and (out / RECORD).exists() else None
+        held = ledger.read(out / RECORD) if not begun and (out / RECORD).exists() else None
+        return held if held is not None and held.conversion.status == "complete" else None
     if begun or (out / RECORD).exists():
         raise InputError(f"--out {out} holds a conversion: add --resume to go on with it, or name another folder")
     return None
@@ -128,6 +129,7 @@ def _meta(name: str, model: Any, read: Reading, settings: ConversionSettings, bu
         "model": f"{name} ({type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters)",
         "settings": repr(settings),
         "budget": budget,
+        "text": read.corpus.name,
         "batch_size": read.size,
         "passages": sum(len(batch["input_ids"]) for batch in read.held_out),
         "bits_per_byte_of_a_nat": read.tokens_per_byte / math.log(2),

@@ -30,7 +30,7 @@ class Reading:
     """
 
     def __init__(self, corpus: Corpus, tokenizer: Any, length: int, size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
+        self.corpus, self.size, self.seed = corpus, size, seed
         self.before, self.behind = _marks(tokenizer)
         self.room = length - len(self.before) - len(self.behind)
         if self.room < 1:
