@@ -62,6 +62,12 @@ class Mixed(Called):
         return {name: found[name] for name in ("x", "key_mask") if name in found}
 
 
+def close(mechanism: Any, length: int) -> float:
+    """ONNX Runtime's Fourier transform of a length that is no power of two loses digits with every token."""
+    exact = type(mechanism).__name__ != "FNet" or length & (length - 1) == 0
+    return CLOSE if exact else 1e-6 * length
+
+
 def called(mechanism: Any, is_causal: bool) -> Called:
     return (Mixed if isinstance(mechanism, Mixer) else Called)(mechanism, is_causal)
 
@@ -87,7 +93,9 @@ def test_onnx_runtime_agrees_at_other_lengths(mechanism: Any, is_causal: bool, t
             with torch.no_grad():
                 wanted = module(**inputs)
             found = exporting.difference(wanted, run(inputs)[0])
-            assert found <= CLOSE, f"{length} tokens, {'with' if hidden else 'without'} hidden keys: {found:.1e}"
+            assert found <= close(mechanism, length), (
+                f"{length} tokens, {'with' if hidden else 'without'} hidden keys: {found:.1e}"
+            )
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64])

@@ -324,7 +324,7 @@ FAULTS = [
     Fault("a model's window is not seen while it is exported", "integrations/visible.py",
           "Places(1, 0, longest, 0, longest,", "Places(1, 0, 4, 0, 4,", "tests/test_export.py -k 'ModernBert'"),
     Fault("a file that disagrees with its model is kept", "lab/export.py",
-          "if max(trial.difference for trial in trials) > TOLERANCE:", "if False:",
+          "if max(trial.difference for trial in trials) > tolerance:", "if False:",
           "tests/test_export.py -k 'disagrees'"),
     Fault("a draw in time is worth giving up exactness", "lab/advice/ranking.py", "if ratio < WORTH:", "if ratio < 1.0:",
           "tests/test_advise.py -k limits"),

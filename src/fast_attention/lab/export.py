@@ -42,6 +42,9 @@ def export_command(
     out: Annotated[Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in DIR.")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of the example that is traced.")] = TRACED,
     opset: Annotated[int | None, typer.Option(min=18, help="Version of ONNX's operators. Default: torch's.")] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest difference from the model, as a share of its largest output.")
+    ] = TOLERANCE,
 ) -> int:
     """Export a model with an open batch and length; the file is run at other lengths before it gets its name.
 
@@ -56,8 +59,8 @@ def export_command(
         with files.together(path) as draft, progress_bar(Console(stderr=True)) as progress:
             _write(model, draft, _example(model, length), opset, progress)
             _try(model, draft, trials, progress)
-            _tell(trials, model.tokens)
-            if max(trial.difference for trial in trials) > TOLERANCE:
+            _tell(trials, model.tokens, tolerance)
+            if max(trial.difference for trial in trials) > tolerance:
                 raise Disagreement
     except Disagreement:
         print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
@@ -108,12 +111,12 @@ def _try(model: OpenModel, draft: Path, trials: list[Trial], progress: Progress)
         progress.update(task, advance=1)
 
 
-def _tell(trials: list[Trial], tokens: bool) -> None:
+def _tell(trials: list[Trial], tokens: bool, tolerance: float) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("batch", *["tokens"] * tokens, f"difference (at most {TOLERANCE:.0e} of the largest output)"):
+    for title in ("batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"):
         table.add_column(title, justify="right")
     for trial in trials:
-        colour = "green" if trial.difference <= TOLERANCE else "bold red"
+        colour = "green" if trial.difference <= tolerance else "bold red"
         shown = f"[{colour}]{trial.difference:.1e}[/]"
         table.add_row(str(trial.batch), *[str(trial.length)] * tokens, shown)
     Console(width=None if sys.stdout.isatty() else 200).print(table)

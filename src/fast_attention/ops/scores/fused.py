@@ -27,6 +27,8 @@ def fused_attention(
 
     ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one.
     """
+    if mask is not None and torch.compiler.is_exporting():
+        return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     ours = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad)
     ours = ours and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
@@ -36,6 +38,22 @@ def fused_attention(
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
         return _again(q, k, v, mask, is_causal=is_causal, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale)
+
+
+def open_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    mask: Tensor,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """The same in the open, for exported programs: ONNX's attention lets a row that sees nothing see everything."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask.dtype != torch.bool:
+        scores, mask = scores + mask.clamp(min=torch.finfo(mask.dtype).min), mask > float("-inf")
+    return F.dropout(masks.masked_softmax(scores, mask), dropout) @ v
 
 
 def takes_flash(

@@ -11,6 +11,7 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import count, fill, join
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scores.fused import open_attention
 from fast_attention.ops.trail import took
 from fast_attention.ops.windows import banded_tiles
 from fast_attention.ops.windows.banded_tiles import ROWS
@@ -81,20 +82,13 @@ def blockwise_softmax(
     The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
     """
     if torch.compiler.is_exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
-        return _open_softmax(q, k, v, mask, dropout=dropout, scale=scale)
+        return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
     lead = q.shape[:-3]
     if mask.ndim > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out.unflatten(0, lead)
-
-
-def _open_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, dropout: float, scale: float | None) -> Tensor:
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask.dtype != torch.bool:
-        scores, mask = scores + mask.clamp(min=torch.finfo(mask.dtype).min), mask > float("-inf")
-    return F.dropout(masks.masked_softmax(scores, mask), dropout) @ v
 
 
 def banded_softmax(
