@@ -21,7 +21,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FLOORS = [
     ["ops", "files"],
     ["mechanism", "decoding"],
+    ["kernelised"],
     ["mechanisms"],
+    ["combinations"],
     ["catalogue"],
     ["functional", "nn", "counting", "attention_maps"],
     ["conformance", "data", "explanation", "exporting", "integrations"],
@@ -76,7 +78,7 @@ def test_arrows_point_down(path: Path) -> None:
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
     room = floor(module_name(path))[1]
-    budget = 200 if room in ("ops", "mechanisms") and not path.stem.endswith("_triton") else 300
+    budget = 200 if room in ("ops", "mechanisms", "combinations") and not path.stem.endswith("_triton") else 300
     lines = text.count("\n")
     assert lines <= budget, f"{path.name} has {lines} lines and a budget of {budget}: several rooms in one?"
     for node in ast.walk(ast.parse(text)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from fast_attention import mechanisms
+from fast_attention import combinations, mechanisms
 from fast_attention.mechanism import Attention, Mechanism, Mixer
 from fast_attention.ops.maps import features
 from fast_attention.ops.spelling import Spelling
@@ -20,9 +20,15 @@ def _public(module: Any, kind: type) -> dict[str, type]:
     return found
 
 
-_MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = _public(mechanisms, Mechanism)
+_MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
+    **_public(mechanisms, Mechanism),
+    **_public(combinations, Mechanism),
+}
 _SPELLING = Spelling(
-    "mechanism", "Softmax(scale=1.0)", {**_public(mechanisms, Value), **_public(features, Value)}, tuple(_MECHANISMS)
+    "mechanism",
+    "Softmax(scale=1.0)",
+    {**_public(mechanisms, Value), **_public(combinations, Value), **_public(features, Value)},
+    tuple(_MECHANISMS),
 )
 
 

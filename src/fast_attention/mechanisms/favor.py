@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.kernelised import Kernelised, Map
+from fast_attention.mechanism import Shape, Traits
 from fast_attention.ops.favor import favor_paths
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.linear import linear
@@ -77,7 +78,7 @@ class TrigonometricWeights(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Favor(Attention[TrigonometricWeights, LinearState]):
+class Favor(Kernelised[TrigonometricWeights]):
     """Unbiased estimates of the exponentials from sines and cosines: good for short queries and keys only.
 
     Where ``||q||^2`` is near ``sqrt(width)`` or below, these features beat positive ones; at unit scale (``||q||^2``
@@ -123,6 +124,16 @@ class Favor(Attention[TrigonometricWeights, LinearState]):
         phase = 2 * math.pi * torch.rand(shape.heads, self.num_features) if phased else None
         return TrigonometricWeights(projection, phase)
 
+    def maps(self, w: TrigonometricWeights) -> tuple[Map, Map]:
+        """The same map for both."""
+        phi = _map(*w)
+        return phi, phi
+
+    @property
+    def signed(self) -> bool:
+        """Estimates of small weights come out negative."""
+        return True
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
@@ -152,14 +163,3 @@ class Favor(Attention[TrigonometricWeights, LinearState]):
             largest = largest if state is None else torch.maximum(largest, state.top[..., None])
             sums = _clamped(sums, largest, *w, self.clamp)
         return linear.normalise(sums), after
-
-    @in_float32
-    def summarise(
-        self, k: Tensor, v: Tensor, w: TrigonometricWeights, *, key_mask: Tensor | None = None
-    ) -> LinearState:
-        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest key."""
-        return linear.summarise(linear.masked_keys(_map(*w), k, key_mask), v)
-
-    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
-        """The sums over two neighbouring stretches."""
-        return linear.combine(earlier, later)

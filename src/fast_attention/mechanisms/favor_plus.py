@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.kernelised import Kernelised, Map
+from fast_attention.mechanism import Shape, Traits
 from fast_attention.ops.favor import favor_paths
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.linear import linear
@@ -81,7 +82,7 @@ class Projection(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class FavorPlus(Attention[Projection, LinearState]):
+class FavorPlus(Kernelised[Projection]):
     """Unbiased estimates of the exponentials from positive random features: linear time, a state of constant size.
 
     The error falls as 1/m and grows fast with the norms of queries and keys: small where ``||q||^2`` stays near
@@ -141,10 +142,18 @@ class FavorPlus(Attention[Projection, LinearState]):
     def _lift(self) -> Lift:
         return Lift(self.features)
 
-    def _map(self, w: Projection) -> Callable[[Tensor], Features]:
+    def maps(self, w: Projection) -> tuple[Map, Map]:
+        """One map for both; the factors that its own normaliser cancels are with the queries."""
         if isinstance(self.kernel, FeatureMap):
-            return _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
-        return lambda x: self._lift.plain(x, Heads(w.projection))
+            phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
+            return phi, phi
+        lift, heads = self._lift, Heads(w.projection)
+        return (lambda x: lift.whole(x, heads)), (lambda x: lift.plain(x, heads))
+
+    @property
+    def signed(self) -> bool:
+        """As the kernel says; exponentials are positive."""
+        return isinstance(self.kernel, FeatureMap) and self.kernel.signed
 
     @in_float32
     def attend(
@@ -153,7 +162,7 @@ class FavorPlus(Attention[Projection, LinearState]):
         """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
         if self.kernel is None:
             return favor_paths.attend(self._lift, q, k, v, Heads(w.projection), is_causal=is_causal, key_mask=key_mask)
-        return _attend(self._map(w), q, k, v, is_causal, key_mask)
+        return super().attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(
@@ -162,15 +171,4 @@ class FavorPlus(Attention[Projection, LinearState]):
         """Outputs of the stretch, and the sums over all keys up to its end."""
         if self.kernel is None:
             return favor_paths.advance(self._lift, q, k, v, Heads(w.projection), state, key_mask)
-        phi = self._map(w)
-        sums, state = linear.advance(phi(q).values, linear.masked_keys(phi, k, key_mask), v, state)
-        return linear.normalise(sums), state
-
-    @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: Projection, *, key_mask: Tensor | None = None) -> LinearState:
-        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest feature."""
-        return linear.summarise(linear.masked_keys(self._map(w), k, key_mask), v)
-
-    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
-        """The sums over two neighbouring stretches."""
-        return linear.combine(earlier, later)
+        return super().advance(q, k, v, w, state, key_mask=key_mask)

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.kernelised import Kernelised, Map
+from fast_attention.mechanism import Shape, Traits
 from fast_attention.ops.favor import favor_paths
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
-from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
-from fast_attention.ops.maps.features import Features
 from fast_attention.ops.maps.random_features import damped, draw
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least
@@ -98,7 +97,7 @@ class DampedProjection(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class FavorPlusPlus(Attention[DampedProjection, LinearState]):
+class FavorPlusPlus(Kernelised[DampedProjection]):
     """``FavorPlus`` with features of least variance for given queries and keys: unbiased too, and bounded.
 
     Each row's exponential is damped by its length; by how much follows from the mean of ``||q + k||^2`` of a head.
@@ -152,8 +151,10 @@ class FavorPlusPlus(Attention[DampedProjection, LinearState]):
         self._check(q, k, k, is_causal=False, key_mask=key_mask)
         return w._replace(damping=optimal_damping(q, k, key_mask=key_mask).to(w.damping))
 
-    def _map(self, x: Tensor, w: DampedProjection) -> Features:
-        return LIFT.plain(x, Heads(*damped(*w)))
+    def maps(self, w: DampedProjection) -> tuple[Map, Map]:
+        """One map for both; the factors that its own normaliser cancels are with the queries."""
+        heads = Heads(*damped(*w))
+        return (lambda x: LIFT.whole(x, heads)), (lambda x: LIFT.plain(x, heads))
 
     @in_float32
     def attend(
@@ -175,12 +176,3 @@ class FavorPlusPlus(Attention[DampedProjection, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         return favor_paths.advance(LIFT, q, k, v, Heads(*damped(*w)), state, key_mask)
-
-    @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: DampedProjection, *, key_mask: Tensor | None = None) -> LinearState:
-        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest feature."""
-        return linear.summarise(linear.masked_keys(lambda x: self._map(x, w), k, key_mask), v)
-
-    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
-        """The sums over two neighbouring stretches."""
-        return linear.combine(earlier, later)

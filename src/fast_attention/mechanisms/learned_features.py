@@ -8,13 +8,10 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.ops.linear import linear
-from fast_attention.ops.linear.linear import LinearState
+from fast_attention.kernelised import Kernelised, Map
+from fast_attention.mechanism import Shape, Traits
 from fast_attention.ops.maps.features import Features
 from fast_attention.ops.maps.random_features import draw, positive
-from fast_attention.ops.precision import in_float32
-from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
 
 
@@ -26,7 +23,7 @@ class Maps(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class LearnedFeatures(Attention[Maps, LinearState]):
+class LearnedFeatures(Kernelised[Maps]):
     """Linear attention with ``phi(x) = [exp(W x), exp(-W x)] exp(-||x||^2 / 2)``, W of queries and of keys trained.
 
     W starts as FAVOR+ draws it, the same for both, so that the untrained map estimates softmax as
@@ -63,30 +60,9 @@ class LearnedFeatures(Attention[Maps, LinearState]):
         W = self.scale * draw(shape.heads, self.num_features, shape.head_dim)
         return Maps(nn.Parameter(W), nn.Parameter(W.clone()))
 
-    @in_float32
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Both products at once, or in blocks where causal."""
-        took("features, then two products", "the map is learned: plain operations carry its gradient")
-        keys = linear.masked_keys(lambda x: _features(x, w.key), k, key_mask)
-        return linear.normalise(linear.attend(_features(q, w.query).values, keys, v, is_causal=is_causal))
-
-    @in_float32
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Maps, state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the stretch, and the sums over all keys up to its end."""
-        keys = linear.masked_keys(lambda x: _features(x, w.key), k, key_mask)
-        sums, state = linear.advance(_features(q, w.query).values, keys, v, state)
-        return linear.normalise(sums), state
-
-    @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: Maps, *, key_mask: Tensor | None = None) -> LinearState:
-        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest feature."""
-        return linear.summarise(linear.masked_keys(lambda x: _features(x, w.key), k, key_mask), v)
-
-    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
-        """The sums over two neighbouring stretches."""
-        return linear.combine(earlier, later)
+    def maps(self, w: Maps) -> tuple[Map, Map]:
+        """One map for queries and one for keys."""
+        return (lambda x: _features(x, w.query)), (lambda x: _features(x, w.key))
 
 
 def _features(x: Tensor, W: Tensor) -> Features:

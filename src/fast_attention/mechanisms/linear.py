@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.mechanism import Attention, Traits
-from fast_attention.ops.linear import linear, linear_paths
+from fast_attention.kernelised import Kernelised, Map
+from fast_attention.mechanism import Traits
+from fast_attention.ops.linear import linear_paths
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.ops.precision import in_float32
@@ -37,7 +38,7 @@ def linear_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class LinearAttention(Attention[tuple[()], LinearState]):
+class LinearAttention(Kernelised[tuple[()]]):
     """Attention with a kernel of few features in place of the exponential: linear time, a state of constant size.
 
     Args:
@@ -70,6 +71,15 @@ class LinearAttention(Attention[tuple[()], LinearState]):
         assert isinstance(self.feature_map, FeatureMap)
         return self.feature_map
 
+    def maps(self, w: tuple[()]) -> tuple[Map, Map]:
+        """The same map for both; its kernel has units of its own, which only ``Exp`` and ``Taylor`` share with exp."""
+        return self._map.features, self._map.features
+
+    @property
+    def signed(self) -> bool:
+        """As the map says."""
+        return self._map.signed
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
@@ -84,12 +94,3 @@ class LinearAttention(Attention[tuple[()], LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         return linear_paths.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
-
-    @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> LinearState:
-        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch."""
-        return linear.summarise(linear.masked_keys(self._map.features, k, key_mask), v)
-
-    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
-        """The sums over two neighbouring stretches."""
-        return linear.combine(earlier, later)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.ops.history import History, extend
+from fast_attention.ops.history import History, extend, tail
 from fast_attention.ops.scores.dense import softmax_attention
 from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
@@ -94,12 +94,6 @@ def block_local_attention(
     return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=scale)
 
 
-def _last(history: History, size: int) -> History:
-    start = max(history.k.shape[-2] - size, 0)  # cloned, or a long prompt would be kept alive by its last tokens
-    k, v = (x[..., start:, :].clone() for x in (history.k, history.v))
-    return History(k, v, history.seen[..., start:].clone())
-
-
 _TRAITS = Traits(
     paper="Beltagy et al. 2020, arXiv 2004.05150 (window); Kitaev et al. 2020, arXiv 2001.04451 (blocks)",
     formula="softmax over j in [i - left, i + right] of q_i k_j^T / sqrt(d), times v",
@@ -153,7 +147,7 @@ class Local(MaskedAttention[tuple[()], History]):
         left = self.window[0] if isinstance(self.window, tuple) else self.window
         near = extend(state, k, v, key_mask)
         out = local_attention(q, near.k, near.v, window=(left, 0), is_causal=True, key_mask=near.seen, scale=self.scale)
-        return out, _last(near, left)
+        return out, tail(near, left)
 
 
 @dataclass(frozen=True, repr=False)
@@ -197,4 +191,4 @@ class BlockLocal(MaskedAttention[tuple[()], History]):
         near = extend(state, k, v, key_mask)
         out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.seen)
         total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
-        return out, _last(near, total - max(total // self.block_size - self.before, 0) * self.block_size)
+        return out, tail(near, total - max(total // self.block_size - self.before, 0) * self.block_size)

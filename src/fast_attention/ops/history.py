@@ -23,3 +23,10 @@ def extend(history: History | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     if history is None:
         return History(k, v, seen)
     return History(torch.cat([history.k, k], -2), torch.cat([history.v, v], -2), torch.cat([history.seen, seen], -1))
+
+
+def tail(history: History, size: int) -> History:
+    """The last ``size`` tokens, cloned, or a long prompt would be kept alive by them."""
+    start = max(history.k.shape[-2] - size, 0)
+    k, v = (x[..., start:, :].clone() for x in (history.k, history.v))
+    return History(k, v, history.seen[..., start:].clone())

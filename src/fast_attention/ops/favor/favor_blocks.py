@@ -72,6 +72,12 @@ class Lift:
         assert scale is not None
         return Features(values, scale - self.constant(heads.rows))
 
+    def whole(self, x: Tensor, heads: Heads) -> Features:
+        """``plain`` of queries, with what ``plain`` leaves out of both: times ``plain`` of keys it estimates exp."""
+        values, scale = self.plain(x, heads)
+        assert scale is not None
+        return Features(values, scale + 2 * self.constant(heads.rows))
+
     def raw(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> tuple[Tensor, Tensor | None]:
         """Exponents, or finished cosines, in a buffer called ``name``, and each token's largest exponent (h, n)."""
         W, bias = heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -27,8 +27,11 @@ class FeatureMap(Value, ABC):
 
     To use your own, subclass it as a ``@dataclass(frozen=True, repr=False)`` with a ``__call__`` (it then prints,
     compares and hashes by its settings), or hand over a plain function, which is wrapped in ``Custom``. A map of
-    exponentials overrides ``features`` as well, so that large inputs stay finite.
+    exponentials overrides ``features`` as well, so that large inputs stay finite, and one with negative products
+    ``phi(x) . phi(y)`` says so by ``signed``.
     """
+
+    signed: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n C"]:

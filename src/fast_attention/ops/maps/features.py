@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,8 @@ class Relu(Elementwise):
 @dataclass(frozen=True, repr=False)
 class Identity(Elementwise):
     """``x`` itself; C = d. The denominators ``q . sum k`` can be zero or negative: meant for non-negative inputs."""
+
+    signed: ClassVar[bool] = True
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x``."""

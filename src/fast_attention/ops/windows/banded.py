@@ -47,7 +47,11 @@ def slices(
         place = _places(number, block, span, first, x.device)
         taken = x[..., place.clamp(min=0).clamp(max=length - 1), :]
         return fill(taken, ((place < 0) | (place >= length))[..., None], outside)
-    padded = F.pad(x, (0, 0, -first, (number - 1) * block + span + first - length), value=outside)
+    total = (number - 1) * block + span
+    if first >= length or first + total <= 0:  # wholly outside, which F.pad cannot cut out
+        padded = x.new_full((*x.shape[:-2], total, x.shape[-1]), outside)
+    else:
+        padded = F.pad(x, (0, 0, -first, total + first - length), value=outside)
     return padded.unfold(-2, span, block).transpose(-1, -2)
 
 

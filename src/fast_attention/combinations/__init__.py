@@ -1,0 +1,3 @@
+"""Mechanisms made of mechanisms, one file each. A new one is exported by one line here."""
+
+from fast_attention.combinations.hybrid import Hybrid as Hybrid

@@ -1,0 +1,63 @@
+"""Kernelised attention: the weight of a pair is a product of features, so that keys are summed once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fast_attention.mechanism import Attention, W
+from fast_attention.ops.linear import linear
+from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.maps.feature_map import Features
+from fast_attention.ops.precision import in_float32
+from fast_attention.ops.trail import took
+
+Map = Callable[[Tensor], Features]
+
+
+class Kernelised(Attention[W, LinearState]):
+    """An attention with weights ``phi_q(q_i) . phi_k(k_j)``: linear time, a state of constant size.
+
+    A subclass owes ``maps``; it overrides ``attend`` and ``advance`` where it has faster forms of the same sums.
+    """
+
+    @abstractmethod
+    def maps(self, w: W) -> tuple[Map, Map]:
+        """The maps of queries and of keys, (..., H, n, d) to features (..., H, n, C), with weights ``w``.
+
+        Where the mechanism estimates softmax, ``phi_q(q) . phi_k(k)`` stands for ``exp(q . k / sqrt(d))``, factors that
+        its own normaliser would cancel included; other kernels are in units of their own.
+        """
+
+    @property
+    def signed(self) -> bool:
+        """Whether a weight can be negative."""
+        return False
+
+    @in_float32
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Both products at once, or in blocks where causal."""
+        took("features, then two products", "plain operations carry the gradient of any map")
+        queries, keys = self.maps(w)
+        keys = linear.masked_keys(keys, k, key_mask)
+        return linear.normalise(linear.attend(queries(q).values, keys, v, is_causal=is_causal))
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        queries, keys = self.maps(w)
+        sums, state = linear.advance(queries(q).values, linear.masked_keys(keys, k, key_mask), v, state)
+        return linear.normalise(sums), state
+
+    @in_float32
+    def summarise(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
+        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest feature."""
+        return linear.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
+
+    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
+        """The sums over two neighbouring stretches."""
+        return linear.combine(earlier, later)

@@ -1,0 +1,57 @@
+"""Hybrid attention: every pair's weight on its own, exact or estimated, then one sum; nothing is stabilised."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.oracles.favor import positive
+from tests.oracles.linear import average, kernel, visible
+
+
+def estimate(far: Any, x: Tensor, y: Tensor, w: Any, head: int) -> Tensor:
+    """phi_q(x) . phi_k(y), which stands for exp(x . y / sqrt(d)) where the far mechanism estimates softmax."""
+    name, root = type(far).__name__, len(x) ** 0.25
+    if name == "LinearAttention":
+        return kernel(far.feature_map, x, y)
+    if name == "FavorPlus":
+        return positive(far, x / root, w.projection[head]) @ positive(far, y / root, w.projection[head])
+    assert name == "LearnedFeatures", f"no oracle for {name} far away"
+    a, b = x / root, y / root
+    terms = (w.query[head] @ a + w.key[head] @ b).exp() + (-(w.query[head] @ a) - w.key[head] @ b).exp()
+    return (-(a @ a + b @ b) / 2).exp() * terms.mean() / 2
+
+
+def hybrid(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Exact inside the window and at the landmarks, which are counted among the keys that may be seen at all."""
+    left, right = m.near.window if isinstance(m.near.window, tuple) else (m.near.window, m.near.window)
+    scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
+    whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
+    marks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
+    rows = []
+    for i in range(len(q)):
+        here, weights = i + len(k) - len(q), []
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        for j in seen:
+            if here - left <= j <= here + right or j in marks:
+                weights.append((scale * (q[i] @ k[j])).exp())
+            else:
+                weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
+    return torch.stack(rows)
+
+
+ORACLES = {"Hybrid": hybrid}
+VARIANTS = [
+    "Hybrid(near=Local(window=2), far=FavorPlus(num_features=5))",
+    "Hybrid(near=Local(window=(1, 3)), far=LearnedFeatures(num_features=5), first=2, last=2)",
+    "Hybrid(near=Local(window=0), far=FavorPlus(num_features=6, features='hyperbolic', damping=0.1), first=0, last=0)",
+    "Hybrid(near=Local(window=(3, 0), scale=0.5), far=LinearAttention(), first=1, last=0)",
+    "Hybrid(near=Local(window=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
+    "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
+]

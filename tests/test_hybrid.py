@@ -1,0 +1,203 @@
+"""Hybrid: a window and its linear remainder under one normaliser; blocks, special cases, states, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import Bound, Shape, attention, catalogue, explain
+from fast_attention.combinations import near_far
+from fast_attention.ops import trail
+from tests.cases import ATTENTIONS, bind, qkv, some_keys
+from tests.oracles import ORACLES
+from tests.test_oracles import agree
+
+VARIANTS = [m for m in ATTENTIONS if type(m).__name__ == "Hybrid"]
+
+
+def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, mask: Tensor | None) -> Tensor:
+    """The oracle over batch and heads."""
+    oracle = ORACLES["Hybrid"]
+    sequences = []
+    for b in range(len(q)):
+        seen = None if mask is None else mask[b]
+        heads = [
+            oracle(m, q[b, h], k[b, h], v[b, h], w, head=h, is_causal=is_causal, key_mask=seen)
+            for h in range(q.shape[1])
+        ]
+        sequences.append(torch.stack(heads))
+    return torch.stack(sequences)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+@pytest.mark.parametrize("mechanism", VARIANTS[1:4], ids=repr)
+def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_far, "BLOCK", block)
+    bound = bind(mechanism)
+    for length, keys in ((13, 13), (5, 12), (12, 5)):
+        for is_causal in (False, True):
+            for mask in (None, some_keys(2, keys)):
+                q, k, v = (x.requires_grad_() for x in qkv(length, keys))
+                ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+                theirs = expected(mechanism, q, k, v, bound.w, is_causal=is_causal, mask=mask)
+                agree(f"{length} x {keys}, causal {is_causal}", ours, theirs, (q, k, v, *bound.parameters()))
+
+
+def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: Tensor) -> Tensor:
+    """All weights at once: exact where ``near``, from features elsewhere."""
+    queries, keys = bound.mechanism.far.maps(bound.w)
+    (fq, a), (fk, b) = queries(q), keys(k)
+    far = (fq @ fk.mT).log()
+    far = far if a is None or b is None else far + a[..., None] + b[..., None, :]
+    logits = torch.where(near, q @ k.mT * q.shape[-1] ** -0.5, far).masked_fill(~visible, float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [64, (10, 70), (100, 3)])
+def test_long_sequences_are_the_dense_definition(window: Any, is_causal: bool) -> None:
+    n = 333
+    bound = bind(f"Hybrid(near=Local(window={window}), far=LearnedFeatures(num_features=6), first=2, last=3)")
+    left, right = bound.mechanism._sides
+    q, k, v = (x.requires_grad_() for x in qkv(n, batch=1))
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+    near = ((j >= i - left) & (j <= i + right)) | (j < 2) | ((j >= n - 3) & torch.tensor(not is_causal))
+    visible = (j <= i) | torch.tensor(not is_causal)
+    theirs = dense(bound, q, k, v, near, visible)
+    agree(f"{window}", bound(q, k, v, is_causal=is_causal), theirs, (q, k, v, *bound.parameters()))
+
+
+def test_a_window_over_everything_is_softmax() -> None:
+    q, k, v = qkv(40, dtype=torch.float32)
+    mask = some_keys(2, 40)
+    for is_causal in (False, True):
+        ours = attention(q, k, v, "Hybrid(near=Local(window=39))", is_causal=is_causal, key_mask=mask)
+        assert torch.equal(ours, attention(q, k, v, "Softmax", is_causal=is_causal, key_mask=mask))
+    assert "covers everything" in str(explain("Hybrid(near=Local(window=39))", q, k, v))
+    assert "sums of features" in str(explain("Hybrid(near=Local(window=38))", q, k, v))
+
+
+def test_a_window_over_all_but_one_pair_is_nearly_softmax() -> None:
+    """The first query and the last key alone are far from each other, and landmarks make them near."""
+    q, k, v = qkv(40)
+    exact = attention(q, k, v, "Softmax")
+    torch.testing.assert_close(attention(q, k, v, "Hybrid(near=Local(window=38))"), exact, rtol=1e-10, atol=1e-10)
+    far = attention(q, k, v, "Hybrid(near=Local(window=38), first=0, last=0)")
+    torch.testing.assert_close(far[..., 1:-1, :], exact[..., 1:-1, :], rtol=1e-10, atol=1e-10)
+    assert (far - exact)[..., 0, :].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("text", ["FavorPlus(num_features=9)", "LinearAttention(eps=0.0)", "LearnedFeatures()"])
+def test_queries_beyond_every_window_get_the_far_mechanism(text: str) -> None:
+    bound = bind(f"Hybrid(near=Local(window=2), far={text}, first=0, last=0)")
+    alone = Bound(text, bound.shape).double()
+    alone.load_state_dict(bound.state_dict())
+    q, k, v = qkv(90, 20)  # aligned to the bottom right: the first 68 queries stand more than 2 before the first key
+    ours, theirs = bound(q, k, v), alone(q, k, v)
+    torch.testing.assert_close(ours[..., :68, :], theirs[..., :68, :], rtol=1e-10, atol=1e-10)
+    assert (ours - theirs)[..., 68:, :].abs().max() > 1e-3
+
+
+def test_many_features_come_near_softmax() -> None:
+    q, k, v = qkv(200, scale=0.5)
+    exact, errors = attention(q, k, v, "Softmax"), []
+    for features in (16, 4096):
+        text = f"Hybrid(near=Local(window=10), far=FavorPlus(num_features={features}))"
+        errors.append((attention(q, k, v, text) - exact).square().mean().item())
+    assert errors[1] < errors[0] / 30
+    assert errors[1] < 3e-3 * exact.square().mean()
+
+
+@pytest.mark.parametrize("far", ["FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)"])
+def test_logits_of_hundreds_stay_finite(far: str) -> None:
+    bound = bind(f"Hybrid(near=Local(window=8), far={far})", dtype=torch.float32)
+    for is_causal in (False, True):
+        q, k, v = (x.requires_grad_() for x in qkv(150, dtype=torch.float32, scale=15.0))
+        assert (q @ k.mT * 8**-0.5).max() > 500
+        out = bound(q, k, v, is_causal=is_causal)
+        assert out.isfinite().all()
+        assert out.abs().max() <= v.abs().max()
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v, *bound.parameters()))
+        assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("kept", [1, 3, 70, 149])
+def test_padding_on_either_side_gives_the_shorter_sequence(kept: int) -> None:
+    bound = bind("Hybrid(near=Local(window=8), far=LearnedFeatures(num_features=4), first=2, last=2)")
+    q, k, v = qkv(150)
+    for side in (slice(0, kept), slice(150 - kept, 150)):
+        mask = torch.zeros(2, 150, dtype=torch.bool)
+        mask[:, side] = True
+        for is_causal in (False, True):
+            ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)[..., side, :]
+            short = bound(*(x[..., side, :] for x in (q, k, v)), is_causal=is_causal)
+            torch.testing.assert_close(ours, short, rtol=1e-9, atol=1e-9)
+
+
+def test_the_state_stays_small_and_sees_left_padding() -> None:
+    bound = bind("Hybrid(near=Local(window=5), far=LearnedFeatures(num_features=4), first=2)")
+    q, k, v = qkv(60)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[0, :17] = mask[1, 30:33] = False
+    whole, state, sizes, parts = bound(q, k, v, is_causal=True, key_mask=mask), None, set(), []
+    for start, stop in [(0, 1), (1, 7), *((i, i + 1) for i in range(7, 40)), (40, 60)]:
+        now = slice(start, stop)
+        part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state, key_mask=mask[:, now])
+        parts.append(part)
+        if stop >= 7:
+            sizes.add(tuple(tuple(x.shape) for part in state for x in part))
+    torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)
+    assert len(sizes) == 1
+
+
+def test_a_decoded_prompt_carries_gradients() -> None:
+    bound = bind("Hybrid(near=Local(window=5), far=LearnedFeatures(num_features=4))")
+    q, k, v = (x.requires_grad_() for x in qkv(30))
+    whole, state, parts = bound(q, k, v, is_causal=True), None, []
+    for now in (slice(0, 20), slice(20, 30)):
+        part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state)
+        parts.append(part)
+    agree("decoded", torch.cat(parts, -2), whole, (q, k, v, *bound.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Hybrid(far=Favor())", "negative weights"),
+        ("Hybrid(far=LinearAttention(feature_map=Identity()))", "negative weights"),
+        ("Hybrid(far=FavorPlus(kernel=Identity()))", "negative weights"),
+        ("Hybrid(far=Softmax())", "far must be linear"),
+        ("Hybrid(near=Softmax())", "near must be a window"),
+        ("Hybrid(first=-1)", "first must be at least 0"),
+        ("Hybrid(last=1.5)", "last must be at least 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        catalogue.parse(text)
+
+
+def test_traits_follow_the_far_part() -> None:
+    drawn, learned, plain = (
+        catalogue.parse(f"Hybrid(far={far})").traits
+        for far in ("FavorPlus()", "LearnedFeatures()", "LinearAttention()")
+    )
+    assert (drawn.random, drawn.learned, drawn.approximates, drawn.rotary) == (True, False, "Softmax", True)
+    assert (learned.random, learned.learned, learned.approximates, learned.rotary) == (False, True, None, False)
+    assert (plain.random, plain.learned, plain.approximates) == (False, False, None)
+    assert not catalogue.parse("Hybrid(far=LinearAttention())").needs_weights
+
+
+def test_nested_values_print_and_parse() -> None:
+    text = "Hybrid(near=Local(window=(64, 32)), far=FavorPlus(num_features=64), first=4)"
+    assert repr(catalogue.parse(text)) == text
+    assert dict(Bound("Hybrid(far=LearnedFeatures())", Shape(2, 8)).named_parameters()).keys() == {"query", "key"}
+
+
+def test_it_tells_its_path() -> None:
+    with trail.followed() as steps:
+        attention(*qkv(300), "Hybrid(near=Local(window=20))")
+    assert steps[0].sizes == {"left": 20, "right": 20}
