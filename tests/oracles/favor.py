@@ -77,17 +77,19 @@ def favor_plus(
     return torch.stack(rows)
 
 
+def damped(x: Tensor, W: Tensor, damping: Tensor) -> Tensor:
+    """The optimal features of one vector, in R^m."""
+    A, d = -damping, len(x)
+    B, D = (1 - 4 * A) ** 0.5, (1 - 4 * A) ** (d / 4)
+    return torch.stack([D * (A * (r @ r) + B * (r @ x) - x @ x / 2).exp() for r in W]) / math.sqrt(len(W))
+
+
 def favor_plus_plus(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Chefs' Random Tables (arXiv 2205.15317): every feature by itself, with the constants of the paper."""
-    W, A, d = w.projection[head], -w.damping[head], len(q[0])
-    B, D = (1 - 4 * A) ** 0.5, (1 - 4 * A) ** (d / 4)
-
-    def phi(x: Tensor) -> Tensor:
-        return torch.stack([D * (A * (r @ r) + B * (r @ x) - x @ x / 2).exp() for r in W]) / math.sqrt(len(W))
-
-    phi_q, phi_k = [phi(x / d**0.25) for x in q], [phi(y / d**0.25) for y in k]
+    W, damping, scale = w.projection[head], w.damping[head], len(q[0]) ** 0.25
+    phi_q, phi_k = [damped(x / scale, W, damping) for x in q], [damped(y / scale, W, damping) for y in k]
     rows = []
     for i in range(len(q)):
         seen = visible(i, len(q), len(k), is_causal, key_mask)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracles.favor import positive
+from tests.oracles.favor import damped, positive
 from tests.oracles.linear import average, kernel, visible
 
 
@@ -19,6 +19,9 @@ def estimate(far: Any, x: Tensor, y: Tensor, w: Any, head: int) -> Tensor:
         return kernel(far.feature_map, x, y)
     if name == "FavorPlus":
         return positive(far, x / root, w.projection[head]) @ positive(far, y / root, w.projection[head])
+    if name == "FavorPlusPlus":
+        W, damping = w.projection[head], w.damping[head]
+        return damped(x / root, W, damping) @ damped(y / root, W, damping)
     assert name == "LearnedFeatures", f"no oracle for {name} far away"
     a, b = x / root, y / root
     terms = (w.query[head] @ a + w.key[head] @ b).exp() + (-(w.query[head] @ a) - w.key[head] @ b).exp()
@@ -50,7 +53,8 @@ ORACLES = {"Hybrid": hybrid}
 VARIANTS = [
     "Hybrid(near=Local(window=2), far=FavorPlus(num_features=5))",
     "Hybrid(near=Local(window=(1, 3)), far=LearnedFeatures(num_features=5), first=2, last=2)",
-    "Hybrid(near=Local(window=0), far=FavorPlus(num_features=6, features='hyperbolic', damping=0.1), first=0, last=0)",
+    "Hybrid(near=Local(window=0), far=FavorPlus(num_features=6, features='hyperbolic'), first=0, last=0)",
+    "Hybrid(near=Local(window=1), far=FavorPlusPlus(num_features=6))",
     "Hybrid(near=Local(window=(3, 0), scale=0.5), far=LinearAttention(), first=1, last=0)",
     "Hybrid(near=Local(window=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
     "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
