@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATE := $(shell date +%Y-%m-%d)
 
-.PHONY: demo test lint oracles test-peers bench docs gpu clean
+.PHONY: demo test lint oracles test-peers test-transformers bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -26,6 +26,14 @@ oracles: .venv/dev
 # The laws against four published packages, in an environment of their own.
 test-peers: .venv-peers/ready
 	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/test_peers.py
+
+# Swapped models under the oldest release of transformers that pyproject.toml allows, in an environment of its own;
+# make test has the newest.
+OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+test-transformers: .venv-transformers/ready
+	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -n 2 -p no:cacheprovider \
+		-W 'ignore:`torch.jit:DeprecationWarning' tests/test_swap.py tests/test_whole_model.py \
+		tests/test_attention_maps.py tests/test_conversion.py tests/test_compare.py
 
 # Ours, exact attention and published packages side by side: benchmarks/README.md. BENCH adds options, e.g. --resume.
 LENGTHS ?= 64 128 256 512 1024 2048 4096 16384
@@ -61,7 +69,7 @@ gpu:
 	fi
 
 clean:
-	rm -rf .venv .venv-peers .venv-bench report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-transformers .venv-bench report out build dist .pytest_cache .ruff_cache
 
 .venv/python: constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -85,6 +93,12 @@ clean:
 .venv-peers/ready: pyproject.toml constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e '.[peers]'
+	touch $@
+
+.venv-transformers/ready: pyproject.toml constraints.txt
+	test -x .venv-transformers/bin/python || $(PYTHON) -m venv .venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet -c constraints.txt -e '.[lab,hf]' \
+		'transformers==$(OLDEST)' 'pytest>=8' 'pytest-xdist>=3.6'
 	touch $@
 
 .venv-bench/ready: pyproject.toml constraints.txt benchmarks/install.py

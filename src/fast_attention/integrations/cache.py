@@ -52,6 +52,8 @@ class StateLayer(CacheLayerMixin):
         """No limit."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.12
+
     def reset(self) -> None:
         """Forget everything."""
         self.state, self.length = None, 0
