@@ -121,9 +121,10 @@ class _Run:
             self.told.status = "complete"
         except _Stopped:
             self.told.status = "interrupted"
-        for name, parameter in self.model.named_parameters():
-            parameter.grad = None
-            parameter.requires_grad_(self.wished.get(name, True))
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = None
+                parameter.requires_grad_(self.wished.get(name, True))
         return self.told
 
     def _resume(self, path: Path) -> None:
