@@ -194,3 +194,18 @@ def test_compile_and_export(is_causal: bool, device: torch.device) -> None:
         same(program(*inputs), module(*inputs))
     torch.compiler.reset()
     same(torch.compile(module, fullgraph=True, backend="eager")(*inputs), module(*inputs))
+
+
+def test_blocks_behind_every_sequence_of_a_batch_have_a_gradient() -> None:
+    """They see no key at all: window blocks only, and padding that reaches further than the window."""
+    bound = bind(BigBird(block_size=2, num_random_blocks=0, num_global_blocks=0))
+    q, k, v = (x.requires_grad_() for x in qkv(11))
+    seen = (torch.arange(11) < 4).expand(2, 11)
+    weights = torch.randn(2, 2, 4, 8, dtype=q.dtype)
+    out = bound(q, k, v, key_mask=seen)
+    assert not out[:, :, 6:].any()
+    padded = torch.autograd.grad((out[:, :, :4] * weights).sum(), (q, k, v))
+    short = [x[:, :, :4] for x in (q, k, v)]
+    plain = torch.autograd.grad((bound(*short) * weights).sum(), (q, k, v))
+    for a, b in zip(padded, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -313,7 +313,7 @@ FAULTS = [
           "part = places[: min(width, len(places) - start)]", "tests/test_attention_maps.py -k 'rows_are and Softmax'"),
     Fault("a block of queries that sees no key breaks the gradient", "ops/windows/gathered_tiles.py",
           "found[1].view(-1, dk.shape[1])", "found[1].view(index.shape[0], -1)",
-          "tests/test_attention_maps.py -k 'rows_are and BigBird'"),
+          "tests/test_bigbird.py -k behind_every"),
     Fault("the wish for attention maps outlives the call", "integrations/weights.py", "swapped.shows = False",
           "swapped.shows = True", "tests/test_attention_maps.py -k shows_exact"),
     Fault("a map leaves out the last key of a block", "lab/maps/heads.py", "sums[..., edges[1:]] -", "sums[..., edges[1:] - 1] -",
