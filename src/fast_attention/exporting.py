@@ -121,8 +121,10 @@ def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two outputs as a share of the largest number of the first; infinite if they differ in
-    shape or in what is not finite."""
+    """The largest difference of two outputs as a share of the largest number of the first.
+
+    Infinite if they differ in shape or in what is not finite.
+    """
     if ours.shape != theirs.shape or not bool((ours.isfinite() == theirs.isfinite()).all()):
         return float("inf")
     largest = float(ours[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
@@ -131,8 +133,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _root(error: BaseException) -> str:
-    """The first line of the error that all others were raised from."""
+    """The beginning of the error that all others were raised from, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

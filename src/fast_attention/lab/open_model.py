@@ -104,6 +104,8 @@ def _hugging_face(model: Any) -> OpenModel:
 
     def draw(rows: int, length: int) -> dict[str, Tensor]:
         found = {name: _numbers(rows, length, vocabulary) for name in sizes}
+        if "decoder_input_ids" in found:
+            found["decoder_input_ids"] = _numbers(rows, max(2, length // 2 + 1), vocabulary)
         if "attention_mask" in found:
             found["attention_mask"] = _mask(rows, length).long()
         return found

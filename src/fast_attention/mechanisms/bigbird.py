@@ -104,7 +104,8 @@ def _with_global_rows(
     ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
     rows = take(blocks, ids).flatten(-3, -2)
     mask = seen[..., None, :].expand(*rows.shape[:-1], length)
-    rows = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).unflatten(-2, (-1, size))
+    attend = open_attention if torch.compiler.is_exporting() else F.scaled_dot_product_attention
+    rows = attend(rows, k, v, mask, scale=scale).unflatten(-2, (-1, size))
     own = torch.arange(blocks.shape[-3], device=q.device)
     parts = split(out, size)
     for i in range(ids.shape[-1]):

@@ -50,24 +50,25 @@ def cummax(x: Shaped[Tensor, "..."], axis: int = -2) -> Shaped[Tensor, "..."]:
     return _traced_max(x) if axis == -2 else _traced_max(x[..., None])[..., 0]
 
 
-def _traced_max(x: Tensor, levels: int = 3) -> Tensor:
-    """A length left open in blocks, then the same over the blocks' ends: good for ``BLOCK^levels`` tokens."""
-    length = x.shape[-2]
+def _traced_max(x: Tensor, levels: int = 2) -> Tensor:
+    """A length left open in blocks of 64, their ends in the same way, and pair by pair what is left of those."""
+    length, least = x.shape[-2], torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
     if isinstance(length, int):  # no symbol
-        return _doubled(x, length)
-    blocks = _doubled(split(x, BLOCK), BLOCK)
-    if levels > 1:
-        least = torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
-        blocks = torch.maximum(blocks, _shifted(_traced_max(blocks[..., -1, :], levels - 1), least)[..., None, :])
-    return join(blocks, length)
+        return _reached(x, length)
+    if levels == 0:
+        place = torch.arange(length, device=x.device)
+        return x[..., None, :, :].masked_fill((place > place[:, None])[..., None], least).amax(-2)
+    blocks = _reached(split(x, 64), 64)
+    before = _shifted(_traced_max(blocks[..., -1, :], levels - 1), least)
+    return join(torch.maximum(blocks, before[..., None, :]), length)
 
 
-def _doubled(x: Tensor, length: int) -> Tensor:
-    """Steps of 1, 2, 4 ... tokens."""
-    step = 1
-    while step < length:
-        x = torch.cat([x[..., :step, :], torch.maximum(x[..., step:, :], x[..., :-step, :])], -2)
-        step *= 2
+def _reached(x: Tensor, length: int) -> Tensor:
+    """The maximum over the last 4, 16, 64 ... tokens, until that is all of them."""
+    place, reach = torch.arange(length, device=x.device)[:, None], 1
+    while reach < length:
+        x = x[..., (place - torch.arange(0, 4 * reach, reach, device=x.device)).clamp(min=0), :].amax(-2)
+        reach *= 4
     return x
 
 
