@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.blocks import count, join, split
 from fast_attention.ops.scores.dense import softmax_attention
+from fast_attention.ops.scores.fused import open_attention
 from fast_attention.ops.value import at_least
 from fast_attention.ops.windows.gathered import distinct, gathered_softmax, take
 
