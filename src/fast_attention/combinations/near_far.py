@@ -20,7 +20,7 @@ from fast_attention.ops.blocks import count, join, split, split_row
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.feature_map import Features
-from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.scan import FLOOR, cummax
 from fast_attention.ops.states import state_sums
 from fast_attention.ops.windows.banded import reach, slices, smaller
 
@@ -182,7 +182,7 @@ def _so_far(first: LinearState, states: LinearState | None) -> LinearState:
         return LinearState(first.kv.unsqueeze(-3), first.k.unsqueeze(-2), first.top.unsqueeze(-1))
     both = zip(first, states, (-3, -2, -1), strict=True)
     kv, k, top = (torch.cat([x.unsqueeze(axis), y], axis) for x, y, axis in both)
-    level = top.cummax(-1).values
+    level = cummax(top, -1)
     sums = state_sums(torch.cat([kv.flatten(-2), k], -1) * (top - level).exp()[..., None], level)
     size = kv.shape[-2] * kv.shape[-1]
     return LinearState(sums[..., :size].unflatten(-1, kv.shape[-2:]), sums[..., size:], level)
