@@ -10,7 +10,7 @@ demo: .venv/demo
 
 test: .venv/dev
 	$(MAKE) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) oracles
 
 lint: .venv/dev
