@@ -45,11 +45,10 @@ class Row:
 def ranked(record: Record, mechanisms: list[Any], question: Question) -> list[Row]:
     """Exact attention and every mechanism, best first.
 
-    Those within the budget and faster, the fastest first; those that are after the transfer that was tried; exact
-    attention; those that are faster and within the budget
-    at fewer tokens than asked for, because the model reads no more; those within the budget that are no faster, by the
-    length from which they are; those beyond the budget, by their error; those of which no error is known; those that
-    cannot do it or were not measured.
+    Those within the budget and faster, the fastest first; those that are so after the transfer that was tried; exact
+    attention; those that are faster, and within the budget at fewer tokens than asked for, because the model reads no
+    more; those within the budget that are no faster, by the length from which they are; those beyond the budget, by
+    their error; those of which no error is known; those that cannot do it or were not measured.
     """
     rows = [_row(record, mechanism, question) for mechanism in mechanisms]
     rows.append(_exact(record, question))
