@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention import ConversionSettings, convert, from_pretrained, swap
+from fast_attention import ConversionSettings, FavorPlusPlus, convert, from_pretrained, swap
 from fast_attention.conversion import choosing, goals, transfer
 from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
@@ -100,7 +100,10 @@ def recomputed(original: Any, model: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("mechanism", [MECHANISM, "FavorPlus(num_features=8)", "Local(window=(3, 0))"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [MECHANISM, "FavorPlus(num_features=8)", "Local(window=(3, 0))", f"Hybrid(near=Local(window=2), far={MECHANISM})"],
+)
 def test_transfer_lowers_every_layers_error(name: str, mechanism: str) -> None:
     model = bert(0, 1, 2) if name == "bert" else decoder(name)
     if name != "bert":
@@ -372,18 +375,22 @@ def test_one_layer_at_a_time_in_memory() -> None:
         assert (parameter.grad is not None) == name.startswith(inside), name
 
 
-def test_damping_is_fitted_before_the_transfer() -> None:
+@pytest.mark.parametrize(
+    "mechanism", ["FavorPlusPlus(num_features=16)", "Hybrid(near=Local(window=2), far=FavorPlusPlus(num_features=16))"]
+)
+def test_damping_is_fitted_before_the_transfer(mechanism: str) -> None:
     """To the queries and keys of the original's own inputs; with nothing trained, that is all the transfer does."""
     settings = ConversionSettings(minutes=0.0, steps=1, lr_projections=0.0, lr=0.0)
     model, plain = bert(0, 1, 2), bert(0, 1, 2)
-    told = convert(model, "FavorPlusPlus(num_features=16)", padded, HELD, settings=settings)
+    told = convert(model, mechanism, padded, HELD, settings=settings)
     torch.manual_seed(settings.seed)
-    swap(plain, "FavorPlusPlus(num_features=16)")
+    swap(plain, mechanism)
     fitted, before = state(model), state(plain)
     moved = [name for name, x in before.items() if not torch.equal(x, fitted[name])]
     assert moved == [f"{name}.fast_attention.bound.damping" for name in told.layers]
     bound = layers_of(model)[told.layers[0]].bound
-    asked = bound.mechanism.calibrated(
+    estimator = FavorPlusPlus(num_features=16)
+    asked = estimator.calibrated(
         *_queries_and_keys(model, padded(0)), bound.w, key_mask=padded(0)["attention_mask"].bool()
     )
     torch.testing.assert_close(bound.damping, asked.damping)
