@@ -141,9 +141,14 @@ def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -
 
 
 def _effort(ledger: Ledger, length: int, group: list[Entrant]) -> float:
-    """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up."""
-    seconds = (foretold(ledger.cells, entrant.name, entrant.order, length)[0] for entrant in group)
-    return sum(SET_UP + (known or GUESS * length) for known in seconds)
+    """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up.
+
+    Nobody counts for more than the slowest line to beat: the slower run once.
+    """
+    lines = {entrant.reference for entrant in group}
+    seconds = {e.name: foretold(ledger.cells, e.name, e.order, length)[0] or GUESS * length for e in group}
+    most = max(seconds[name] for name in lines)
+    return sum(SET_UP + min(each, most) for each in seconds.values())
 
 
 def _weigh(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
