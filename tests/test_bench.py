@@ -423,7 +423,7 @@ def test_the_slow_sit_out_and_what_takes_too_long_is_over_budget() -> None:
 
 def test_long_lengths_share_the_lines_to_beat() -> None:
     entrants = lineup.entrants(lineup.default_mechanisms(), "both")
-    assert len(run.groups(entrants, 4096)) == 20
+    assert len(run.groups(entrants, 2048)) == 20
     together = run.groups(entrants, 16384)
     assert len(together) == 4
     for group in together.values():

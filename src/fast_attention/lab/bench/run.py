@@ -16,10 +16,11 @@ from fast_attention.lab.measure import Setting, memory_at_hand
 from fast_attention.lab.race import MOST_ROUNDS, foretold
 from fast_attention.lab.records import Cell, load_average
 
-LONG = 4096  # tokens beyond which several families share a group, so that exact attention runs less often
+LONG = 2048  # tokens beyond which several families share a group, so that exact attention runs less often
 FAMILIES_AT_ONCE = 6
 SHORTEST_SHARE = 2.0  # seconds
 SET_UP, GUESS = 0.03, 1e-5  # seconds: per entrant; per token of one that was never measured
+ONCE = 3 / 8  # what a single round takes with its preparation, of what several take
 SHARES = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
 SHORTEST_WEIGHED = 1024  # tokens: below it, growth is the noise of pages
 
@@ -143,12 +144,12 @@ def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -
 def _effort(ledger: Ledger, length: int, group: list[Entrant]) -> float:
     """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up.
 
-    Nobody counts for more than the slowest line to beat: the slower run once.
+    Who is slower than the slowest line to beat runs once, and counts for less.
     """
     lines = {entrant.reference for entrant in group}
     seconds = {e.name: foretold(ledger.cells, e.name, e.order, length)[0] or GUESS * length for e in group}
     most = max(seconds[name] for name in lines)
-    return sum(SET_UP + min(each, most) for each in seconds.values())
+    return sum(SET_UP + (each if each <= most else max(most, ONCE * each)) for each in seconds.values())
 
 
 def _weigh(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
