@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fast_attention.lab.converting.ledger import SPELT, STAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "costs.md"
 MIB = 2**20
@@ -62,8 +64,6 @@ def _swapped(held: dict[str, Any], name: str) -> list[str]:
 
 def _converted(held: dict[str, Any], name: str) -> list[str]:
     meta, told, figures = held["meta"], held["conversion"], held["figures"]
-    stages = [("original", "original"), ("swapped", "swapped, untrained"), ("transferred", "after the transfer")]
-    stages = [(key, title) for key, title in [*stages, ("tuned", "after the fine-tune")] if key in figures]
     columns = list(figures["tuned"])
     kept = f" Layers that stayed exact: {', '.join(told['kept'])}." if told["kept"] else ""
     lines = [
@@ -72,10 +72,10 @@ def _converted(held: dict[str, Any], name: str) -> list[str]:
         f"{meta['model']}, `{meta['settings']}`.{kept} Figures are of {meta['passages']} passages of {meta['length']} "
         f"tokens that were not trained on (`records/{name}`, commit {meta['commit']}).",
         "",
-        "| stage | " + " | ".join(column.replace("_", " ") for column in columns) + " |",
+        "| stage | " + " | ".join(SPELT[column] for column in columns) + " |",
         "|---" * (1 + len(columns)) + "|",
     ]
-    for key, title in stages:
+    for key, title in [(key, title) for key, title in STAGES.items() if key in figures]:
         cells = [f"{figures[key][column]:.4f}" if column in figures[key] else "-" for column in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     lines += ["", "| tokens | whole model, original | converted | attention, original | converted | memory |"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Shape, attention, catalogue, explain
-from fast_attention.combinations import near_far
+from fast_attention.combinations import near_far, near_far_passes
 from fast_attention.ops import trail
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
@@ -36,6 +36,7 @@ def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool
 @pytest.mark.parametrize("mechanism", VARIANTS[1:4], ids=repr)
 def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near_far, "BLOCK", block)
+    monkeypatch.setattr(near_far_passes, "SCORES", 1)  # a stretch for every block
     bound = bind(mechanism)
     for length, keys in ((13, 13), (5, 12), (12, 5)):
         for is_causal in (False, True):
@@ -57,8 +58,11 @@ def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: 
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("window", [64, (10, 70), (100, 3)])
-def test_long_sequences_are_the_dense_definition(window: Any, is_causal: bool) -> None:
+@pytest.mark.parametrize(("window", "scores"), [(64, 2**20), ((10, 70), 1), ((100, 3), 2 * 2 * 64 * 200)])
+def test_long_sequences_are_the_dense_definition(
+    window: Any, scores: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(near_far_passes, "SCORES", scores)
     n = 333
     bound = bind(f"Hybrid(near=Local(window={window}), far=LearnedFeatures(num_features=6), first=2, last=3)")
     left, right = bound.mechanism._sides
@@ -68,6 +72,43 @@ def test_long_sequences_are_the_dense_definition(window: Any, is_causal: bool) -
     visible = (j <= i) | torch.tensor(not is_causal)
     theirs = dense(bound, q, k, v, near, visible)
     agree(f"{window}", bound(q, k, v, is_causal=is_causal), theirs, (q, k, v, *bound.parameters()))
+
+
+@pytest.mark.parametrize("far", ["FavorPlus(num_features=5)", "LearnedFeatures(num_features=6)", "LinearAttention()"])
+def test_stretches_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, gradients and gradients of gradients: what is differentiated twice takes the plain form."""
+    monkeypatch.setattr(near_far, "BLOCK", 8)
+    monkeypatch.setattr(near_far_passes, "SCORES", 1)
+    bound = bind(f"Hybrid(near=Local(window=(3, 6)), far={far}, first=2)")
+    for is_causal in (False, True):
+        q, k, v = (x.requires_grad_() for x in qkv(30, 37))
+        sides = []
+        for path in (near_far_passes._STRETCHES, near_far_passes._plain):
+            with monkeypatch.context() as patched:
+                patched.setattr(near_far_passes, "_STRETCHES", path)
+                out = bound(q, k, v, is_causal=is_causal, key_mask=some_keys(2, 37))
+                tensors = (q, k, v, *bound.parameters())
+                first = torch.autograd.grad(out.sin().sum(), tensors, create_graph=True)
+                second = torch.autograd.grad(sum(x.sin().sum() for x in first), tensors)
+                sides.append((out, *first, *second))
+        for ours, theirs in zip(*sides, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_a_training_step_keeps_sums_and_no_scores() -> None:
+    """Beside inputs and output: the sums of 64 keys each, twice as long for eight features as 64 values are."""
+    bound = bind("Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=4))", dtype=torch.float32)
+    q, k, v = (x.requires_grad_() for x in qkv(4096, dtype=torch.float32))
+    held: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        held.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        bound(q, k, v)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert sum(storages.values()) < 5 * q.numel() * 4
 
 
 def test_a_window_over_everything_is_softmax() -> None:

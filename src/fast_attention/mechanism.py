@@ -133,6 +133,10 @@ class Attention(Mechanism[W, S]):
         """Causal outputs of the next stretch of one or more tokens, and the state after it, past the gate."""
         raise self.refuse("decoding", "memory")
 
+    def calibrated(self, q: Tensor, k: Tensor, w: W, *, key_mask: Tensor | None = None) -> W:
+        """``w`` suited to these queries and keys; as it is where nothing in it can be. See ``Bound.adopt``."""
+        return w
+
     def summarise(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> S:
         """The state after a stretch of keys and values (``memory="constant"`` only)."""
         raise self.refuse("summarising", "memory")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.combinations.landmarks import Landmarks, joined, landmarks
-from fast_attention.combinations.near_far import Beyond, Window, near_and_far
+from fast_attention.combinations.near_far import Window
+from fast_attention.combinations.near_far_passes import near_and_far
 from fast_attention.kernelised import Kernelised
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.favor_plus import FavorPlus
@@ -106,6 +107,10 @@ class Hybrid(Attention[Any, HybridState]):
         """Those of ``far``."""
         return self.far.weights(shape)
 
+    def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
+        """The weights of ``far`` suited to these queries and keys."""
+        return self.far.calibrated(self._scaled(q), k, w, key_mask=key_mask)
+
     @property
     def _sides(self) -> tuple[int, int]:
         window = self.near.window
@@ -126,7 +131,7 @@ class Hybrid(Attention[Any, HybridState]):
             k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0 if is_causal else self.last
         )
         window = Window(smaller(left, keys - 1), smaller(right, length - 1), is_causal)
-        return near_and_far(self._scaled(q), k, v, seen, marks, self.far.maps(w), window, keys - length)
+        return near_and_far(self._scaled(q), k, v, seen, marks, self.far, w, window, keys - length)
 
     @in_float32
     def advance(
@@ -134,18 +139,18 @@ class Hybrid(Attention[Any, HybridState]):
     ) -> tuple[Tensor, HybridState]:
         """Attend to the first tokens, the sums of far ones, the window and the stretch; what leaves the window joins
         the sums."""
-        maps, left = self.far.maps(w), self._sides[0]
+        phi, left = self.far.maps(w)[1], self._sides[0]
         held = 0 if state is None else state.first.present.sum(-1, keepdim=True)
         marks, seen = landmarks(k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0, before=held)
-        far = linear.empty(maps[1](k[..., :1, :]), v) if state is None else state.far
+        far = linear.empty(phi(k[..., :1, :]), v) if state is None else state.far
         near = extend(None if state is None else state.near, k, v, seen)
         start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
         marks = marks._replace(place=marks.place + start)
         if state is not None:
             marks = joined(state.first, marks, self.first)
         window = Window(left, 0, is_causal=True)
-        out = near_and_far(self._scaled(q), near.k, near.v, near.seen, marks, maps, window, start, Beyond(far))
+        out = near_and_far(self._scaled(q), near.k, near.v, near.seen, marks, self.far, w, window, start, far)
         if gone := max(keys - left, 0):
-            features = linear.masked_keys(maps[1], near.k[..., :gone, :], near.seen[..., :gone])
+            features = linear.masked_keys(phi, near.k[..., :gone, :], near.seen[..., :gone])
             far = linear.combine(far, linear.summarise(features, near.v[..., :gone, :]))
         return out, HybridState(far, tail(near, left), marks._replace(place=marks.place.masked_fill(marks.present, -1)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.combinations.landmarks import Landmarks
 from fast_attention.kernelised import Map
@@ -34,16 +35,96 @@ class Window(NamedTuple):
     right: int
     is_causal: bool
 
-    def ahead(self, block: int) -> int:
-        """Keys of a span behind its block: so many that the span, too, is whole blocks."""
-        return 0 if self.is_causal else self.right + -(self.left + self.right) % block
+
+class Plan(NamedTuple):
+    """Where blocks of queries, their spans and the blocks of keys that are summed up lie; positions count keys."""
+
+    window: Window
+    start: int  # the position of the first query
+    block: int
+    number: int  # blocks of queries
+    ahead: int  # keys of a span behind its block
+    first: int  # the position of the first block of keys
+    several: int  # blocks of keys
+    lead: int  # of those, in front of the first span
+
+    @property
+    def span(self) -> int:
+        """Keys that a block of queries reads."""
+        return self.window.left + self.block + self.ahead
 
 
-class Beyond(NamedTuple):
-    """The sums of far keys in front of the first key and behind the last one; None where there are none."""
+def plan(length: int, window: Window, start: int) -> Plan:
+    """For ``length`` queries, the first at position ``start``. Unless causal, spans are whole blocks."""
+    block = smaller(BLOCK, length)
+    number, front = count(length, block), start - window.left
+    ahead = 0 if window.is_causal else window.right + -(window.left + window.right) % block
+    lead = max(0, -(-front // block))
+    behind = 0 if window.is_causal else (window.left + block + ahead) // block
+    between = number if torch.compiler.is_exporting() else number - 1  # see ops/blocks.py: the last one is padding
+    return Plan(window, start, block, number, ahead, front - lead * block, lead + between + behind, lead)
 
-    before: LinearState | None = None
-    after: LinearState | None = None
+
+def summed(
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    seen: Bool[Tensor, "*#batch keys"],
+    phi: Map,
+    *,
+    start: int,
+    block: int,
+    number: int,
+) -> LinearState:
+    """The sums over each of ``number`` blocks of keys from position ``start`` on; there need be no keys."""
+    keys = linear.masked_keys(phi, k, seen)
+
+    def cut(x: Tensor) -> Tensor:
+        return slices(x, block=block, behind=0, ahead=0, number=number, start=start)
+
+    scale = keys.log_scale
+    if scale is not None:
+        inside = cut(torch.ones_like(scale[..., None], dtype=torch.bool))
+        scale = cut(scale[..., None]).masked_fill(~inside, FLOOR)[..., 0]
+    return linear.summarise(Features(cut(keys.values), scale), cut(v))
+
+
+def outside(states: LinearState | None, before: LinearState, nothing: LinearState, plan: Plan) -> LinearState:
+    """For every block of queries the sums of the keys in front of its span and, unless causal, of those behind it."""
+    earlier = _part(_so_far(before, states), plan.lead, plan.number)
+    if plan.window.is_causal:
+        return earlier
+    later = _flipped(_so_far(nothing, None if states is None else _flipped(states)))
+    return linear.combine(earlier, _part(later, plan.lead + plan.span // plan.block, plan.number))
+
+
+def rows(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    seen: Bool[Tensor, "*#batch keys"],
+    marks: Landmarks,
+    maps: tuple[Map, Map],
+    beyond: LinearState,
+    plan: Plan,
+) -> Float[Tensor, "*batch length values"]:
+    """Outputs of queries over their spans, the landmarks and what lies ``beyond`` every span."""
+    block, number, length = plan.block, plan.number, q.shape[-2]
+    (fq, a), (fk, b) = maps[0](q), linear.masked_keys(maps[1], k, seen)
+
+    def around(x: Tensor) -> Tensor:
+        return slices(x, block=block, behind=plan.window.left, ahead=plan.ahead, number=number, start=plan.start)
+
+    blocks = Blocks(
+        split(q * q.shape[-1] ** -0.5, block), around(k), around(v), around(seen[..., None])[..., 0],
+        Features(split(fq, block), None if a is None else split_row(a, block)),
+        Features(around(fk), None if b is None else around(b[..., None])[..., 0]),
+        beyond,
+    )  # fmt: skip
+    place = torch.arange(block, device=q.device) + torch.arange(number, device=q.device)[:, None] * block + plan.start
+    known = marks.present[..., None, None, :]
+    if plan.window.is_causal:
+        known = known & (marks.place[..., None, None, :] <= place[..., None])
+    return join(_attend(blocks, marks, known, plan.window), length)
 
 
 class Blocks(NamedTuple):
@@ -56,44 +137,6 @@ class Blocks(NamedTuple):
     queries: Features
     keys: Features
     beyond: LinearState
-
-
-def near_and_far(
-    q: Float[Tensor, "*batch length width"],
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    seen: Bool[Tensor, "*#batch keys"],
-    marks: Landmarks,
-    maps: tuple[Map, Map],
-    window: Window,
-    start: int,
-    beyond: Beyond = Beyond(),  # noqa: B008
-) -> Float[Tensor, "*batch length values"]:
-    """Outputs over the keys ``seen`` and, exactly for every query, over the landmarks.
-
-    Query i stands at position ``start + i``, counted from the first key.
-    """
-    length = q.shape[-2]
-    block = smaller(BLOCK, length)
-    number = count(length, block)
-    (fq, a), (fk, b) = maps[0](q), linear.masked_keys(maps[1], k, seen)
-
-    def around(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=window.left, ahead=window.ahead(block), number=number, start=start)
-
-    several = number if torch.compiler.is_exporting() else number - 1  # see ops/blocks.py: the last one is padding
-    sums = _Sums(Features(fk, b), v, block, several).outside(window, start, beyond)
-    blocks = Blocks(
-        split(q * q.shape[-1] ** -0.5, block), around(k), around(v), around(seen[..., None])[..., 0],
-        Features(split(fq, block), None if a is None else split_row(a, block)),
-        Features(around(fk), None if b is None else around(b[..., None])[..., 0]),
-        LinearState(sums.kv[..., :number, :, :], sums.k[..., :number, :], sums.top[..., :number]),
-    )  # fmt: skip
-    place = torch.arange(block, device=q.device) + torch.arange(number, device=q.device)[:, None] * block + start
-    known = marks.present[..., None, None, :]
-    if window.is_causal:
-        known = known & (marks.place[..., None, None, :] <= place[..., None])
-    return join(_attend(blocks, marks, known, window), length)
 
 
 def _attend(blocks: Blocks, marks: Landmarks, known: Tensor, window: Window) -> Tensor:
@@ -113,10 +156,8 @@ def _attend(blocks: Blocks, marks: Landmarks, known: Tensor, window: Window) -> 
         parts.append(part.masked_fill(hidden[..., columns], float("-inf")))
     marked = (blocks.q @ marks.k[..., None, :, :].mT).masked_fill(~known, float("-inf"))
     summed, scale = linear.read(blocks.queries.values, blocks.beyond), blocks.queries.log_scale
-    outside = _log(
-        summed.denominator, scale, blocks.beyond.top[..., None], FLOOR
-    )  # finite: a row may have nothing else
-    weights = torch.cat([*parts, marked, outside[..., None]], -1).softmax(-1)
+    beyond = _log(summed.denominator, scale, blocks.beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
+    weights = torch.cat([*parts, marked, beyond[..., None]], -1).softmax(-1)
     out = weights[..., :span] @ blocks.v + weights[..., span:-1] @ marks.v[..., None, :, :]
     return out + weights[..., -1:] * linear.normalise(summed)
 
@@ -125,55 +166,15 @@ def _estimated(blocks: Blocks, columns: slice) -> Tensor:
     """Logits from features, for some keys of the spans."""
     (fq, a), (fk, b) = blocks.queries, blocks.keys
     a, b = None if a is None else a[..., None], None if b is None else b[..., None, columns]
-    return _log(fq @ fk[..., columns, :].mT, a, b, float("-inf"))
+    return _log(fq @ fk[..., columns, :].mT, a, b)
 
 
-def _log(product: Tensor, a: Tensor | None, b: Tensor | None, nothing: float) -> Tensor:
-    """``a + b + log(product)``; ``nothing``, without a gradient, where the product is too small to mean anything."""
+def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
     info = torch.finfo(product.dtype)
-    least = info.tiny / info.eps
-    logs = product.clamp_min(least).log()
+    logs = F.threshold(product, info.tiny / info.eps, 0.0).log()
     logs = logs if a is None else logs + a
-    logs = logs if b is None else logs + b
-    return logs.masked_fill(product < least, nothing)
-
-
-class _Sums(NamedTuple):
-    """Keys to be summed up, on either side in ``number`` blocks: one less than there are blocks of queries, or more."""
-
-    keys: Features
-    v: Tensor
-    block: int
-    number: int
-
-    def outside(self, window: Window, start: int, beyond: Beyond) -> LinearState:
-        """For ``number + 1`` blocks of queries the sums of keys in front of their spans and, unless causal, behind."""
-        nothing, front = linear.empty(self.keys, self.v), start - window.left
-        first = beyond.before or nothing
-        if front > 0:
-            scale = None if self.keys.log_scale is None else self.keys.log_scale[..., :front]
-            head = Features(self.keys.values[..., :front, :], scale)
-            first = linear.combine(first, linear.summarise(head, self.v[..., :front, :]))
-        earlier = _so_far(first, self.blocks(front))
-        if window.is_causal:
-            return earlier
-        later = self.blocks(start + self.block + window.ahead(self.block))
-        later = None if later is None else _flipped(later)
-        return linear.combine(earlier, _flipped(_so_far(beyond.after or nothing, later)))
-
-    def blocks(self, start: int) -> LinearState | None:
-        """The sums of every block of keys from position ``start`` on; None without blocks."""
-        if not torch.compiler.is_exporting() and self.number == 0:
-            return None
-
-        def cut(x: Tensor) -> Tensor:
-            return slices(x, block=self.block, behind=0, ahead=0, number=self.number, start=start)
-
-        values, scale = self.keys
-        if scale is not None:
-            inside = cut(torch.ones_like(scale[..., None], dtype=torch.bool))
-            scale = cut(scale[..., None]).masked_fill(~inside, FLOOR)[..., 0]
-        return linear.summarise(Features(cut(values), scale), cut(self.v))
+    return logs if b is None else logs + b
 
 
 def _so_far(first: LinearState, states: LinearState | None) -> LinearState:
@@ -190,3 +191,8 @@ def _so_far(first: LinearState, states: LinearState | None) -> LinearState:
 
 def _flipped(states: LinearState) -> LinearState:
     return LinearState(states.kv.flip(-3), states.k.flip(-2), states.top.flip(-1))
+
+
+def _part(states: LinearState, start: int, number: int) -> LinearState:
+    kv, k, top = states
+    return LinearState(*(x.narrow(axis, start, number) for x, axis in ((kv, -3), (k, -2), (top, -1))))

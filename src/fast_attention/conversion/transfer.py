@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.combinations.hybrid import Hybrid
 from fast_attention.conversion import goals
 from fast_attention.conversion.goals import Batch
 from fast_attention.integrations.attention import CHILD, layers_of
-from fast_attention.mechanisms.favor_plus_plus import FavorPlusPlus
 
 Hear = Callable[[str, Tensor], None]
 
@@ -66,17 +64,16 @@ def weights(model: nn.Module, names: Sequence[str]) -> tuple[list[nn.Parameter],
 
 
 def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> None:
-    """Damp ``FavorPlusPlus``, also as the far part of ``Hybrid``, as queries and keys on the original's inputs ask."""
+    """Suit weights such as the damping of ``FavorPlusPlus`` to the queries and keys on the original's inputs."""
 
-    def damp(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+    def suit(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         q, k = inputs[:2]
-        bound.adopt(_estimator(bound.mechanism).calibrated(q, k, bound.w, key_mask=options["key_mask"]))
+        bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options["key_mask"]))
 
-    found = [layers_of(model)[name].bound for name in names]
-    asked = [bound for bound in found if isinstance(_estimator(bound.mechanism), FavorPlusPlus)]
-    handles = [bound.register_forward_pre_hook(damp, with_kwargs=True) for bound in asked]
+    bounds = [layers_of(model)[name].bound for name in names]
+    handles = [bound.register_forward_pre_hook(suit, with_kwargs=True) for bound in bounds]
     try:
-        errors(model, original, names, [batch] if asked else [])
+        errors(model, original, names, [batch])
     finally:
         for handle in handles:
             handle.remove()
@@ -104,10 +101,6 @@ def _heard(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _estimator(mechanism: Any) -> Any:
-    return mechanism.far if isinstance(mechanism, Hybrid) else mechanism
 
 
 def _output(found: Any) -> Tensor:

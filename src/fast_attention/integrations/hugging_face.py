@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fast_attention import catalogue
 from fast_attention.integrations import attention, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
-from fast_attention.integrations.report import Layer, chosen
+from fast_attention.integrations.report import Layer, chosen, no_queries, nothing, undropped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.softmax import Softmax
@@ -43,7 +43,7 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
         calls = _found(model)
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in calls.items()]
         if not any(layer.replaced for layer, _ in layers):
-            raise Unsupported(_nothing(model, [layer for layer, _ in layers]))
+            raise Unsupported(nothing(model, [layer for layer, _ in layers]))
         for layer, bound in layers:
             _install(model.get_submodule(layer.name), bound, kept=not layer.replaced)
         done = _probed(model, [layer for layer, _ in layers])
@@ -123,7 +123,7 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
     """Why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
-        return f"{mechanism!r} mixes whole tokens and takes no queries"
+        return no_queries(mechanism)
     if call.is_causal and not traits.causal:
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
     if call.crosses and not traits.cross:
@@ -141,7 +141,7 @@ def _notes(mechanism: Mechanism[Any, Any], call: Call, dropped: float) -> list[s
     """What to know about a layer that was swapped."""
     notes, free = [], mechanism.traits.mask
     if dropped and not free:
-        notes.append(f"in training its attention weights are not dropped (the model drops {dropped:g})")
+        notes.append(undropped(dropped))
     if call.window and not attention.narrower(mechanism, call.window - 1, call.window - 1):
         beyond = "takes a mask of every pair" if free else "refuses"
         notes.append(f"beyond {call.window:,} tokens, the layer's window, it {beyond}")
@@ -157,11 +157,6 @@ def _dropout(module: nn.Module) -> float:
         if isinstance(found, float):
             return found
     return 0.0
-
-
-def _nothing(model: PreTrainedModel, layers: list[Layer]) -> str:
-    reasons = dict.fromkeys(layer.why for layer in layers)
-    return f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}"
 
 
 def _install(module: nn.Module, bound: Bound, *, kept: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -114,3 +115,19 @@ def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:
     if not isinstance(wanted, dict):
         return wanted
     return next((mechanism for pattern, mechanism in wanted.items() if fnmatchcase(name, pattern)), None)
+
+
+def nothing(model: nn.Module, layers: Sequence[Layer]) -> str:
+    """What to say where no layer of a model was swapped."""
+    reasons = dict.fromkeys(layer.why for layer in layers)
+    return f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}"
+
+
+def no_queries(mechanism: object) -> str:
+    """Why a mixer cannot stand in for an attention."""
+    return f"{mechanism!r} mixes whole tokens and takes no queries"
+
+
+def undropped(p: float) -> str:
+    """What to know where attention weights are not dropped in training though the model asks for it."""
+    return f"in training its attention weights are not dropped (the model drops {p:g})"

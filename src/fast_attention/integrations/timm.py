@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.integrations.report import Layer, chosen
-from fast_attention.integrations.torch_nn import put
-from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.integrations.modules import exchange, put
+from fast_attention.integrations.report import Layer, no_queries, undropped
+from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 
 BEFORE = "_before_swap"  # where a swapped layer keeps timm's module, which shares its parts
@@ -78,19 +78,9 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
     Raises:
         Unsupported: No layer can be swapped.
     """
-    layers, made = [], {}
-    for name, module in model.named_modules():
-        if _is_attention(module):
-            layer, new = _plan(name, module, chosen(name, wanted), max_len)
-            layers.append(layer)
-            if new is not None:
-                made[name] = new
-    if layers and not made:
-        reasons = dict.fromkeys(layer.why for layer in layers)
-        raise Unsupported(f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}")
-    for name, new in made.items():
-        put(model, name, new)
-    return tuple(layers)
+    return exchange(
+        model, wanted, _is_attention, lambda name, module, mechanism: _plan(name, module, mechanism, max_len)
+    )
 
 
 def swap_back(model: nn.Module) -> bool:
@@ -121,14 +111,14 @@ def _plan(
     width = module.head_dim if plain else 0
     reason = "no pattern names it" if mechanism is None else ""
     if mechanism is not None and not isinstance(mechanism, Attention):
-        reason = f"{mechanism!r} mixes whole tokens and takes no queries"
+        reason = no_queries(mechanism)
     elif not plain:
         reason = f"{type(module).__module__}.{kind} is not the attention of timm's plain vision transformer"
     if mechanism is None or reason:
         return Layer(name, kind, heads, width, False, "Softmax()" if plain else "its own", reason, replaced=False), None
     new, note = VisionAttention(module, mechanism, max_len or 0), ""
     if module.attn_drop.p and not mechanism.traits.mask:
-        note = f"in training its attention weights are not dropped (the model drops {module.attn_drop.p:g})"
+        note = undropped(module.attn_drop.p)
     learned = sum(p.numel() for p in new.attention.parameters())
     return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned), new
 

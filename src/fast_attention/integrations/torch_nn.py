@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from fast_attention.integrations.report import Layer, chosen
-from fast_attention.mechanism import Attention, Mechanism, Unsupported
+from fast_attention.integrations.modules import exchange, put
+from fast_attention.integrations.report import Layer, no_queries, undropped
+from fast_attention.mechanism import Attention, Mechanism
 from fast_attention.nn.multihead import MultiheadAttention
 
 DROPOUT = "_dropout_before_swap"  # of torch's module; ours that lack it were put there by somebody else
@@ -20,19 +21,11 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
     Raises:
         Unsupported: No layer can be swapped.
     """
-    layers, made = [], {}
-    for name, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention:
-            layer, new = _plan(name, module, chosen(name, wanted), model, max_len)
-            layers.append(layer)
-            if new is not None:
-                made[name] = new
-    if layers and not made:
-        reasons = dict.fromkeys(layer.why for layer in layers)
-        raise Unsupported(f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}")
-    for name, new in made.items():
-        put(model, name, new)
-    return tuple(layers)
+
+    def plan(name: str, module: nn.MultiheadAttention, mechanism: Any) -> tuple[Layer, MultiheadAttention | None]:
+        return _plan(name, module, mechanism, model, max_len)
+
+    return exchange(model, wanted, lambda module: type(module) is nn.MultiheadAttention, plan)
 
 
 def swap_back(model: nn.Module) -> bool:
@@ -75,7 +68,7 @@ def _plan(
     setattr(new, DROPOUT, module.dropout)
     note = ""
     if module.dropout and not mechanism.traits.mask:
-        note = f"in training its attention weights are not dropped (the model drops {module.dropout:g})"
+        note = undropped(module.dropout)
     learned = sum(p.numel() for p in new.attention.parameters())
     return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), note, True, learned), new
 
@@ -84,7 +77,7 @@ def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any
     """Why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
-        return f"{mechanism!r} mixes whole tokens and takes no queries"
+        return no_queries(mechanism)
     parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
     kind, own = _STANDS_IN
     crosses = isinstance(parent, kind) and name.rpartition(".")[2] == own
@@ -110,9 +103,3 @@ def _share(old: nn.Module, new: nn.Module) -> None:
     ):
         setattr(new, name, getattr(old, name))
     new.out_proj = old.out_proj
-
-
-def put(model: nn.Module, name: str, new: nn.Module) -> None:
-    """``new`` in the place of the module called ``name``."""
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, new)

@@ -1,0 +1,217 @@
+"""The hybrid's passes: some blocks of queries at a time, whose scores and features stay in a core's cache.
+
+Beside inputs and outputs nothing is kept but the sums of the blocks of keys; the backward pass computes scores and
+features again, stretch by stretch, with autograd inside each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fast_attention.combinations.landmarks import Landmarks
+from fast_attention.combinations.near_far import Plan, Window, outside, plan, rows, summed
+from fast_attention.kernelised import Kernelised, Map
+from fast_attention.ops.explicit import Explicit, Tensors
+from fast_attention.ops.linear import linear
+from fast_attention.ops.linear.linear import LinearState
+
+SCORES = 2**20  # of a stretch
+
+
+class Far(NamedTuple):
+    """The linear part without its weights, and how those stand in a flat list."""
+
+    mechanism: Kernelised[Any]
+    layout: TreeSpec
+
+    def maps(self, leaves: Tensors) -> tuple[Map, Map]:
+        """The maps of queries and of keys."""
+        return self.mechanism.maps(tree_unflatten(leaves, self.layout))
+
+
+def near_and_far(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    seen: Bool[Tensor, "*#batch keys"],
+    marks: Landmarks,
+    far: Kernelised[Any],
+    w: Any,
+    window: Window,
+    start: int,
+    before: LinearState | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Outputs over the keys ``seen``, the landmarks, exact for every query, and the sums ``before`` the first key.
+
+    Query i stands at position ``start + i``, counted from the first key. ``w`` are the weights of ``far``.
+    """
+    leaves, layout = tree_flatten(w)
+    nothing = linear.empty(far.maps(w)[1](k[..., :1, :].detach()), v)
+    tensors = (q, k, v, seen, *marks, *nothing, *(before or nothing), *leaves)
+    path = _STRETCHES if q.is_cpu else _plain
+    return path(*tensors, far=Far(far, layout), plan=plan(q.shape[-2], window, start))
+
+
+class Given(NamedTuple):
+    """The tensors of a call by name."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+    marks: Landmarks
+    nothing: LinearState
+    before: LinearState
+    leaves: Tensors
+
+    @staticmethod
+    def of(tensors: tuple[Any, ...]) -> Given:
+        """From the flat list."""
+        marks, nothing, before = Landmarks(*tensors[4:7]), LinearState(*tensors[7:10]), LinearState(*tensors[10:13])
+        return Given(*tensors[:4], marks, nothing, before, tensors[13:])
+
+
+def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
+    x = Given.of(tensors)
+    maps, states = far.maps(x.leaves), None
+    if torch.compiler.is_exporting() or plan.several:
+        states = summed(x.k, x.v, x.seen, maps[1], start=plan.first, block=plan.block, number=plan.several)
+    return rows(x.q, x.k, x.v, x.seen, x.marks, maps, outside(states, x.before, x.nothing, plan), plan)
+
+
+class Stretch(NamedTuple):
+    """Some blocks, the rows (queries or none) and the keys that they touch, and where the first stands in these."""
+
+    blocks: slice
+    rows: slice
+    keys: slice
+    start: int
+
+
+def _stretches(x: Given, plan: Plan, number: int, first: int, behind: int, ahead: int) -> Iterator[Stretch]:
+    """``number`` blocks from position ``first`` on with ``behind`` keys before and ``ahead`` after each block."""
+    batch, length, keys = x.q[..., 0, 0].numel(), x.q.shape[-2], x.k.shape[-2]
+    size = max(1, SCORES // (batch * plan.block * plan.span))
+    for n in range(0, number, size):
+        end = min(n + size, number)
+        begin = first + n * plan.block
+        low = min(max(begin - behind, 0), keys - 1)
+        high = max(min(first + end * plan.block + ahead, keys), low + 1)
+        queries = slice(n * plan.block, min(end * plan.block, length))
+        yield Stretch(slice(n, end), queries, slice(low, high), begin - low)
+
+
+def _query_stretches(x: Given, plan: Plan) -> Iterator[Stretch]:
+    return _stretches(x, plan, plan.number, plan.start, plan.window.left, plan.ahead)
+
+
+def _key_stretches(x: Given, plan: Plan) -> Iterator[Stretch]:
+    return _stretches(x, plan, plan.several, plan.first, 0, 0)
+
+
+def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, top: Tensor) -> Callable[..., Tensor]:
+    """The outputs of a stretch as a function of the tensors that have gradients."""
+    local = plan._replace(start=part.start, number=part.blocks.stop - part.blocks.start)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor, kv: Tensor, z: Tensor, *w: Any) -> Tensor:
+        marks, beyond = Landmarks(mk, mv, place - part.keys.start), LinearState(kv, z, top[..., part.blocks])
+        return rows(q, k, v, seen[..., part.keys], marks, far.maps(w), beyond, local)
+
+    return function
+
+
+def _sums_of(part: Stretch, plan: Plan, far: Far, seen: Tensor) -> Callable[..., LinearState]:
+    """The sums of a stretch's blocks as a function of the tensors that have gradients."""
+    number = part.blocks.stop - part.blocks.start
+
+    def function(k: Tensor, v: Tensor, *w: Any) -> LinearState:
+        phi = far.maps(w)[1]
+        return summed(k, v, seen[..., part.keys], phi, start=part.start, block=plan.block, number=number)
+
+    return function
+
+
+def _forward(*tensors: Any, far: Far, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    x, states = Given.of(tensors), None
+    if plan.several:
+        made = [
+            _sums_of(part, plan, far, x.seen)(x.k[..., part.keys, :], x.v[..., part.keys, :], *x.leaves)
+            for part in _key_stretches(x, plan)
+        ]
+        states = LinearState(*(torch.cat(each, axis) for each, axis in zip(zip(*made, strict=True), AXES, strict=True)))
+    beyond = outside(states, x.before, x.nothing, plan)
+    out = x.q.new_empty(*x.q.shape[:-1], x.v.shape[-1])
+    for part in _query_stretches(x, plan):
+        function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
+        out[..., part.rows, :] = function(*_local(x, part, beyond), *x.leaves)
+    return out, tuple(states) if keep and states is not None else ()
+
+
+AXES = (-3, -2, -1)  # of the blocks in a LinearState
+
+
+def _local(x: Given, part: Stretch, beyond: LinearState) -> tuple[Tensor, ...]:
+    k, v = x.k[..., part.keys, :], x.v[..., part.keys, :]
+    sums = beyond.kv[..., part.blocks, :, :], beyond.k[..., part.blocks, :]
+    return x.q[..., part.rows, :], k, v, x.marks.k, x.marks.v, *sums
+
+
+def _backward(
+    inputs: Tensors, outputs: Tensors, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, far: Far, plan: Plan
+) -> Tensors:
+    x = Given.of(inputs)
+    q, k, v, mk, mv = (torch.zeros_like(each) for each in (x.q, x.k, x.v, x.marks.k, x.marks.v))
+    learned = [None if w is None or not w.requires_grad else torch.zeros_like(w) for w in x.leaves]
+    coarse = [each.detach().requires_grad_() for each in (*x.before[:2], *kept[:2])]
+    with torch.enable_grad():
+        states = LinearState(coarse[2], coarse[3], kept[2]) if kept else None
+        beyond = outside(states, LinearState(coarse[0], coarse[1], x.before.top), x.nothing, plan)
+    far_kv, far_k = (torch.empty_like(each) for each in beyond[:2])
+    for part in _query_stretches(x, plan):
+        function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
+        held = [each.detach() for each in _local(x, part, beyond)]
+        into = [q[..., part.rows, :], k[..., part.keys, :], v[..., part.keys, :], mk, mv]
+        sums = [far_kv[..., part.blocks, :, :].zero_(), far_k[..., part.blocks, :].zero_()]
+        _pull(function, held, x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned)
+    found = torch.autograd.grad(beyond[:2], coarse, (far_kv, far_k), allow_unused=True)
+    for part in _key_stretches(x, plan) if kept else ():
+        held = [x.k[..., part.keys, :].detach(), x.v[..., part.keys, :].detach()]
+        above = [found[2][..., part.blocks, :, :], found[3][..., part.blocks, :]]
+        into = [k[..., part.keys, :], v[..., part.keys, :]]
+        _pull(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)
+    return q, k, v, None, mk, mv, None, None, None, None, *found[:2], None, *learned
+
+
+def _pull(
+    function: Callable[..., Any],
+    held: list[Tensor],
+    leaves: Tensors,
+    above: list[Tensor],
+    into: list[Tensor],
+    learned: list[Tensor | None],
+) -> None:
+    """Add the gradients of a stretch to where they belong; ``above`` are those of the first results."""
+    with torch.enable_grad():
+        twins = [x.requires_grad_() for x in held]
+        weights = [w if goal is None or w is None else w.detach().requires_grad_()
+                   for w, goal in zip(leaves, learned, strict=True)]  # fmt: skip
+        results = function(*twins, *weights)
+    results = list(results) if isinstance(results, tuple) else [results]
+    pairs = [(x, y) for x, y in zip(results, above, strict=False) if x.requires_grad]  # not without any key
+    if not pairs:
+        return
+    goals = [*into, *(goal for goal in learned if goal is not None)]
+    wanted = [*twins, *(w for w, goal in zip(weights, learned, strict=True) if goal is not None and w is not None)]
+    found = torch.autograd.grad([x for x, _ in pairs], wanted, [y for _, y in pairs], allow_unused=True)
+    for goal, gradient in zip(goals, found, strict=True):
+        if gradient is not None:
+            goal.add_(gradient)
+
+
+_STRETCHES = Explicit(_plain, _forward, _backward)
