@@ -82,15 +82,16 @@ def test_stretches_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch)
     bound = bind(f"Hybrid(near=Local(window=(3, 6)), far={far}, first=2)")
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(30, 37))
-        sides = []
+        mask, sides = some_keys(2, 37), []
         for path in (near_far_passes._STRETCHES, near_far_passes._plain):
             with monkeypatch.context() as patched:
                 patched.setattr(near_far_passes, "_STRETCHES", path)
-                out = bound(q, k, v, is_causal=is_causal, key_mask=some_keys(2, 37))
+                out = bound(q, k, v, is_causal=is_causal, key_mask=mask)
                 tensors = (q, k, v, *bound.parameters())
+                written = torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True)
                 first = torch.autograd.grad(out.sin().sum(), tensors, create_graph=True)
                 second = torch.autograd.grad(sum(x.sin().sum() for x in first), tensors)
-                sides.append((out, *first, *second))
+                sides.append((out, *written, *first, *second))
         for ours, theirs in zip(*sides, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from fast_attention.combinations.landmarks import Landmarks
 from fast_attention.kernelised import Map
@@ -172,7 +171,8 @@ def _estimated(blocks: Blocks, columns: slice) -> Tensor:
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
     info = torch.finfo(product.dtype)
-    logs = F.threshold(product, info.tiny / info.eps, 0.0).log()
+    least = info.tiny / info.eps
+    logs = product.clamp_min(least).log().masked_fill(product < least, float("-inf"))
     logs = logs if a is None else logs + a
     return logs if b is None else logs + b
 
