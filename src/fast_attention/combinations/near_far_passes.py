@@ -73,8 +73,9 @@ class Given(NamedTuple):
     @staticmethod
     def of(tensors: tuple[Any, ...]) -> Given:
         """From the flat list."""
+        q, k, v, seen = tensors[:4]
         marks, nothing, before = Landmarks(*tensors[4:7]), LinearState(*tensors[7:10]), LinearState(*tensors[10:13])
-        return Given(*tensors[:4], marks, nothing, before, tensors[13:])
+        return Given(q, k, v, seen, marks, nothing, before, tensors[13:])
 
 
 def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
