@@ -102,6 +102,14 @@ class Mechanism(Value, ABC, Generic[W, S]):
                 f"Shape(..., max_len={length}) or more"
             )
 
+    def _check_sides(self, is_causal: bool, key_mask: Tensor | None, lead: tuple[int, ...], keys: int) -> None:
+        if is_causal and not self.traits.causal:
+            raise self.refuse("is_causal=True", "causal")
+        if key_mask is not None:
+            if not self.traits.padding:
+                raise self.refuse("a key_mask", "padding")
+            masks.check(key_mask, lead, keys)
+
     def _check_weights(self, w: object) -> None:
         if self.needs_weights and isinstance(w, tuple) and not w:
             raise ValueError(
@@ -235,16 +243,11 @@ class Attention(Mechanism[W, S]):
                 raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: give all three the same dtype")
         if k.shape[-2] != v.shape[-2]:
             raise ValueError(f"k has {k.shape[-2]} tokens and v has {v.shape[-2]}: every key needs its value")
-        if (traits := self.traits).reads == "qkv" and q.shape[-1] != k.shape[-1]:
+        if self.traits.reads == "qkv" and q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q has width {q.shape[-1]} and k has width {k.shape[-1]}: they must be equal")
-        if q.shape[-2] != k.shape[-2] and not traits.cross:
+        if q.shape[-2] != k.shape[-2] and not self.traits.cross:
             raise self.refuse(f"cross attention ({q.shape[-2]} queries, {k.shape[-2]} keys)", "cross")
-        if is_causal and not traits.causal:
-            raise self.refuse("is_causal=True", "causal")
-        if key_mask is not None:
-            if not traits.padding:
-                raise self.refuse("a key_mask", "padding")
-            masks.check(key_mask, tuple(q.shape[:-3]), k.shape[-2])
+        self._check_sides(is_causal, key_mask, tuple(q.shape[:-3]), k.shape[-2])
 
 
 class MaskedAttention(Attention[W, S]):
@@ -293,11 +296,6 @@ class Mixer(Mechanism[W, S]):
         """
         if x.ndim < 2:
             raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
-        if is_causal and not self.traits.causal:
-            raise self.refuse("is_causal=True", "causal")
-        if key_mask is not None:
-            if not self.traits.padding:
-                raise self.refuse("a key_mask", "padding")
-            masks.check(key_mask, tuple(x.shape[:-2]), x.shape[-2])
+        self._check_sides(is_causal, key_mask, tuple(x.shape[:-2]), x.shape[-2])
         self._check_weights(w)
         return self.mix(x, w, is_causal=is_causal, key_mask=key_mask)  # type: ignore[arg-type]

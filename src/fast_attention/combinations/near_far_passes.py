@@ -20,6 +20,7 @@ from fast_attention.kernelised import Kernelised, Map
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.stretches import pull_into
 
 SCORES = 2**20  # of a stretch
 
@@ -179,40 +180,14 @@ def _backward(
         held = [each.detach() for each in _local(x, part, beyond)]
         into = [q[..., part.rows, :], k[..., part.keys, :], v[..., part.keys, :], mk, mv]
         sums = [far_kv[..., part.blocks, :, :].zero_(), far_k[..., part.blocks, :].zero_()]
-        _pull(function, held, x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned)
+        pull_into(function, held, x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned)
     found = torch.autograd.grad(beyond[:2], coarse, (far_kv, far_k), allow_unused=True)
     for part in _key_stretches(x, plan) if kept else ():
         held = [x.k[..., part.keys, :].detach(), x.v[..., part.keys, :].detach()]
         above = [found[2][..., part.blocks, :, :], found[3][..., part.blocks, :]]
         into = [k[..., part.keys, :], v[..., part.keys, :]]
-        _pull(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)
+        pull_into(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)
     return q, k, v, None, mk, mv, None, None, None, None, *found[:2], None, *learned
-
-
-def _pull(
-    function: Callable[..., Any],
-    held: list[Tensor],
-    leaves: Tensors,
-    above: list[Tensor],
-    into: list[Tensor],
-    learned: list[Tensor | None],
-) -> None:
-    """Add the gradients of a stretch to where they belong; ``above`` are those of the first results."""
-    with torch.enable_grad():
-        twins = [x.requires_grad_() for x in held]
-        weights = [w if goal is None or w is None else w.detach().requires_grad_()
-                   for w, goal in zip(leaves, learned, strict=True)]  # fmt: skip
-        results = function(*twins, *weights)
-    results = list(results) if isinstance(results, tuple) else [results]
-    pairs = [(x, y) for x, y in zip(results, above, strict=False) if x.requires_grad]  # not without any key
-    if not pairs:
-        return
-    goals = [*into, *(goal for goal in learned if goal is not None)]
-    wanted = [*twins, *(w for w, goal in zip(weights, learned, strict=True) if goal is not None and w is not None)]
-    found = torch.autograd.grad([x for x, _ in pairs], wanted, [y for _, y in pairs], allow_unused=True)
-    for goal, gradient in zip(goals, found, strict=True):
-        if gradient is not None:
-            goal.add_(gradient)
 
 
 _STRETCHES = Explicit(_plain, _forward, _backward)

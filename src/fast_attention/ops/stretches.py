@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,35 @@ def pulled(function: Callable[[Tensor], Any], z: Tensor) -> tuple[Any, Callable[
         return torch.autograd.grad(outputs, z, gradients)[0]
 
     return (tuple(part.detach() for part in y) if isinstance(y, tuple) else y.detach()), pullback
+
+
+def pull_into(
+    function: Callable[..., Any],
+    held: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    above: Sequence[Tensor],
+    into: Sequence[Tensor],
+    learned: Sequence[Tensor | None],
+) -> None:
+    """Add the gradients of ``function(*held, *weights)`` to where they belong: ``into`` and, unless None, ``learned``.
+
+    ``above`` are the gradients of the first results.
+    """
+    with torch.enable_grad():
+        twins = [x.requires_grad_() for x in held]
+        fresh = [w if goal is None or w is None else w.detach().requires_grad_()
+                   for w, goal in zip(weights, learned, strict=True)]  # fmt: skip
+        results = function(*twins, *fresh)
+    results = list(results) if isinstance(results, tuple) else [results]
+    pairs = [(x, y) for x, y in zip(results, above, strict=False) if x.requires_grad]  # not without any key
+    if not pairs:
+        return
+    goals = [*into, *(goal for goal in learned if goal is not None)]
+    wanted = [*twins, *(w for w, goal in zip(fresh, learned, strict=True) if goal is not None and w is not None)]
+    found = torch.autograd.grad([x for x, _ in pairs], wanted, [y for _, y in pairs], allow_unused=True)
+    for goal, gradient in zip(goals, found, strict=True):
+        if gradient is not None:
+            goal.add_(gradient)
 
 
 def narrow(x: Float[Tensor, "*batch length width"], width: int) -> Tensor:
