@@ -39,9 +39,10 @@ test-transformers: .venv-transformers/ready
 LENGTHS ?= 64 128 256 512 1024 2048 4096 16384
 WEIGHED ?= 1024 4096 16384 65536
 BUDGET ?= 6000
+PEERS_TO ?= 4096
 bench: .venv-bench/ready
 	.venv-bench/bin/fast-attention bench --vs-peers --decode --lengths $(LENGTHS) --memory-lengths $(WEIGHED) \
-		--budget $(BUDGET) --out out/bench $(BENCH)
+		--peers-to $(PEERS_TO) --budget $(BUDGET) --out out/bench $(BENCH)
 	.venv-bench/bin/python benchmarks/keep.py out/bench/bench.json
 
 docs: .venv/docs

@@ -416,16 +416,39 @@ def test_the_slow_sit_out_and_what_takes_too_long_is_over_budget() -> None:
     assert heat.reason(entrants[0]) == ""
     ledger.cells[0].training_bytes = 2**50
     assert "more than half of the free memory" in heat.reason(entrants[0])
-    heat.estimates = {"AFTSimple()": (0.3, 0.4), EXACT: (9.0, 9.0)}
+    heat.runners = dict.fromkeys(["AFTSimple()", EXACT])  # type: ignore[arg-type]
+    heat.estimates = {"AFTSimple()": (0.9, 0.5), EXACT: (9.0, 9.0)}
     assert [heat.rests("AFTSimple()", number) for number in range(3)] == [False, True, True]
     assert not any(heat.rests(EXACT, number) for number in range(9))
+    del heat.quick
+    heat.estimates["AFTSimple()"] = (0.8, 0.5)  # three rounds fit
+    assert not any(heat.rests("AFTSimple()", number) for number in range(3))
+
+
+def test_peers_stop_where_asked() -> None:
+    """Beyond ``peers_to`` only ours and the lines to beat run, and the others' cells say so."""
+    entrants = lineup.entrants(
+        [catalogue.parse("AFTSimple")], "bidirectional", [Peer("theirs", "none", "AFTSimple()", absent)]
+    )
+    setting = Setting(2, 8, CPU, torch.float32, False, True)
+    plan = run.Plan(
+        [catalogue.parse("AFTSimple")], [entrants[-1].peer], [16, 32], [], setting, "bidirectional", 1.0, 1, peers_to=16
+    )
+    assert [[plan.timed(entrant, length) for entrant in entrants] for length in (16, 32)] == [
+        [True, True],
+        [True, False],
+    ]
+    ledger = Ledger({})
+    run.finish(plan, ledger, "complete")
+    assert "peers run up to 16 tokens" in [cell.note for cell in ledger.cells if cell.mechanism == "theirs"]
 
 
 def test_long_lengths_share_the_lines_to_beat() -> None:
     entrants = lineup.entrants(lineup.default_mechanisms(), "both")
     assert len(run.groups(entrants, 2048)) == 20
+    assert len(run.groups(entrants, 4096)) == 4
     together = run.groups(entrants, 16384)
-    assert len(together) == 4
+    assert len(together) == 2
     for group in together.values():
         names = [entrant.name for entrant in group]
         assert len(names) == len(set(names))

@@ -97,10 +97,8 @@ class Mechanism(Value, ABC, Generic[W, S]):
     def within(self, length: int, max_len: int) -> None:
         """Raise a ``ValueError`` where ``length`` tokens do not fit weights cut for ``max_len``."""
         if length > max_len:
-            raise ValueError(
-                f"{self!r} was built for at most max_len={max_len} tokens and got {length}: build it with "
-                f"Shape(..., max_len={length}) or more"
-            )
+            need = f"build it with Shape(..., max_len={length}) or more"
+            raise ValueError(f"{self!r} was built for at most max_len={max_len} tokens and got {length}: {need}")
 
     def _check_sides(self, is_causal: bool, key_mask: Tensor | None, lead: tuple[int, ...], keys: int) -> None:
         if is_causal and not self.traits.causal:

@@ -101,6 +101,11 @@ class Race:
         """Whether a competitor sits out a round; once it has, it runs in no later one."""
         return False
 
+    def enough(self, number: int, cost: float) -> bool:
+        """Whether to stop before a round that will take ``cost`` seconds."""
+        patience = 1.0 if number >= FEWEST_ROUNDS else 2.0
+        return number > 0 and self.spent + cost > patience * self.share
+
     def admitted(self) -> list[tuple[Any, str]]:
         """The mechanisms, the quickest first, each with why it is not worth its time or memory, or nothing.
 
@@ -140,8 +145,7 @@ class Race:
                 self.watch(f"{self.length:,} tokens: round {number + 1}")
                 turn = [*names[number % len(names) :], *names[: number % len(names)]]
                 running = [name for name in turn if not self.rests(name, number)]
-                patience = 1.0 if number >= FEWEST_ROUNDS else 2.0
-                if number and self.spent + sum(map(self.cost, running)) > patience * self.share:
+                if self.enough(number, sum(map(self.cost, running))):
                     break
                 for name in running:
                     runner, (once, both) = self.runners[name], self.estimates[name]

@@ -47,6 +47,7 @@ def bench_command(
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Also time single tokens up to position 65,536.")] = False,
     vs_peers: Annotated[bool, typer.Option("--vs-peers", help="Run published packages beside ours.")] = False,
+    peers_to: Annotated[int | None, typer.Option(min=1, help="Longest sequence for peers. Default: all.")] = None,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 900,
     seed: Annotated[int, typer.Option(help="For weights and inputs.")] = 0,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
@@ -67,7 +68,7 @@ def bench_command(
     direction: Any = {None: "both", True: "causal", False: "bidirectional"}[causal]
     peers = lineup.load_peers() if vs_peers else []
     count = torch.get_num_threads()
-    plan = Plan(chosen, peers, sizes, weighed, setting, direction, budget, count, decode)
+    plan = Plan(chosen, peers, sizes, weighed, setting, direction, budget, count, decode, peers_to)
     if not plan.entrants:
         raise InputError("--causal: none of these mechanisms is causal")
     meta = _meta(plan, dtype)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
 
 from fast_attention.counting import count_operations, peak_bytes
 from fast_attention.lab import measure
 from fast_attention.lab.bench.entrants import Entrant
 from fast_attention.lab.measure import Competitor, Run
-from fast_attention.lab.race import SLOW, Race
+from fast_attention.lab.race import FEWEST_ROUNDS, SLOW, Race
 from fast_attention.lab.records import Cell
 
 FEWEST_PASSES = 3  # one to count operations, one to warm up, one to time
-SHARE = 0.25  # of a group's time: who has used so much sits out the later rounds
 
 
 @dataclass
@@ -21,7 +22,6 @@ class Heat(Race):
     """Entrants of one group at one length; ``mechanisms`` holds entrants, the lines to beat among them."""
 
     group: str = ""
-    used: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Measure everyone."""
@@ -57,16 +57,19 @@ class Heat(Race):
         return next((c for c in self.record.cells if (c.mechanism, c.length, c.group) == mine), None)
 
     def rests(self, name: str, number: int) -> bool:
-        """Slow ones run once, then no more than their share of the time; the lines to beat run in every round."""
-        if name == self.against(name):
-            return False
-        cost = self.cost(name)
-        used = self.used.get(name, 0.0)
-        if number and used + cost > SHARE * self.share:
-            self.used[name] = float("inf")
-            return True
-        self.used[name] = used + cost
-        return False
+        """The slow run once, the quick and the lines to beat in every round."""
+        return number > 0 and name != self.against(name) and name not in self.quick
+
+    @cached_property
+    def quick(self) -> set[str]:
+        """The quickest, as many as have time for the fewest rounds that a median needs."""
+        names = sorted((name for name in self.runners if name != self.against(name)), key=self.cost)
+        ends = itertools.accumulate(FEWEST_ROUNDS * self.cost(name) for name in names)
+        return {name for name, end in zip(names, ends, strict=True) if end <= self.share}
+
+    def enough(self, number: int, cost: float) -> bool:
+        """Once the slow have sat down, the others get their fewest rounds even where preparing took the time."""
+        return number >= FEWEST_ROUNDS and self.spent + cost > self.share
 
     def prepare(self, runner: Competitor, cell: Cell) -> tuple[float, float]:
         """Count operations and peak memory while warming up; seconds of one call of each pass."""

@@ -17,7 +17,7 @@ from fast_attention.lab.race import MOST_ROUNDS, foretold
 from fast_attention.lab.records import Cell, load_average
 
 LONG = 2048  # tokens beyond which several families share a group, so that exact attention runs less often
-FAMILIES_AT_ONCE = 6
+FAMILIES_AT_ONCE, LONGER_AT_ONCE = 6, 10  # the latter beyond four times that length
 SHORTEST_SHARE = 2.0  # seconds
 SET_UP, GUESS = 0.03, 1e-5  # seconds: per entrant; per token of one that was never measured
 ONCE = 3 / 8  # what a single round takes with its preparation, of what several take
@@ -42,6 +42,7 @@ class Plan:
     budget: float  # seconds
     threads: int
     decode: bool = False
+    peers_to: int | None = None  # tokens up to which peers are timed; None: all lengths
     positions: tuple[int, ...] = decoding.POSITIONS
     watch: Callable[[str], None] = field(default=_nothing, compare=False)
     save: Callable[[], None] = field(default=_nothing, compare=False)
@@ -50,6 +51,10 @@ class Plan:
     def entrants(self) -> list[Entrant]:
         """Everybody but the lines to beat."""
         return lineup.entrants(self.mechanisms, self.direction, self.peers)
+
+    def timed(self, entrant: Entrant, length: int) -> bool:
+        """Whether it runs at a length."""
+        return entrant.peer is None or self.peers_to is None or length <= self.peers_to
 
     @property
     def steps(self) -> int:
@@ -115,7 +120,7 @@ def groups(entrants: list[Entrant], length: int) -> dict[str, list[Entrant]]:
     for entrant in entrants:
         families.setdefault(entrant.family, []).append(entrant)
     names = list(families)
-    size = 1 if length <= LONG else FAMILIES_AT_ONCE
+    size = 1 if length <= LONG else FAMILIES_AT_ONCE if length <= 4 * LONG else LONGER_AT_ONCE
     found = {}
     for at in range(0, len(names), size):
         members = [entrant for name in names[at : at + size] for entrant in families[name]]
@@ -125,7 +130,11 @@ def groups(entrants: list[Entrant], length: int) -> dict[str, list[Entrant]]:
 
 def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
     """Every group at every length, each within its share of the time; a group that is done is saved as such."""
-    todo = [(length, name, group) for length in plan.lengths for name, group in groups(entrants, length).items()]
+    todo = [
+        (length, name, group)
+        for length in plan.lengths
+        for name, group in groups([e for e in entrants if plan.timed(e, length)], length).items()
+    ]
     todo = [job for job in todo if time_key(*job[:2]) not in ledger.done]
     left, before = max(budget, 1.0), None
     for number, (length, name, group) in enumerate(todo):
@@ -235,6 +244,8 @@ def finish(plan: Plan, ledger: Ledger, status: str) -> None:
             if row is not None and row.check in ("wrong", "missing"):
                 cell.status = "refused"
                 cell.note = f"no speed: {'; '.join(row.faults)}"
+            elif not plan.timed(entrant, length):
+                cell.note = f"peers run up to {plan.peers_to:,} tokens"
             elif cell.status == "not reached":
                 cell.note = f"the benchmark was {status} before"
 
