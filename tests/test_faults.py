@@ -94,7 +94,7 @@ FAULTS = [
           "tests/test_favor.py -k calibration_stays"),
     Fault("a landmark counts twice", "combinations/landmarks.py", "place), seen & ~chosen", "place), seen",
           ORACLE + "Hybrid"),
-    Fault("keys behind the span are not summed", "combinations/near_far.py",
+    Fault("keys behind the span are not summed", "combinations/far_sums.py",
           "return linear.combine(earlier, _part(later", "return earlier or (earlier, _part(later",
           "tests/test_hybrid.py -k many_blocks"),
     Fault("what leaves the window is forgotten", "combinations/hybrid.py",
