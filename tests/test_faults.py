@@ -105,7 +105,7 @@ FAULTS = [
           "sums = beyond.kv[..., : part.blocks.stop - part.blocks.start, :, :], beyond.k[..., part.blocks, :]",
           "tests/test_hybrid.py -k stretches"),
     Fault("the gradient of summed keys is lost", "combinations/near_far_passes.py",
-          "for part in _key_stretches(x, plan) if kept else ():", "for part in ():", "tests/test_hybrid.py -k stretches"),
+          "for part in key_stretches(x.q, x.k, plan) if kept else ():", "for part in ():", "tests/test_hybrid.py -k stretches"),
     Fault("timm's padded tokens are seen", "integrations/timm.py", "key_mask=tokens[1]", "key_mask=None",
           "tests/test_timm.py -k mask_of_tokens"),
     Fault("timm's own scale is lost", "integrations/timm.py", "1.0 if old.fused_attn else", "1.0 if True else",

@@ -46,8 +46,8 @@ class Rows(NamedTuple):
             x = x if x is None else x.expand(*lead, *x.shape[x.ndim - rank :]).flatten(0, len(lead) - 1)
             parts.append([None] * lead.numel() if x is None else x.unbind())
         return [
-            Rows(*t[:4], Landmarks(*t[4:7]), Features(*t[7:9]), Features(*t[9:11]), LinearState(*t[11:]))
-            for t in zip(*parts, strict=True)
+            Rows(q, k, v, seen, Landmarks(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), LinearState(*t[7:]))
+            for q, k, v, seen, *t in zip(*parts, strict=True)
         ]
 
 
