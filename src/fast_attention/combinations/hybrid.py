@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.combinations.landmarks import Landmarks, joined, landmarks
-from fast_attention.combinations.near_far import Window
 from fast_attention.combinations.near_far_passes import near_and_far
+from fast_attention.combinations.spans import Window
 from fast_attention.kernelised import Kernelised
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.favor_plus import FavorPlus

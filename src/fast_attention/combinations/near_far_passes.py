@@ -1,12 +1,13 @@
-"""The hybrid's passes: some blocks of queries at a time, whose scores and features stay in a core's cache.
+"""The hybrid's passes: some blocks of queries at a time, whose features stay in the cache, their scores head by head.
 
-Beside inputs and outputs nothing is kept but the sums of the blocks of keys; the backward pass computes scores and
-features again, stretch by stretch, with autograd inside each.
+A single head reads overlapping spans of its keys in place, where all heads at once would need copies of them. Beside
+inputs and outputs nothing is kept but the sums of the blocks of keys; the backward pass computes scores and features
+again, stretch by stretch, with autograd inside each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from fast_attention.combinations.far_sums import outside, summed
 from fast_attention.combinations.landmarks import Landmarks
-from fast_attention.combinations.near_far import Plan, Window, outside, plan, rows, summed
+from fast_attention.combinations.near_far import Rows, rows
+from fast_attention.combinations.spans import Plan, Stretch, Window, key_stretches, plan, query_stretches
 from fast_attention.kernelised import Kernelised, Map
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.stretches import pull_into
-
-SCORES = 2**20  # of a stretch
 
 
 class Far(NamedTuple):
@@ -84,59 +85,38 @@ def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
     maps, states = far.maps(x.leaves), None
     if torch.compiler.is_exporting() or plan.several:
         states = summed(x.k, x.v, x.seen, maps[1], start=plan.first, block=plan.block, number=plan.several)
-    return rows(x.q, x.k, x.v, x.seen, x.marks, maps, outside(states, x.before, x.nothing, plan), plan)
-
-
-class Stretch(NamedTuple):
-    """Some blocks, the rows (queries or none) and the keys that they touch, and where the first stands in these."""
-
-    blocks: slice
-    rows: slice
-    keys: slice
-    start: int
-
-
-def _stretches(x: Given, plan: Plan, number: int, first: int, behind: int, ahead: int) -> Iterator[Stretch]:
-    """``number`` blocks from position ``first`` on with ``behind`` keys before and ``ahead`` after each block."""
-    batch, length, keys = x.q[..., 0, 0].numel(), x.q.shape[-2], x.k.shape[-2]
-    size = max(1, SCORES // (batch * plan.block * plan.span))
-    for n in range(0, number, size):
-        end = min(n + size, number)
-        begin = first + n * plan.block
-        low = min(max(begin - behind, 0), keys - 1)
-        high = max(min(first + end * plan.block + ahead, keys), low + 1)
-        queries = slice(n * plan.block, min(end * plan.block, length))
-        yield Stretch(slice(n, end), queries, slice(low, high), begin - low)
-
-
-def _query_stretches(x: Given, plan: Plan) -> Iterator[Stretch]:
-    return _stretches(x, plan, plan.number, plan.start, plan.window.left, plan.ahead)
-
-
-def _key_stretches(x: Given, plan: Plan) -> Iterator[Stretch]:
-    return _stretches(x, plan, plan.several, plan.first, 0, 0)
+    keys = linear.masked_keys(maps[1], x.k, x.seen)
+    beyond = outside(states, x.before, x.nothing, plan)
+    return rows(Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, beyond), plan)
 
 
 def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, top: Tensor) -> Callable[..., Tensor]:
     """The outputs of a stretch as a function of the tensors that have gradients."""
     local = plan._replace(start=part.start, number=part.blocks.stop - part.blocks.start)
+    visible = _unless_all(seen[..., part.keys])
 
     def function(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor, kv: Tensor, z: Tensor, *w: Any) -> Tensor:
         marks, beyond = Landmarks(mk, mv, place - part.keys.start), LinearState(kv, z, top[..., part.blocks])
-        return rows(q, k, v, seen[..., part.keys], marks, far.maps(w), beyond, local)
+        queries, keys = far.maps(w)
+        whole = Rows(q, k, v, visible, marks, queries(q), linear.masked_keys(keys, k, visible), beyond)
+        return torch.stack([rows(head, local) for head in whole.apart()]).unflatten(0, q.shape[:-2])
 
     return function
 
 
 def _sums_of(part: Stretch, plan: Plan, far: Far, seen: Tensor) -> Callable[..., LinearState]:
     """The sums of a stretch's blocks as a function of the tensors that have gradients."""
-    number = part.blocks.stop - part.blocks.start
+    number, visible = part.blocks.stop - part.blocks.start, _unless_all(seen[..., part.keys])
 
     def function(k: Tensor, v: Tensor, *w: Any) -> LinearState:
         phi = far.maps(w)[1]
-        return summed(k, v, seen[..., part.keys], phi, start=part.start, block=plan.block, number=number)
+        return summed(k, v, visible, phi, start=part.start, block=plan.block, number=number)
 
     return function
+
+
+def _unless_all(seen: Tensor) -> Tensor | None:
+    return None if bool(seen.all()) else seen
 
 
 def _forward(*tensors: Any, far: Far, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -144,12 +124,12 @@ def _forward(*tensors: Any, far: Far, plan: Plan, keep: bool) -> tuple[Tensor, t
     if plan.several:
         made = [
             _sums_of(part, plan, far, x.seen)(x.k[..., part.keys, :], x.v[..., part.keys, :], *x.leaves)
-            for part in _key_stretches(x, plan)
+            for part in key_stretches(x.q, x.k, plan)
         ]
         states = LinearState(*(torch.cat(each, axis) for each, axis in zip(zip(*made, strict=True), AXES, strict=True)))
     beyond = outside(states, x.before, x.nothing, plan)
     out = x.q.new_empty(*x.q.shape[:-1], x.v.shape[-1])
-    for part in _query_stretches(x, plan):
+    for part in query_stretches(x.q, x.k, plan):
         function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
         out[..., part.rows, :] = function(*_local(x, part, beyond), *x.leaves)
     return out, tuple(states) if keep and states is not None else ()
@@ -175,14 +155,14 @@ def _backward(
         states = LinearState(coarse[2], coarse[3], kept[2]) if kept else None
         beyond = outside(states, LinearState(coarse[0], coarse[1], x.before.top), x.nothing, plan)
     far_kv, far_k = (torch.empty_like(each) for each in beyond[:2])
-    for part in _query_stretches(x, plan):
+    for part in query_stretches(x.q, x.k, plan):
         function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
         held = [each.detach() for each in _local(x, part, beyond)]
         into = [q[..., part.rows, :], k[..., part.keys, :], v[..., part.keys, :], mk, mv]
         sums = [far_kv[..., part.blocks, :, :].zero_(), far_k[..., part.blocks, :].zero_()]
         pull_into(function, held, x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned)
     found = torch.autograd.grad(beyond[:2], coarse, (far_kv, far_k), allow_unused=True)
-    for part in _key_stretches(x, plan) if kept else ():
+    for part in key_stretches(x.q, x.k, plan) if kept else ():
         held = [x.k[..., part.keys, :].detach(), x.v[..., part.keys, :].detach()]
         above = [found[2][..., part.blocks, :, :], found[3][..., part.blocks, :]]
         into = [k[..., part.keys, :], v[..., part.keys, :]]

@@ -69,9 +69,8 @@ def positive(x: Tensor, W: Tensor, bias: Tensor | None = None, *, hyperbolic: bo
 
     ``hyperbolic`` adds those of -W, 2m in all, with m^(-1/2) turned into (2m)^(-1/2); ``bias`` (..., 1, m or 2m).
     """
-    z = x @ W.to(x.dtype).mT
-    if hyperbolic:
-        z = torch.cat([z, -z], -1)
+    W = W.to(x.dtype)
+    z = x @ (torch.cat([W, -W], -2) if hyperbolic else W).mT
     if bias is not None:
         z = z + bias.to(x.dtype)
     half = x.square().sum(-1) / 2
