@@ -47,7 +47,7 @@ def _pieces(text: bytes) -> list[str]:
 
 
 def model_of(size: int, context: int) -> LlamaForCausalLM:
-    """Four layers of eight heads of width 32: 3.8 million weights beside the embeddings."""
+    """Four layers of eight heads of width 32: 3.4 million weights beside the embeddings."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=size, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,

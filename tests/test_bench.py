@@ -386,7 +386,7 @@ def test_slopes_and_means() -> None:
 
 def test_rounds_go_on_when_the_slow_have_sat_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a round costs is what those in it cost: one slow pass must not take the others' rounds from them."""
-    now = [0.0]
+    now = [50.0]  # preparing took more than the share
     slow, quick = Competitor(lambda: 8.0, lambda: 8.0, lambda: None), Competitor(lambda: 0.1, lambda: 0.1, lambda: None)
 
     def seconds(call: Any, device: torch.device, repeats: int = 1) -> float:

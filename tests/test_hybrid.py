@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, Shape, attention, catalogue, explain
+from fast_attention import Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
 from fast_attention.combinations import near_far_passes, spans
 from fast_attention.ops import trail
+from fast_attention.ops.maps.features import Custom
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import agree
@@ -96,8 +97,29 @@ def test_stretches_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+def test_parameters_inside_a_users_map_get_their_gradient() -> None:
+    """They are no weights of the mechanism's: only the plain form, which autograd follows, can reach them."""
+    inside = torch.nn.Linear(8, 5).double()
+    far = LinearAttention(feature_map=Custom(lambda x: inside(x).exp()))
+    bound = Bound(Hybrid(near=Local(window=5), far=far), Shape(2, 8))
+    q, k, v = (x.requires_grad_() for x in qkv(80))
+
+    def run(bias: Tensor) -> Tensor:
+        with torch.no_grad():
+            inside.bias.copy_(bias)
+        return bound(q, k, v).square().sum()
+
+    start, step = inside.bias.detach().clone(), 1e-5
+    found = torch.autograd.grad(run(start), inside.bias)[0]
+    with torch.no_grad():
+        for i in range(5):
+            nudge = step * torch.eye(5, dtype=torch.float64)[i]
+            slope = (run(start + nudge) - run(start - nudge)) / (2 * step)
+            torch.testing.assert_close(found[i], slope, rtol=1e-5, atol=1e-7)
+
+
 def test_a_training_step_keeps_sums_and_no_scores() -> None:
-    """Beside inputs and output: the sums of 64 keys each, twice as long for eight features as 64 values are."""
+    """Beside inputs, mask and output only the sums of every 64 keys: one tensor as large as q for eight features."""
     bound = bind("Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=4))", dtype=torch.float32)
     q, k, v = (x.requires_grad_() for x in qkv(4096, dtype=torch.float32))
     held: list[Tensor] = []

@@ -54,10 +54,13 @@ def near_and_far(
     Query i stands at position ``start + i``, counted from the first key. ``w`` are the weights of ``far``.
     """
     leaves, layout = tree_flatten(w)
-    nothing = linear.empty(far.maps(w)[1](k[..., :1, :].detach()), v)
+    known = Far(far, layout)
+    probes = [phi(k[..., :1, :].detach()) for phi in known.maps(tuple(x if x is None else x.detach() for x in leaves))]
+    nothing = linear.empty(probes[1], v)
     tensors = (q, k, v, seen, *marks, *nothing, *(before or nothing), *leaves)
-    path = _STRETCHES if q.is_cpu else _plain
-    return path(*tensors, far=Far(far, layout), plan=plan(q.shape[-2], window, start))
+    closed = not any(probe.values.requires_grad for probe in probes)  # a user's map may hold parameters of its own
+    path = _STRETCHES if q.is_cpu and closed else _plain
+    return path(*tensors, far=known, plan=plan(q.shape[-2], window, start))
 
 
 class Given(NamedTuple):
@@ -157,13 +160,14 @@ def _backward(
     far_kv, far_k = (torch.empty_like(each) for each in beyond[:2])
     for part in query_stretches(x.q, x.k, plan):
         function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
-        held = [each.detach() for each in _local(x, part, beyond)]
         into = [q[..., part.rows, :], k[..., part.keys, :], v[..., part.keys, :], mk, mv]
         sums = [far_kv[..., part.blocks, :, :].zero_(), far_k[..., part.blocks, :].zero_()]
-        pull_into(function, held, x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned)
+        pull_into(
+            function, _local(x, part, beyond), x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned
+        )
     found = torch.autograd.grad(beyond[:2], coarse, (far_kv, far_k), allow_unused=True)
     for part in key_stretches(x.q, x.k, plan) if kept else ():
-        held = [x.k[..., part.keys, :].detach(), x.v[..., part.keys, :].detach()]
+        held = [x.k[..., part.keys, :], x.v[..., part.keys, :]]
         above = [found[2][..., part.blocks, :, :], found[3][..., part.blocks, :]]
         into = [k[..., part.keys, :], v[..., part.keys, :]]
         pull_into(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)

@@ -97,7 +97,7 @@ def pull_into(
     ``above`` are the gradients of the first results.
     """
     with torch.enable_grad():
-        twins = [x.requires_grad_() for x in held]
+        twins = [x.detach().requires_grad_() for x in held]
         fresh = [w if goal is None or w is None else w.detach().requires_grad_()
                    for w, goal in zip(weights, learned, strict=True)]  # fmt: skip
         results = function(*twins, *fresh)

@@ -86,7 +86,7 @@ def _some(lengths: list[int]) -> list[int]:
 def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
     """Run under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    status = "complete"
+    status, began = "complete", time.perf_counter()
     with progress_bar(console) as progress:
         task = progress.add_task("starting", total=plan.steps)
 
@@ -101,6 +101,7 @@ def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
             run.bench(watched, ledger)
         except KeyboardInterrupt:
             status = "interrupted"
+    ledger.meta["seconds"] = round(ledger.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
     run.finish(plan, ledger, status)
     ledger.summary = figures.summarise(ledger)
     files.write(out / RECORD, ledger.to_json() + "\n")

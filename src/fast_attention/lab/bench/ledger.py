@@ -117,8 +117,8 @@ def resume(path: Path, meta: dict[str, Any]) -> Ledger:
     other = [f"{key} was {ledger.meta.get(key)}, is {meta[key]}" for key in SAME if ledger.meta.get(key) != meta[key]]
     if other:
         raise InputError(f"--resume: {path} was measured with other settings: {'; '.join(other)}")
-    began = ledger.meta["started"]
-    ledger.meta = {**meta, "started": began, "resumed": [*ledger.meta.get("resumed", []), meta["started"]]}
+    before = {name: ledger.meta[name] for name in ("started", "seconds") if name in ledger.meta}
+    ledger.meta = {**meta, **before, "resumed": [*ledger.meta.get("resumed", []), meta["started"]]}
     whole = set(ledger.done)
     ledger.cells = [cell for cell in ledger.cells if time_key(cell.length, cell.group) in whole]
     return ledger

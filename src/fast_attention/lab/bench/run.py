@@ -81,7 +81,6 @@ def bench(plan: Plan, ledger: Ledger) -> None:
     if plan.decode:
         _decode(plan, ledger, right, max(plan.budget * SHARES["decode"], 10.0))
     _measure_ceilings(plan, ledger, "after")
-    ledger.meta["seconds"] = round(ledger.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
 
 
 def _measure_ceilings(plan: Plan, ledger: Ledger, when: str) -> None:
@@ -153,7 +152,7 @@ def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -
 def _effort(ledger: Ledger, length: int, group: list[Entrant]) -> float:
     """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up.
 
-    Who is slower than the slowest line to beat runs once, and counts for less.
+    Who is slower than the slowest line to beat is taken to run once, and counts for less.
     """
     lines = {entrant.reference for entrant in group}
     seconds = {e.name: foretold(ledger.cells, e.name, e.order, length)[0] or GUESS * length for e in group}
