@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fast_attention.combinations.far_sums import FarSums
 from fast_attention.combinations.landmarks import Landmarks
-from fast_attention.combinations.spans import Plan, Window
+from fast_attention.combinations.spans import Plan
 from fast_attention.ops.blocks import join, split
-from fast_attention.ops.linear import linear
-from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.feature_map import Features
 from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.windows.banded import reach, slices
@@ -35,7 +34,7 @@ class Rows(NamedTuple):
     marks: Landmarks
     queries: Features
     keys: Features
-    beyond: LinearState
+    beyond: FarSums
 
     def apart(self) -> list[Rows]:
         """Every head of every sequence by itself."""
@@ -46,20 +45,37 @@ class Rows(NamedTuple):
             x = x if x is None else x.expand(*lead, *x.shape[x.ndim - rank :]).flatten(0, len(lead) - 1)
             parts.append([None] * lead.numel() if x is None else x.unbind())
         return [
-            Rows(q, k, v, seen, Landmarks(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), LinearState(*t[7:]))
+            Rows(q, k, v, seen, Landmarks(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), FarSums(*t[7:]))
             for q, k, v, seen, *t in zip(*parts, strict=True)
         ]
 
 
-RANKS = (2, 2, 2, 1, 2, 2, 1, 2, 1, 2, 1, 3, 2, 1)  # axes of a head, tensor by tensor
+RANKS = (2, 2, 2, 1, 2, 2, 1, 2, 1, 2, 1, 3, 1)  # axes of a head, tensor by tensor
 
 
-def rows(given: Rows, plan: Plan) -> Float[Tensor, "*batch length values"]:
+class Sight(NamedTuple):
+    """What the rows of a block see, the same for every head."""
+
+    near: Bool[Tensor, "rows span"]  # exactly
+    later: Bool[Tensor, "rows span"] | None  # not at all; None: they see everything
+    place: Int[Tensor, "blocks rows"]  # where they stand themselves
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> Sight:
+        """From where the blocks lie."""
+        (left, right, is_causal), rows, ahead = plan.window, plan.block, plan.ahead
+        near = reach(rows, left, ahead, left=left, right=right, device=device)
+        later = ~reach(rows, left, ahead, left=None, right=0, device=device) if is_causal else None
+        first = torch.arange(plan.number, device=device)[:, None] * rows + plan.start
+        return Sight(near, later, first + torch.arange(rows, device=device))
+
+
+def rows(given: Rows, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length values"]:
     """Outputs of queries over their spans, the landmarks and what lies beyond every span."""
-    block, number, q, marks = plan.block, plan.number, given.q, given.marks
+    block, marks, q = plan.block, given.marks, given.q * given.q.shape[-1] ** -0.5
 
     def around(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=plan.window.left, ahead=plan.ahead, number=number, start=plan.start)
+        return slices(x, block=block, behind=plan.window.left, ahead=plan.ahead, number=plan.number, start=plan.start)
 
     def row(x: Tensor | None, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
         return None if x is None else cut(x[..., None])[..., 0]
@@ -67,52 +83,52 @@ def rows(given: Rows, plan: Plan) -> Float[Tensor, "*batch length values"]:
     seen = given.seen
     if seen is None and not plan.within(given.k.shape[-2]):
         seen = torch.ones(given.k.shape[-2], dtype=torch.bool, device=q.device)
+    marked, unknown = split(q @ marks.k.mT, block), ~marks.present[..., None, None, :]
+    if sight.later is not None:
+        unknown = unknown | (marks.place[..., None, None, :] > sight.place[..., None])
     blocks = Blocks(
-        split(q * q.shape[-1] ** -0.5, block), around(given.k), around(given.v), row(seen, around),
+        split(q, block), around(given.k), around(given.v), row(seen, around),
+        marked.masked_fill(unknown, float("-inf")),
         Features(split(given.queries.values, block), row(given.queries.log_scale, lambda x: split(x, block))),
         Features(around(given.keys.values), row(given.keys.log_scale, around)),
         given.beyond,
     )  # fmt: skip
-    place = torch.arange(block, device=q.device) + torch.arange(number, device=q.device)[:, None] * block + plan.start
-    known = marks.present[..., None, None, :]
-    if plan.window.is_causal:
-        known = known & (marks.place[..., None, None, :] <= place[..., None])
-    return join(_attend(blocks, marks, known, plan.window), q.shape[-2])
+    out, weights = (join(x, q.shape[-2]) for x in _attend(blocks, sight, plan))
+    return out + weights @ marks.v
 
 
 class Blocks(NamedTuple):
-    """Blocks of queries, the spans of keys that they read, and the sums of the keys beyond these."""
+    """Blocks of queries, the spans of keys that they read, logits of the landmarks, and the sums of the keys beyond."""
 
     q: Float[Tensor, "*batch blocks rows width"]  # times 1/sqrt(width)
     k: Float[Tensor, "*batch blocks span width"]
     v: Float[Tensor, "*batch blocks span values"]
     seen: Bool[Tensor, "*#batch blocks span"] | None
+    marked: Float[Tensor, "*batch blocks rows marks"]
     queries: Features
     keys: Features
-    beyond: LinearState
+    beyond: FarSums
 
 
-def _attend(blocks: Blocks, marks: Landmarks, known: Tensor, window: Window) -> Tensor:
-    """Outputs of all blocks (..., blocks, rows, Ev); ``known`` (..., #blocks, #rows, marks): landmarks to be seen."""
-    rows, span, device = blocks.q.shape[-2], blocks.k.shape[-2], blocks.q.device
-    ahead, hidden = span - rows - window.left, None if blocks.seen is None else ~blocks.seen[..., None, :]
-    near = reach(rows, window.left, ahead, left=window.left, right=window.right, device=device)
-    end = max(rows, window.left + window.right + 1)  # from here on keys are too far ahead for some queries
-    if window.is_causal:
-        later = ~reach(rows, window.left, ahead, left=None, right=0, device=device)
-        hidden, end = later if hidden is None else hidden | later, span
+def _attend(blocks: Blocks, sight: Sight, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Outputs of all blocks (..., blocks, rows, Ev) without the landmarks' share, and the landmarks' weights."""
+    (left, right, is_causal), rows, span = plan.window, plan.block, plan.span
+    hidden = None if blocks.seen is None else ~blocks.seen[..., None, :]
+    if sight.later is not None:
+        hidden = sight.later if hidden is None else hidden | sight.later
+    end = span if is_causal else max(rows, left + right + 1)  # from here on keys are too far ahead for some queries
     exact, parts = blocks.q @ blocks.k.mT, []
     for columns, mixed in ((slice(0, rows), rows > 1), (slice(rows, end), False), (slice(end, span), end < span)):
         part = exact[..., columns]
         if mixed:
-            part = torch.where(near[:, columns], part, _estimated(blocks, columns))
+            part = torch.where(sight.near[:, columns], part, _estimated(blocks, columns))
         parts.append(part if hidden is None else torch.where(hidden[..., columns], float("-inf"), part))
-    marked = (blocks.q @ marks.k[..., None, :, :].mT).masked_fill(~known, float("-inf"))
-    summed, scale = linear.read(blocks.queries.values, blocks.beyond), blocks.queries.log_scale
-    beyond = _log(summed.denominator, scale, blocks.beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
-    weights = torch.cat([*parts, marked, beyond[..., None]], -1).softmax(-1)
-    out = weights[..., :span] @ blocks.v + weights[..., span:-1] @ marks.v[..., None, :, :]
-    return out + weights[..., -1:] * linear.normalise(summed)
+    found, scale = blocks.queries.values @ blocks.beyond.both, blocks.queries.log_scale
+    summed = found[..., -1]
+    beyond = _log(summed, scale, blocks.beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
+    weights = torch.cat([*parts, blocks.marked, beyond[..., None]], -1).softmax(-1)
+    share = weights[..., -1] / summed.clamp_min(_least(summed))
+    return weights[..., :span] @ blocks.v + share[..., None] * found[..., :-1], weights[..., span:-1]
 
 
 def _estimated(blocks: Blocks, columns: slice) -> Tensor:
@@ -124,8 +140,16 @@ def _estimated(blocks: Blocks, columns: slice) -> Tensor:
 
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
+    if torch.is_grad_enabled():
+        least = _least(product)
+        logs = torch.where(product < least, float("-inf"), product.clamp_min(least).log())
+    else:
+        logs = product.log()
+    logs = logs if a is None else logs.add_(a)
+    return logs if b is None else logs.add_(b)
+
+
+def _least(product: Tensor) -> float:
+    """Below this a product, and a quotient by it, means nothing."""
     info = torch.finfo(product.dtype)
-    least = info.tiny / info.eps
-    logs = torch.where(product < least, float("-inf"), product.clamp_min(least).log())
-    logs = logs if a is None else logs + a
-    return logs if b is None else logs + b
+    return info.tiny / info.eps

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fast_attention.combinations.far_sums import outside, summed
+from fast_attention.combinations.far_sums import FarSums, outside, summed
 from fast_attention.combinations.landmarks import Landmarks
-from fast_attention.combinations.near_far import Rows, rows
+from fast_attention.combinations.near_far import Rows, Sight, rows
 from fast_attention.combinations.spans import Plan, Stretch, Window, key_stretches, plan, query_stretches
 from fast_attention.kernelised import Kernelised, Map
 from fast_attention.ops.explicit import Explicit, Tensors
@@ -56,8 +56,8 @@ def near_and_far(
     leaves, layout = tree_flatten(w)
     known = Far(far, layout)
     probes = [phi(k[..., :1, :].detach()) for phi in known.maps(tuple(x if x is None else x.detach() for x in leaves))]
-    nothing = linear.empty(probes[1], v)
-    tensors = (q, k, v, seen, *marks, *nothing, *(before or nothing), *leaves)
+    both, top = FarSums.of(before or linear.empty(probes[1], v))
+    tensors = (q, k, v, seen, *marks, both.unsqueeze(-3), top.unsqueeze(-1), *leaves)
     closed = not any(probe.values.requires_grad for probe in probes)  # a user's map may hold parameters of its own
     path = _STRETCHES if q.is_cpu and closed else _plain
     return path(*tensors, far=known, plan=plan(q.shape[-2], window, start))
@@ -71,47 +71,45 @@ class Given(NamedTuple):
     v: Tensor
     seen: Tensor
     marks: Landmarks
-    nothing: LinearState
-    before: LinearState
+    before: FarSums
     leaves: Tensors
 
     @staticmethod
     def of(tensors: tuple[Any, ...]) -> Given:
         """From the flat list."""
         q, k, v, seen = tensors[:4]
-        marks, nothing, before = Landmarks(*tensors[4:7]), LinearState(*tensors[7:10]), LinearState(*tensors[10:13])
-        return Given(q, k, v, seen, marks, nothing, before, tensors[13:])
+        return Given(q, k, v, seen, Landmarks(*tensors[4:7]), FarSums(*tensors[7:9]), tensors[9:])
 
 
 def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
     x = Given.of(tensors)
-    maps, states = far.maps(x.leaves), None
+    maps, states = far.maps(x.leaves), x.before.part(0, 0)
     if torch.compiler.is_exporting() or plan.several:
         states = summed(x.k, x.v, x.seen, maps[1], start=plan.first, block=plan.block, number=plan.several)
-    keys = linear.masked_keys(maps[1], x.k, x.seen)
-    beyond = outside(states, x.before, x.nothing, plan)
-    return rows(Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, beyond), plan)
+    keys, beyond = linear.masked_keys(maps[1], x.k, x.seen), outside(states, x.before, plan)
+    whole = Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, beyond)
+    return rows(whole, Sight.of(plan, x.q.device), plan)
 
 
 def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, top: Tensor) -> Callable[..., Tensor]:
     """The outputs of a stretch as a function of the tensors that have gradients."""
     local = plan._replace(start=part.start, number=part.blocks.stop - part.blocks.start)
-    visible = _unless_all(seen[..., part.keys])
+    visible, sight = _unless_all(seen[..., part.keys]), Sight.of(local, seen.device)
 
-    def function(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor, kv: Tensor, z: Tensor, *w: Any) -> Tensor:
-        marks, beyond = Landmarks(mk, mv, place - part.keys.start), LinearState(kv, z, top[..., part.blocks])
+    def function(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor, both: Tensor, *w: Any) -> Tensor:
+        marks, beyond = Landmarks(mk, mv, place - part.keys.start), FarSums(both, top[..., part.blocks])
         queries, keys = far.maps(w)
         whole = Rows(q, k, v, visible, marks, queries(q), linear.masked_keys(keys, k, visible), beyond)
-        return torch.stack([rows(head, local) for head in whole.apart()]).unflatten(0, q.shape[:-2])
+        return torch.stack([rows(head, sight, local) for head in whole.apart()]).unflatten(0, q.shape[:-2])
 
     return function
 
 
-def _sums_of(part: Stretch, plan: Plan, far: Far, seen: Tensor) -> Callable[..., LinearState]:
+def _sums_of(part: Stretch, plan: Plan, far: Far, seen: Tensor) -> Callable[..., FarSums]:
     """The sums of a stretch's blocks as a function of the tensors that have gradients."""
     number, visible = part.blocks.stop - part.blocks.start, _unless_all(seen[..., part.keys])
 
-    def function(k: Tensor, v: Tensor, *w: Any) -> LinearState:
+    def function(k: Tensor, v: Tensor, *w: Any) -> FarSums:
         phi = far.maps(w)[1]
         return summed(k, v, visible, phi, start=part.start, block=plan.block, number=number)
 
@@ -123,28 +121,26 @@ def _unless_all(seen: Tensor) -> Tensor | None:
 
 
 def _forward(*tensors: Any, far: Far, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    x, states = Given.of(tensors), None
-    if plan.several:
-        made = [
-            _sums_of(part, plan, far, x.seen)(x.k[..., part.keys, :], x.v[..., part.keys, :], *x.leaves)
-            for part in key_stretches(x.q, x.k, plan)
-        ]
-        states = LinearState(*(torch.cat(each, axis) for each, axis in zip(zip(*made, strict=True), AXES, strict=True)))
-    beyond = outside(states, x.before, x.nothing, plan)
+    x = Given.of(tensors)
+    first, top = x.before
+    states = FarSums(
+        first.new_empty(*first.shape[:-3], plan.several, *first.shape[-2:]),
+        top.new_empty(*top.shape[:-1], plan.several),
+    )
+    for part in key_stretches(x.q, x.k, plan):
+        found = _sums_of(part, plan, far, x.seen)(x.k[..., part.keys, :], x.v[..., part.keys, :], *x.leaves)
+        states.both[..., part.blocks, :, :], states.top[..., part.blocks] = found
+    beyond = outside(states, x.before, plan)
     out = x.q.new_empty(*x.q.shape[:-1], x.v.shape[-1])
     for part in query_stretches(x.q, x.k, plan):
         function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
         out[..., part.rows, :] = function(*_local(x, part, beyond), *x.leaves)
-    return out, tuple(states) if keep and states is not None else ()
+    return out, tuple(states) if keep else ()
 
 
-AXES = (-3, -2, -1)  # of the blocks in a LinearState
-
-
-def _local(x: Given, part: Stretch, beyond: LinearState) -> tuple[Tensor, ...]:
-    k, v = x.k[..., part.keys, :], x.v[..., part.keys, :]
-    sums = beyond.kv[..., part.blocks, :, :], beyond.k[..., part.blocks, :]
-    return x.q[..., part.rows, :], k, v, x.marks.k, x.marks.v, *sums
+def _local(x: Given, part: Stretch, beyond: FarSums) -> tuple[Tensor, ...]:
+    k, v, both = x.k[..., part.keys, :], x.v[..., part.keys, :], beyond.both[..., part.blocks, :, :]
+    return x.q[..., part.rows, :], k, v, x.marks.k, x.marks.v, both
 
 
 def _backward(
@@ -153,25 +149,22 @@ def _backward(
     x = Given.of(inputs)
     q, k, v, mk, mv = (torch.zeros_like(each) for each in (x.q, x.k, x.v, x.marks.k, x.marks.v))
     learned = [None if w is None or not w.requires_grad else torch.zeros_like(w) for w in x.leaves]
-    coarse = [each.detach().requires_grad_() for each in (*x.before[:2], *kept[:2])]
+    coarse = [each.detach().requires_grad_() for each in (kept[0], x.before.both)]
     with torch.enable_grad():
-        states = LinearState(coarse[2], coarse[3], kept[2]) if kept else None
-        beyond = outside(states, LinearState(coarse[0], coarse[1], x.before.top), x.nothing, plan)
-    far_kv, far_k = (torch.empty_like(each) for each in beyond[:2])
+        beyond = outside(FarSums(coarse[0], kept[1]), FarSums(coarse[1], x.before.top), plan)
+    far_both = torch.empty_like(beyond.both)
     for part in query_stretches(x.q, x.k, plan):
         function = _rows_of(part, plan, far, x.seen, x.marks.place, beyond.top)
         into = [q[..., part.rows, :], k[..., part.keys, :], v[..., part.keys, :], mk, mv]
-        sums = [far_kv[..., part.blocks, :, :].zero_(), far_k[..., part.blocks, :].zero_()]
-        pull_into(
-            function, _local(x, part, beyond), x.leaves, [gradients[0][..., part.rows, :]], [*into, *sums], learned
-        )
-    found = torch.autograd.grad(beyond[:2], coarse, (far_kv, far_k), allow_unused=True)
-    for part in key_stretches(x.q, x.k, plan) if kept else ():
+        sums = far_both[..., part.blocks, :, :].zero_()
+        above = [gradients[0][..., part.rows, :]]
+        pull_into(function, _local(x, part, beyond), x.leaves, above, [*into, sums], learned)
+    found, first = torch.autograd.grad(beyond.both, coarse, far_both)
+    for part in key_stretches(x.q, x.k, plan):
         held = [x.k[..., part.keys, :], x.v[..., part.keys, :]]
-        above = [found[2][..., part.blocks, :, :], found[3][..., part.blocks, :]]
-        into = [k[..., part.keys, :], v[..., part.keys, :]]
+        above, into = [found[..., part.blocks, :, :]], [k[..., part.keys, :], v[..., part.keys, :]]
         pull_into(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)
-    return q, k, v, None, mk, mv, None, None, None, None, *found[:2], None, *learned
+    return q, k, v, None, mk, mv, None, first, None, *learned
 
 
 _STRETCHES = Explicit(_plain, _forward, _backward)

@@ -33,13 +33,23 @@ class Plan(NamedTuple):
     number: int  # blocks of queries
     ahead: int  # keys of a span behind its block
     first: int  # the position of the first block of keys
-    several: int  # blocks of keys
-    lead: int  # of those, in front of the first span
+    lead: int  # blocks of keys in front of the first span
 
     @property
     def span(self) -> int:
         """Keys that a block of queries reads."""
         return self.window.left + self.block + self.ahead
+
+    @property
+    def behind(self) -> int:
+        """Blocks of keys from the beginning of a span on that are not behind it; 0 where none behind is seen."""
+        return 0 if self.window.is_causal else self.span // self.block
+
+    @property
+    def several(self) -> int:
+        """Blocks of keys that are summed up."""
+        between = self.number if torch.compiler.is_exporting() else self.number - 1  # the last of a traced length is
+        return self.lead + between + self.behind  # padding: see ops/blocks.py
 
     def within(self, keys: int) -> bool:
         """Whether all spans lie inside a sequence."""
@@ -52,9 +62,7 @@ def plan(length: int, window: Window, start: int) -> Plan:
     number, front = count(length, block), start - window.left
     ahead = 0 if window.is_causal else window.right + -(window.left + window.right) % block
     lead = max(0, -(-front // block))
-    behind = 0 if window.is_causal else (window.left + block + ahead) // block
-    between = number if torch.compiler.is_exporting() else number - 1  # see ops/blocks.py: the last one is padding
-    return Plan(window, start, block, number, ahead, front - lead * block, lead + between + behind, lead)
+    return Plan(window, start, block, number, ahead, front - lead * block, lead)
 
 
 class Stretch(NamedTuple):

@@ -76,7 +76,7 @@ def positive(x: Tensor, W: Tensor, bias: Tensor | None = None, *, hyperbolic: bo
     half = x.square().sum(-1) / 2
     top = z.detach().amax(-1)
     # half - half is zero: it hands the scale's gradient to the features, so that none need flow through pairs of scales
-    values = (z - (top + (half - half.detach()))[..., None]).exp()
+    values = z.sub_((top + (half - half.detach()))[..., None]).exp_()
     return Features(values, top - half.detach() - math.log(z.shape[-1]) / 2)
 
 
