@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
@@ -78,7 +79,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--positions", type=int, nargs="+", default=[256, 1024, 4096, 8192, 16384])
     parser.add_argument("--out", type=Path, help="Also write the figures to this JSON file.")
-    mechanisms = ["Softmax()", "LinearAttention()", "FavorPlus(num_features=64)", "Local(window=128)"]
+    mechanisms = [
+        "Softmax()", "LinearAttention()", "FavorPlus(num_features=64)", "Local(window=128)",
+        "Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=32))",
+    ]  # fmt: skip
     parser.add_argument("--mechanisms", nargs="+", default=mechanisms)
     asked = parser.parse_args()
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -87,12 +91,12 @@ def main() -> None:
         found[name] = written(name, asked.batch, sorted(asked.positions))
         for row in found[name]:
             size = f"{row['bytes'] / 2**20:9.2f} MiB"
-            print(f"{name:28} token {row['position']:6,}: {row['milliseconds']:7.2f} ms  cache {size}", flush=True)
+            print(f"{name:67} token {row['position']:6,}: {row['milliseconds']:7.2f} ms  cache {size}", flush=True)
     if asked.out:
         meta = {
             "status": "complete", "command": sys.argv[1:], "started": started, "batch": asked.batch,
             "model": "Llama, 2 layers, width 256, 4 heads, random weights",
-            **records.surroundings(torch.device("cpu")),
+            "transformers": transformers.__version__, **records.surroundings(torch.device("cpu")),
         }  # fmt: skip
         files.write(asked.out, json.dumps({"meta": meta, "mechanisms": found}, indent=1) + "\n")
 
