@@ -38,7 +38,8 @@ def _swapped(held: dict[str, Any], name: str) -> list[str]:
         "last hidden states of a passage (what sentences are compared by), and single hidden states, with those of the "
         "original model: 1 is equal. Time is the original's over the swapped model's, of a whole forward pass of one "
         f"sequence, and at {far:,} tokens of its attention modules alone: above 1 is faster. Memory is the peak that a "
-        "pass allocates, against the original's.",
+        f"pass allocates, against the original's. Windows and blocks that reach over most of {meta['length']} tokens "
+        "(BigBird's do) lose more on longer passages.",
         "",
         f"Nothing was trained for this table: mechanisms marked + have weights of their own, which say nothing before. "
         f"Measured on {meta['hardware']}, {meta['threads']} threads, torch {meta['torch']}, transformers "

@@ -14,9 +14,8 @@ from benchmarks import keep
 from benchmarks.peers import PEERS
 from torch import Tensor, nn
 
-from fast_attention import catalogue
+from fast_attention import catalogue, clock
 from fast_attention.cli import main
-from fast_attention.lab import measure
 from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup, memory, page, run, terminal
 from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes, line
 from fast_attention.lab.bench.heat import Heat
@@ -200,7 +199,7 @@ def test_a_stopped_benchmark_keeps_what_it_has_and_goes_on(
 
 def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rounds stay; the one that was cut short leaves no ratio of its own."""
-    calls, clock = [0], measure.seconds
+    calls, real = [0], clock.seconds
     setting = Setting(2, 8, CPU, torch.float32, False, False)
     group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
     ledger = Ledger({})
@@ -211,9 +210,9 @@ def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
         calls[0] += 1
         if calls[0] > 4 + 5:  # two calls to prepare each of the two, then two rounds and a half
             raise KeyboardInterrupt
-        return clock(*rest)
+        return real(*rest)
 
-    monkeypatch.setattr(measure, "seconds", cut)
+    monkeypatch.setattr(clock, "seconds", cut)
     with pytest.raises(KeyboardInterrupt):
         heat.run()
     assert [cell.rounds for cell in ledger.cells] == [3, 2] or [cell.rounds for cell in ledger.cells] == [2, 2]
@@ -393,7 +392,7 @@ def test_rounds_go_on_when_the_slow_have_sat_down(monkeypatch: pytest.MonkeyPatc
         now[0] += call() * repeats
         return call()
 
-    monkeypatch.setattr(measure, "seconds", seconds)
+    monkeypatch.setattr(clock, "seconds", seconds)
     monkeypatch.setattr(Heat, "spent", property(lambda self: now[0]))
     group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
     ledger = Ledger({})

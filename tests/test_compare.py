@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fast_attention import Bound, Mixer, Shape, catalogue, files
+from fast_attention import Bound, Mixer, Shape, catalogue, clock, files
 from fast_attention.lab import capture, compare, corpus, measure, pictures, race, report, tables, verdicts
 from fast_attention.lab.accuracy import Scene, measurable, one, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
@@ -86,7 +86,7 @@ def test_captured_tensors_give_the_models_own_attention(kind: str, tmp_path: Pat
 
 def test_models_that_add_to_their_scores_are_refused(tmp_path: Path) -> None:
     t5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
-    with pytest.raises(InputError, match="position_bias|does not let its attention be replaced"):
+    with pytest.raises(InputError, match=r"position_bias|does not let its attention be replaced"):
         HuggingFace(saved(tmp_path / "t5", t5), reading())
     mistral = transformers.MistralConfig(
         **SIZES, intermediate_size=32, num_key_value_heads=4, sliding_window=16, max_position_embeddings=64
@@ -284,16 +284,16 @@ def test_numbers_without_an_error_for_what_must_be_trained(complete: Record) -> 
 @pytest.mark.parametrize("after", [0, 3, 40])
 def test_ctrl_c_leaves_a_whole_partial_record(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted before, in the warm-up and in the rounds."""
-    calls, clock = 0, measure.seconds
+    calls, real = 0, clock.seconds
 
     def interrupted(*args: Any) -> float:
         nonlocal calls
         calls += 1
         if calls > after:
             raise KeyboardInterrupt
-        return clock(*args)
+        return real(*args)
 
-    monkeypatch.setattr(measure, "seconds", interrupted)
+    monkeypatch.setattr(clock, "seconds", interrupted)
     of = plan("LinearAttention()", "FavorPlus()", lengths=(16, 32))
     record = record_of(of)
     with pytest.raises(KeyboardInterrupt):
@@ -358,17 +358,17 @@ def test_a_slow_mechanism_is_over_budget_not_silent() -> None:
 
 def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
-    clock = measure.seconds
+    real = clock.seconds
 
     def watched(run: Any, *rest: Any) -> float:
         order.append(run)
-        return clock(run, *rest)
+        return real(run, *rest)
 
     of = plan("LinearAttention()", "FavorPlus()", lengths=(16,), backward=False)
     record = record_of(of)
     lap = race.Race(of.setting, of.mechanisms, record, 16, 30.0, lambda what: None)
     with monkeypatch.context() as patch:
-        patch.setattr(measure, "seconds", watched)
+        patch.setattr(clock, "seconds", watched)
         lap.run()
     rounds = [order[i : i + 3] for i in range(len(order) - 3 * race.MOST_ROUNDS, len(order), 3)]
     assert len(rounds) == race.MOST_ROUNDS
@@ -382,8 +382,8 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(monkeypatch:
 
 def test_the_clock_waits_for_the_device(device: torch.device) -> None:
     x = torch.randn(256, 256, device=device)
-    once = min(measure.seconds(lambda: x @ x, device) for _ in range(3))
-    many = measure.seconds(lambda: [x @ x for _ in range(200)], device)
+    once = min(clock.seconds(lambda: x @ x, device) for _ in range(3))
+    many = clock.seconds(lambda: [x @ x for _ in range(200)], device)
     assert many > 10 * once
 
 

@@ -25,7 +25,7 @@ FLOORS = [
     ["mechanisms"],
     ["combinations"],
     ["catalogue"],
-    ["functional", "nn", "counting", "attention_maps"],
+    ["functional", "nn", "counting", "clock", "attention_maps"],
     ["conformance", "data", "explanation", "exporting", "integrations"],
     ["tasks"],
     ["training"],

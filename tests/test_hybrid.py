@@ -38,6 +38,7 @@ def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool
 def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "BLOCK", block)
     monkeypatch.setattr(spans, "SCORES", 1)  # a stretch for every block
+    monkeypatch.setattr(spans, "FEW", 0)
     bound = bind(mechanism)
     for length, keys in ((13, 13), (5, 12), (12, 5)):
         for is_causal in (False, True):
@@ -80,6 +81,7 @@ def test_stretches_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch)
     """Outputs, gradients and gradients of gradients: what is differentiated twice takes the plain form."""
     monkeypatch.setattr(spans, "BLOCK", 8)
     monkeypatch.setattr(spans, "SCORES", 1)
+    monkeypatch.setattr(spans, "FEW", 0)
     bound = bind(f"Hybrid(near=Local(window=(3, 6)), far={far}, first=2)")
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(30, 37))
@@ -102,7 +104,7 @@ def test_parameters_inside_a_users_map_get_their_gradient() -> None:
     inside = torch.nn.Linear(8, 5).double()
     far = LinearAttention(feature_map=Custom(lambda x: inside(x).exp()))
     bound = Bound(Hybrid(near=Local(window=5), far=far), Shape(2, 8))
-    q, k, v = (x.requires_grad_() for x in qkv(80))
+    q, k, v = (x.requires_grad_() for x in qkv(spans.FEW + 1))
 
     def run(bias: Tensor) -> Tensor:
         with torch.no_grad():
@@ -179,7 +181,7 @@ def test_many_features_come_near_softmax() -> None:
 def test_logits_of_hundreds_stay_finite(far: str) -> None:
     bound = bind(f"Hybrid(near=Local(window=8), far={far})", dtype=torch.float32)
     for is_causal in (False, True):
-        q, k, v = (x.requires_grad_() for x in qkv(150, dtype=torch.float32, scale=15.0))
+        q, k, v = (x.requires_grad_() for x in qkv(300, dtype=torch.float32, scale=15.0))
         assert (q @ k.mT * 8**-0.5).max() > 500
         out = bound(q, k, v, is_causal=is_causal)
         assert out.isfinite().all()
@@ -188,12 +190,12 @@ def test_logits_of_hundreds_stay_finite(far: str) -> None:
         assert all(x.isfinite().all() for x in grads)
 
 
-@pytest.mark.parametrize("kept", [1, 3, 70, 149])
+@pytest.mark.parametrize("kept", [1, 3, 70, 299])
 def test_padding_on_either_side_gives_the_shorter_sequence(kept: int) -> None:
     bound = bind("Hybrid(near=Local(window=8), far=LearnedFeatures(num_features=4), first=2, last=2)")
-    q, k, v = qkv(150)
-    for side in (slice(0, kept), slice(150 - kept, 150)):
-        mask = torch.zeros(2, 150, dtype=torch.bool)
+    q, k, v = qkv(300)
+    for side in (slice(0, kept), slice(300 - kept, 300)):
+        mask = torch.zeros(2, 300, dtype=torch.bool)
         mask[:, side] = True
         for is_causal in (False, True):
             ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)[..., side, :]

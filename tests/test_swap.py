@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import fast_attention
-from fast_attention import swap, swap_back
+from fast_attention import clock, swap, swap_back
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -443,8 +443,13 @@ def test_a_window_inside_packed_sequences_is_seen() -> None:
         model(tokens, position_ids=places, use_cache=False)
 
 
-def test_the_report_says_what_a_length_costs() -> None:
-    """Counted: exact attention's operations grow with the square of the length, the window's with the length."""
+def test_the_report_says_what_a_length_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: exact attention's operations grow with the square of the length, the window's with the length.
+
+    Times are medians of passes in turns.
+    """
+    times = iter([0.2, 0.03, 0.4, 0.02, 0.3, 0.04, 0.1, 0.01, 0.6, 0.05] * 4)
+    monkeypatch.setattr(clock, "seconds", lambda run, device: next(times))
     model = build("Bert")
     report = swap(model, {"*layer.0.*": "Local(window=4)"})
     small, large = report.expected(128), report.expected(512, batch=2)
@@ -455,6 +460,8 @@ def test_the_report_says_what_a_length_costs() -> None:
     assert 1.5 < now.operations / after.operations / 4 < 2.5, "twice the batch, four times the length"
     assert now.operations < then.operations / 5
     assert now.bytes >= 4 * 512 * 8 * 4 * 2
+    assert (before.seconds, after.seconds) == (0.3, 0.03)
+    assert "time 300 ms -> 30 ms" in str(large)
     assert "operations" in str(large)
     assert "2 x 512 tokens" in str(large)
     with pytest.raises(ValueError, match="length=0"):

@@ -123,12 +123,29 @@ def _attend(blocks: Blocks, sight: Sight, plan: Plan) -> tuple[Tensor, Tensor]:
         if mixed:
             part = torch.where(sight.near[:, columns], part, _estimated(blocks, columns))
         parts.append(part if hidden is None else torch.where(hidden[..., columns], float("-inf"), part))
-    found, scale = blocks.queries.values @ blocks.beyond.both, blocks.queries.log_scale
+    return _normalised([*parts, blocks.marked], blocks.v, blocks.queries, blocks.beyond)
+
+
+def nearest(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, marks: Landmarks, queries: Features, beyond: FarSums
+) -> Float[Tensor, "*batch length values"]:
+    """``rows`` where every key is near and every landmark known: a step of decoding. One sum serves all queries."""
+    q = q * q.shape[-1] ** -0.5
+    pairs = ((k, seen), (marks.k, marks.present))
+    parts = [torch.where(there[..., None, :], q @ keys.mT, float("-inf")) for keys, there in pairs]
+    out, weights = _normalised(parts, v, queries, beyond)
+    return out + weights @ marks.v
+
+
+def _normalised(parts: list[Tensor], v: Tensor, queries: Features, beyond: FarSums) -> tuple[Tensor, Tensor]:
+    """Outputs from logits of the keys whose values are ``v`` and what lies beyond; the weights of the others."""
+    found, keys = queries.values @ beyond.both, v.shape[-2]
     summed = found[..., -1]
-    beyond = _log(summed, scale, blocks.beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
-    weights = torch.cat([*parts, blocks.marked, beyond[..., None]], -1).softmax(-1)
-    share = weights[..., -1] / summed.clamp_min(_least(summed))
-    return weights[..., :span] @ blocks.v + share[..., None] * found[..., :-1], weights[..., span:-1]
+    least = _least(summed)
+    total = _log(summed, queries.log_scale, beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
+    weights = torch.cat([*parts, total[..., None]], -1).softmax(-1)
+    share = torch.where(summed < least, 0.0, weights[..., -1] / summed.clamp_min(least))
+    return weights[..., :keys] @ v + share[..., None] * found[..., :-1], weights[..., keys:-1]
 
 
 def _estimated(blocks: Blocks, columns: slice) -> Tensor:
@@ -150,6 +167,6 @@ def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
 
 
 def _least(product: Tensor) -> float:
-    """Below this a product, and a quotient by it, means nothing."""
+    """Below this a product, or a quotient by it, means nothing."""
     info = torch.finfo(product.dtype)
     return info.tiny / info.eps

@@ -17,8 +17,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fast_attention.combinations.far_sums import FarSums, outside, summed
 from fast_attention.combinations.landmarks import Landmarks
-from fast_attention.combinations.near_far import Rows, Sight, rows
-from fast_attention.combinations.spans import Plan, Stretch, Window, key_stretches, plan, query_stretches
+from fast_attention.combinations.near_far import Rows, Sight, nearest, rows
+from fast_attention.combinations.spans import Plan, Stretch, Window, alone, key_stretches, many, plan, query_stretches
 from fast_attention.kernelised import Kernelised, Map
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
@@ -35,6 +35,11 @@ class Far(NamedTuple):
     def maps(self, leaves: Tensors) -> tuple[Map, Map]:
         """The maps of queries and of keys."""
         return self.mechanism.maps(tree_unflatten(leaves, self.layout))
+
+    def closed(self, one: Tensor, leaves: Tensors) -> bool:
+        """Whether the maps of a key have no other parameters than ``leaves``: a user's own may hold some."""
+        maps = self.maps(tuple(x if x is None else x.detach() for x in leaves))
+        return not any(phi(one).values.requires_grad for phi in maps)
 
 
 def near_and_far(
@@ -53,13 +58,14 @@ def near_and_far(
 
     Query i stands at position ``start + i``, counted from the first key. ``w`` are the weights of ``far``.
     """
-    leaves, layout = tree_flatten(w)
-    known = Far(far, layout)
-    probes = [phi(k[..., :1, :].detach()) for phi in known.maps(tuple(x if x is None else x.detach() for x in leaves))]
-    both, top = FarSums.of(before or linear.empty(probes[1], v))
+    flat, layout = tree_flatten(w)
+    known, leaves, one = Far(far, layout), tuple(flat), k[..., :1, :].detach()
+    beyond = FarSums.of(before or linear.empty(known.maps(leaves)[1](one), v))
+    if alone(q, k, window):
+        return nearest(q, k, v, seen, marks, known.maps(leaves)[0](q), beyond)
+    both, top = beyond
     tensors = (q, k, v, seen, *marks, both.unsqueeze(-3), top.unsqueeze(-1), *leaves)
-    closed = not any(probe.values.requires_grad for probe in probes)  # a user's map may hold parameters of its own
-    path = _STRETCHES if q.is_cpu and closed else _plain
+    path = _STRETCHES if q.is_cpu and many(k) and known.closed(one, leaves) else _plain
     return path(*tensors, far=known, plan=plan(q.shape[-2], window, start))
 
 

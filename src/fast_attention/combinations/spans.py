@@ -13,6 +13,7 @@ from fast_attention.ops.windows.banded import smaller
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
 SCORES = 2**18  # of a head in a stretch: 1 MiB in float32
+FEW = 512  # keys up to which all heads are taken at once
 TOKENS = 2**14  # of a stretch, all heads together: a few MiB of features
 
 
@@ -63,6 +64,18 @@ def plan(length: int, window: Window, start: int) -> Plan:
     ahead = 0 if window.is_causal else window.right + -(window.left + window.right) % block
     lead = max(0, -(-front // block))
     return Plan(window, start, block, number, ahead, front - lead * block, lead)
+
+
+def many(k: Tensor) -> bool:
+    """Whether stretches pay for so many keys; no question where the length is traced."""
+    return not torch.compiler.is_compiling() and k.shape[-2] > FEW
+
+
+def alone(q: Tensor, k: Tensor, window: Window) -> bool:
+    """Whether this is the last query of a sequence, all of whose keys are near; no question where traced."""
+    return (
+        not torch.compiler.is_compiling() and window.is_causal and q.shape[-2] == 1 and k.shape[-2] <= window.left + 1
+    )
 
 
 class Stretch(NamedTuple):

@@ -57,10 +57,10 @@ class Report:
         return sum(layer.parameters for layer in self.layers)
 
     def expected(self, length: int, *, batch: int = 1) -> Expected:
-        """What the attention of every replaced layer costs at a length, as it was and as it is, counted.
+        """What the attention of every replaced layer costs at a length, as it was and as it is.
 
-        Operations and memory are counted in one forward pass on Gaussian tensors, as many keys as queries. For times on
-        this machine see ``fast-attention advise``.
+        Operations and memory are counted in one forward pass on Gaussian tensors, as many keys as queries; times are
+        medians of up to five passes on the layer's device, here and now. ``fast-attention advise`` compares many.
 
         Args:
             length: Tokens of a sequence.

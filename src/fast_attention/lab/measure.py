@@ -137,23 +137,6 @@ def costs(runner: Competitor, setting: Setting) -> dict[str, int | None]:
     }
 
 
-def seconds(run: Run, device: torch.device, repeats: int = 1) -> float:
-    """Wall time of one call, averaged over ``repeats``, the device's queue empty before and after."""
-    _synchronise(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    _synchronise(device)
-    return (time.perf_counter() - start) / repeats
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 def repeats_for(estimate: float) -> int:
     """How many calls make a sample long enough to time."""
     return max(1, min(MOST_REPEATS, round(SHORTEST_SAMPLE / max(estimate, 1e-9))))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fast_attention import clock
 from fast_attention.lab import measure
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Competitor, Setting
@@ -150,10 +151,10 @@ class Race:
                 for name in running:
                     runner, (once, both) = self.runners[name], self.estimates[name]
                     repeats = measure.repeats_for(once)
-                    forward[name].append(measure.seconds(runner.forward, setting.device, repeats))
+                    forward[name].append(clock.seconds(runner.forward, setting.device, repeats))
                     if setting.backward:
                         repeats = measure.repeats_for(both)
-                        training[name].append(measure.seconds(runner.training, setting.device, repeats))
+                        training[name].append(clock.seconds(runner.training, setting.device, repeats))
         finally:
             for name in names:
                 self.note(name, forward, training)
@@ -194,8 +195,8 @@ def _warm(runner: Competitor, setting: Setting) -> tuple[float, float]:
     """Seconds of one call of each pass; of the second call where the first, which pays for set-up, was short."""
     found = []
     for run in (runner.forward, runner.training) if setting.backward else (runner.forward,):
-        first = measure.seconds(run, setting.device)
-        found.append(measure.seconds(run, setting.device) if first < SLOW else first)
+        first = clock.seconds(run, setting.device)
+        found.append(clock.seconds(run, setting.device) if first < SLOW else first)
     return found[0], found[-1]
 
 

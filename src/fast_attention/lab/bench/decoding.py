@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fast_attention import clock
 from fast_attention.lab import measure
 from fast_attention.lab.bench.ledger import Step
 from fast_attention.lab.measure import Setting
@@ -91,7 +92,7 @@ def _timed(
             def step(at: int = position) -> None:
                 _, moving[at] = bound.decode(*token, moving[at])
 
-            took = measure.seconds(step, setting.device)
+            took = clock.seconds(step, setting.device)
             if number >= 2:
                 samples[position].append(took)
     return samples

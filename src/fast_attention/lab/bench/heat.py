@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
+from fast_attention import clock
 from fast_attention.counting import count_operations, peak_bytes
 from fast_attention.lab import measure
 from fast_attention.lab.bench.entrants import Entrant
@@ -77,8 +78,8 @@ class Heat(Race):
         took = []
         counts: list[tuple[int, int]] = []
         for run in runs:
-            first = measure.seconds(lambda r=run: counts.append(self.count(r)), self.setting.device)
-            took.append(measure.seconds(run, self.setting.device) if first < SLOW else first)
+            first = clock.seconds(lambda r=run: counts.append(self.count(r)), self.setting.device)
+            took.append(clock.seconds(run, self.setting.device) if first < SLOW else first)
         cell.operations, cell.forward_bytes = counts[0]
         if self.setting.backward:
             cell.training_operations, cell.training_bytes = counts[1]
