@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from fast_attention import Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
 from fast_attention.combinations import near_far_passes, spans
 from fast_attention.ops import trail
-from fast_attention.ops.maps.features import Custom
+from fast_attention.ops.maps.feature_map import FeatureMap, Features
+from fast_attention.ops.maps.features import Custom, Quadratic
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import agree
@@ -47,6 +49,8 @@ def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypat
                 ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
                 theirs = expected(mechanism, q, k, v, bound.w, is_causal=is_causal, mask=mask)
                 agree(f"{length} x {keys}, causal {is_causal}", ours, theirs, (q, k, v, *bound.parameters()))
+                with torch.no_grad():
+                    torch.testing.assert_close(bound(q, k, v, is_causal=is_causal, key_mask=mask), ours.detach())
 
 
 def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: Tensor) -> Tensor:
@@ -65,6 +69,7 @@ def test_long_sequences_are_the_dense_definition(
     window: Any, scores: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spans, "SCORES", scores)
+    monkeypatch.setattr(spans, "FEW", 0)
     n = 333
     bound = bind(f"Hybrid(near=Local(window={window}), far=LearnedFeatures(num_features=6), first=2, last=3)")
     left, right = bound.mechanism._sides
@@ -99,12 +104,37 @@ def test_stretches_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_parameters_inside_a_users_map_get_their_gradient() -> None:
+@dataclass(frozen=True, repr=False)
+class Gated(FeatureMap):
+    """A map whose only parameter stands in the scale of its features."""
+
+    gate: ClassVar[Tensor] = torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values, scale = self.features(x)
+        return values if scale is None else values * scale.exp()[..., None]
+
+    def features(self, x: Tensor) -> Features:
+        return Features(torch.nn.functional.elu(x) + 1, self.gate * x.square().mean(-1))
+
+
+def test_a_parameter_of_scales_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, (q, k, v) = Bound(Hybrid(near=Local(window=5), far=LinearAttention(Gated())), Shape(2, 8)), qkv(80)
+    found = []
+    for few in (0, 2**20):
+        monkeypatch.setattr(spans, "FEW", few)
+        found.append(torch.autograd.grad(bound(q.requires_grad_(), k, v).square().sum(), Gated.gate)[0])
+    assert found[1].abs() > 1e-3
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_parameters_inside_a_users_map_get_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no weights of the mechanism's: only the plain form, which autograd follows, can reach them."""
+    monkeypatch.setattr(spans, "FEW", 0)
     inside = torch.nn.Linear(8, 5).double()
     far = LinearAttention(feature_map=Custom(lambda x: inside(x).exp()))
     bound = Bound(Hybrid(near=Local(window=5), far=far), Shape(2, 8))
-    q, k, v = (x.requires_grad_() for x in qkv(spans.FEW + 1))
+    q, k, v = (x.requires_grad_() for x in qkv(80))
 
     def run(bias: Tensor) -> Tensor:
         with torch.no_grad():
@@ -121,7 +151,7 @@ def test_parameters_inside_a_users_map_get_their_gradient() -> None:
 
 
 def test_a_training_step_keeps_sums_and_no_scores() -> None:
-    """Beside inputs, mask and output only the sums of every 64 keys: one tensor as large as q for eight features."""
+    """Beside inputs, mask and output only the sums of every 64 keys: a seventh of q for eight features."""
     bound = bind("Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=4))", dtype=torch.float32)
     q, k, v = (x.requires_grad_() for x in qkv(4096, dtype=torch.float32))
     held: list[Tensor] = []
@@ -178,7 +208,9 @@ def test_many_features_come_near_softmax() -> None:
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)"])
-def test_logits_of_hundreds_stay_finite(far: str) -> None:
+@pytest.mark.parametrize("few", [0, 2**20])
+def test_logits_of_hundreds_stay_finite(far: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "FEW", few)
     bound = bind(f"Hybrid(near=Local(window=8), far={far})", dtype=torch.float32)
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(300, dtype=torch.float32, scale=15.0))
@@ -190,8 +222,33 @@ def test_logits_of_hundreds_stay_finite(far: str) -> None:
         assert all(x.isfinite().all() for x in grads)
 
 
+@pytest.mark.parametrize("few", [0, 2**20])
+def test_a_kernel_that_rounds_below_zero_gives_numbers(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``(1 + s)^2`` from features of order two: about -1e-8 near s = -1."""
+    monkeypatch.setattr(spans, "FEW", few)
+    far = LinearAttention(feature_map=Quadratic())
+    bound, (q, k, v) = Bound(Hybrid(near=Local(window=64), far=far), Shape(2, 8)), qkv(1000, dtype=torch.float32)
+    assert (Quadratic()(q) @ Quadratic()(k).mT).min() < 0
+    for is_causal in (False, True):
+        with torch.no_grad():
+            assert bound(q, k, v, is_causal=is_causal).isfinite().all()
+        assert bound(q.requires_grad_(), k, v, is_causal=is_causal).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-10, 1e-14])
+def test_small_sums_have_finite_gradients(size: float) -> None:
+    """The far keys alone are seen, and their sum is far below one."""
+    bound = bind("Hybrid(near=Local(window=0), far=LinearAttention(feature_map=Relu()), first=0, last=0)", 1, 4)
+    q, k = (torch.full((1, 1, n, 4), size, requires_grad=True) for n in (100, 1))
+    v = torch.ones(1, 1, 1, 4, requires_grad=True)
+    out = bound(q, k, v)[..., :1, :]
+    assert (out - 1).abs().max() < 1e-6
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+
 @pytest.mark.parametrize("kept", [1, 3, 70, 299])
-def test_padding_on_either_side_gives_the_shorter_sequence(kept: int) -> None:
+def test_padding_on_either_side_gives_the_shorter_sequence(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "FEW", 2 * 200 * 64)  # the shorter one may be taken at once
     bound = bind("Hybrid(near=Local(window=8), far=LearnedFeatures(num_features=4), first=2, last=2)")
     q, k, v = qkv(300)
     for side in (slice(0, kept), slice(300 - kept, 300)):

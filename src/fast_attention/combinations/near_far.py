@@ -129,7 +129,7 @@ def _attend(blocks: Blocks, sight: Sight, plan: Plan) -> tuple[Tensor, Tensor]:
 def nearest(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, marks: Landmarks, queries: Features, beyond: FarSums
 ) -> Float[Tensor, "*batch length values"]:
-    """``rows`` where every key is near and every landmark known: a step of decoding. One sum serves all queries."""
+    """``rows`` where every key is near and every landmark known: a step of decoding."""
     q = q * q.shape[-1] ** -0.5
     pairs = ((k, seen), (marks.k, marks.present))
     parts = [torch.where(there[..., None, :], q @ keys.mT, float("-inf")) for keys, there in pairs]
@@ -144,8 +144,10 @@ def _normalised(parts: list[Tensor], v: Tensor, queries: Features, beyond: FarSu
     least = _least(summed)
     total = _log(summed, queries.log_scale, beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
     weights = torch.cat([*parts, total[..., None]], -1).softmax(-1)
-    share = torch.where(summed < least, 0.0, weights[..., -1] / summed.clamp_min(least))
-    return weights[..., :keys] @ v + share[..., None] * found[..., :-1], weights[..., keys:-1]
+    nothing = summed < least
+    mean = found[..., :-1] / summed.masked_fill(nothing, 1.0)[..., None]  # first: weights over small sums overflow
+    share = weights[..., -1].masked_fill(nothing, 0.0)
+    return weights[..., :keys] @ v + share[..., None] * mean, weights[..., keys:-1]
 
 
 def _estimated(blocks: Blocks, columns: slice) -> Tensor:
@@ -157,16 +159,13 @@ def _estimated(blocks: Blocks, columns: slice) -> Tensor:
 
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
-    if torch.is_grad_enabled():
-        least = _least(product)
-        logs = torch.where(product < least, float("-inf"), product.clamp_min(least).log())
-    else:
-        logs = product.log()
+    least = _least(product)
+    logs = product.clamp_min(least).log().masked_fill_(product < least, float("-inf"))
     logs = logs if a is None else logs.add_(a)
     return logs if b is None else logs.add_(b)
 
 
 def _least(product: Tensor) -> float:
-    """Below this a product, or a quotient by it, means nothing."""
+    """Below this a product means nothing; rounded, that of a kernel that is never negative may even be."""
     info = torch.finfo(product.dtype)
     return info.tiny / info.eps

@@ -2,7 +2,8 @@
 
 A single head reads overlapping spans of its keys in place, where all heads at once would need copies of them. Beside
 inputs and outputs nothing is kept but the sums of the blocks of keys; the backward pass computes scores and features
-again, stretch by stretch, with autograd inside each.
+again, stretch by stretch, with autograd inside each. Where there are few scores, all heads and blocks are taken at
+once, and autograd keeps what it needs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from fast_attention.combinations.far_sums import FarSums, outside, summed
 from fast_attention.combinations.landmarks import Landmarks
 from fast_attention.combinations.near_far import Rows, Sight, nearest, rows
-from fast_attention.combinations.spans import Plan, Stretch, Window, alone, key_stretches, many, plan, query_stretches
+from fast_attention.combinations.spans import Plan, Stretch, Window, alone, key_stretches, plan, query_stretches
 from fast_attention.kernelised import Kernelised, Map
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
@@ -39,7 +40,7 @@ class Far(NamedTuple):
     def closed(self, one: Tensor, leaves: Tensors) -> bool:
         """Whether the maps of a key have no other parameters than ``leaves``: a user's own may hold some."""
         maps = self.maps(tuple(x if x is None else x.detach() for x in leaves))
-        return not any(phi(one).values.requires_grad for phi in maps)
+        return not any(x.requires_grad for phi in maps for x in phi(one) if x is not None)
 
 
 def near_and_far(
@@ -65,8 +66,9 @@ def near_and_far(
         return nearest(q, k, v, seen, marks, known.maps(leaves)[0](q), beyond)
     both, top = beyond
     tensors = (q, k, v, seen, *marks, both.unsqueeze(-3), top.unsqueeze(-1), *leaves)
-    path = _STRETCHES if q.is_cpu and many(k) and known.closed(one, leaves) else _plain
-    return path(*tensors, far=known, plan=plan(q.shape[-2], window, start))
+    where = plan(q.shape[-2], window, start)
+    path = _STRETCHES if q.is_cpu and where.many(q) and known.closed(one, leaves) else _plain
+    return path(*tensors, far=known, plan=where)
 
 
 class Given(NamedTuple):
@@ -128,11 +130,7 @@ def _unless_all(seen: Tensor) -> Tensor | None:
 
 def _forward(*tensors: Any, far: Far, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     x = Given.of(tensors)
-    first, top = x.before
-    states = FarSums(
-        first.new_empty(*first.shape[:-3], plan.several, *first.shape[-2:]),
-        top.new_empty(*top.shape[:-1], plan.several),
-    )
+    states = x.before.room(plan.several)
     for part in key_stretches(x.q, x.k, plan):
         found = _sums_of(part, plan, far, x.seen)(x.k[..., part.keys, :], x.v[..., part.keys, :], *x.leaves)
         states.both[..., part.blocks, :, :], states.top[..., part.blocks] = found

@@ -13,7 +13,7 @@ from fast_attention.ops.windows.banded import smaller
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
 SCORES = 2**18  # of a head in a stretch: 1 MiB in float32
-FEW = 512  # keys up to which all heads are taken at once
+FEW = 2**20  # scores, of all heads, that are taken at once
 TOKENS = 2**14  # of a stretch, all heads together: a few MiB of features
 
 
@@ -52,6 +52,10 @@ class Plan(NamedTuple):
         between = self.number if torch.compiler.is_exporting() else self.number - 1  # the last of a traced length is
         return self.lead + between + self.behind  # padding: see ops/blocks.py
 
+    def many(self, q: Tensor) -> bool:
+        """Whether stretches pay for the queries ``q``; no question where their number is traced."""
+        return not torch.compiler.is_compiling() and q[..., 0].numel() * self.span > FEW
+
     def within(self, keys: int) -> bool:
         """Whether all spans lie inside a sequence."""
         return self.start >= self.window.left and self.start + self.number * self.block + self.ahead <= keys
@@ -64,11 +68,6 @@ def plan(length: int, window: Window, start: int) -> Plan:
     ahead = 0 if window.is_causal else window.right + -(window.left + window.right) % block
     lead = max(0, -(-front // block))
     return Plan(window, start, block, number, ahead, front - lead * block, lead)
-
-
-def many(k: Tensor) -> bool:
-    """Whether stretches pay for so many keys; no question where the length is traced."""
-    return not torch.compiler.is_compiling() and k.shape[-2] > FEW
 
 
 def alone(q: Tensor, k: Tensor, window: Window) -> bool:
