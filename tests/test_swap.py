@@ -184,7 +184,14 @@ def test_exact_attention_generates_the_same(name: str, how: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "OPT", "Mistral"])
 @pytest.mark.parametrize(
-    "mechanism", ["LinearAttention", "FavorPlus(num_features=16)", "Local(window=(5, 0))", "AFTSimple"]
+    "mechanism",
+    [
+        "LinearAttention",
+        "FavorPlus(num_features=16)",
+        "Local(window=(5, 0))",
+        "AFTSimple",
+        "Hybrid(near=Local(window=4), far=LearnedFeatures(num_features=8))",
+    ],
 )
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_state_generates_what_recomputation_does(name: str, mechanism: str, how: dict[str, Any]) -> None:
