@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATE := $(shell date +%Y-%m-%d)
 
-.PHONY: demo test lint oracles test-peers test-transformers bench docs gpu clean
+MINUTES ?= 30
+
+.PHONY: demo test fuzz lint oracles test-peers test-transformers bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -12,6 +14,10 @@ test: .venv/dev
 	$(MAKE) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) oracles
+
+# The tests of tests/fuzz, round after round with new seeds; it ends with the inputs tried of each class.
+fuzz: .venv/dev
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 lint: .venv/dev
 	$(BIN)/ruff check
