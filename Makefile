@@ -5,7 +5,7 @@ DATE := $(shell date +%Y-%m-%d)
 
 MINUTES ?= 30
 
-.PHONY: demo test fuzz lint oracles test-peers test-transformers bench docs gpu clean
+.PHONY: demo test fuzz lint oracles test-peers test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -40,6 +40,15 @@ test-transformers: .venv-transformers/ready
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -n 2 -p no:cacheprovider \
 		-W 'ignore:`torch.jit:DeprecationWarning' tests/test_swap.py tests/test_whole_model.py \
 		tests/test_attention_maps.py tests/test_conversion.py tests/test_compare.py
+
+# The whole suite under the oldest torch that pyproject.toml allows and under the newest of the registry, each in an
+# environment of its own: several GB each, because the registry's torch brings CUDA's libraries. Results go to
+# docs/compatibility.md. TESTS narrows it: make test-torch TESTS=tests/test_contract.py
+OLDEST_TORCH := $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+TESTS ?= tests
+test-torch: test-torch-oldest test-torch-newest
+test-torch-oldest test-torch-newest: test-%: .venv-%/ready
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2 --dist worksteal -p no:cacheprovider $(TESTS)
 
 # Ours, exact attention and published packages side by side: benchmarks/README.md. BENCH adds options, e.g. --resume.
 LENGTHS ?= 64 128 256 512 1024 2048 4096 16384
@@ -76,7 +85,7 @@ gpu:
 	fi
 
 clean:
-	rm -rf .venv .venv-peers .venv-transformers .venv-bench report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-transformers .venv-torch-oldest .venv-torch-newest .venv-bench report out build dist .pytest_cache .ruff_cache
 
 .venv/python: constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -106,6 +115,13 @@ clean:
 	test -x .venv-transformers/bin/python || $(PYTHON) -m venv .venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet -c constraints.txt -e '.[lab,hf]' \
 		'transformers==$(OLDEST)' 'pytest>=8' 'pytest-xdist>=3.6'
+	touch $@
+
+.venv-torch-oldest/ready: TORCH := 'torch==$(OLDEST_TORCH).*'
+.venv-torch-newest/ready: TORCH := torch
+.venv-torch-oldest/ready .venv-torch-newest/ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]' $(TORCH)
 	touch $@
 
 .venv-bench/ready: pyproject.toml constraints.txt benchmarks/install.py
