@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from fast_attention.mechanisms.relu import relu_attention as relu_attention
 from fast_attention.mechanisms.sinkhorn import sinkhorn_attention as sinkhorn_attention
 from fast_attention.mechanisms.sinkhorn import sortcut_attention as sortcut_attention
 from fast_attention.mechanisms.softmax import softmax_attention as softmax_attention
+from fast_attention.ops import heads
 from fast_attention.ops.differences.manhattan import absolute_manhattan as absolute_manhattan
 from fast_attention.ops.differences.manhattan import laplacian_manhattan as laplacian_manhattan
 from fast_attention.ops.differences.manhattan import signed_manhattan as signed_manhattan
@@ -49,18 +51,34 @@ def attention(
     v: Tensor,
     mechanism: Mechanism[Any, Any] | str = "Softmax",
     *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     key_mask: Tensor | None = None,
     compile: Fusion = "off",
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
+
+    The arguments are those of ``torch.nn.functional.scaled_dot_product_attention`` and mean the same, but for the
+    causal order of L != S and for ``is_causal`` beside an ``attn_mask``, which torch refuses and which hides here what
+    either hides. ``key_mask`` and ``compile`` are ours.
 
     Args:
         q, k, v: Queries (..., H, L, E), keys (..., H, S, E), values (..., H, S, Ev).
         mechanism: A mechanism, its name (``"LinearAttention"``) or its repr (``"FavorPlus(num_features=64)"``).
             Random features and tables are drawn anew at each call from torch's global generator; to keep them,
             use ``Bound``.
-        is_causal: Query i sees keys up to i + S - L.
+        attn_mask: Boolean (True = may be seen) or additive, broadcastable to (..., H, L, S); mechanisms with
+            ``traits.mask``.
+        dropout_p: Probability with which an attention weight is dropped, in evaluation too; mechanisms with
+            ``traits.mask``.
+        is_causal: Query i sees keys up to i + S - L: aligned to the bottom right (torch: to the top left).
+        scale: Factor on the dot products instead of 1/sqrt(E); mechanisms whose scores have one, or that approximate
+            exact attention.
+        enable_gqa: Let keys and values have fewer heads than queries, a divisor of H: each serves H / G queries' heads
+            in a row. They are repeated in memory.
         key_mask: Boolean (..., S), True = may be seen.
         compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works.
 
@@ -76,14 +94,33 @@ def attention(
         raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer or Bound")
     if mechanism.traits.learned:
         raise Unsupported(f"{mechanism!r} has learned weights: use MultiheadAttention, TokenMixer or Bound")
+    if scale is not None:
+        mechanism, q = _scaled(mechanism, q, scale)
+    if enable_gqa:
+        k, v = heads.repeated(q.shape[-3], k=k, v=v)
     w: Any = ()
     if mechanism.needs_weights:
         w = mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=max(q.shape[-2], k.shape[-2])))
         w = _moved(w, q)
+    asked: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout_p}
     if compile == "off":
-        return mechanism(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        return mechanism(q, k, v, w, **asked)
     with fusing(compile):
-        return mechanism(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        return mechanism(q, k, v, w, **asked)
+
+
+def _scaled(mechanism: Attention[Any, Any], q: Tensor, scale: float) -> tuple[Attention[Any, Any], Tensor]:
+    """A mechanism and queries whose scores have the factor ``scale``."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ValueError(f"scale is a number, the factor on the dot products; got {scale!r}")
+    settings = {field.name: field.default for field in fields(mechanism)}  # type: ignore[arg-type]
+    if "scale" in settings:
+        if getattr(mechanism, "scale") != settings["scale"]:  # noqa: B009
+            raise ValueError(f"{mechanism!r} brings a scale of its own: leave out scale={scale!r}")
+        return replace(mechanism, scale=scale), q  # type: ignore[type-var]
+    if mechanism.traits.approximates != "Softmax":
+        raise mechanism.refuse(f"scale={scale!r}", "approximates")
+    return mechanism, q * (scale * q.shape[-1] ** 0.5)
 
 
 def _moved(w: Any, like: Tensor) -> Any:

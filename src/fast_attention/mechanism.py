@@ -189,6 +189,7 @@ class Attention(Mechanism[W, S]):
             return self.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)  # type: ignore[arg-type]
         if not isinstance(self, MaskedAttention):
             raise self.refuse("an arbitrary attn_mask" if attn_mask is not None else "attention dropout", "mask")
+        masks.check_scores(attn_mask, dropout, (*q.shape[:-1], k.shape[-2]))
         weights: Any = w
         return self.attend_masked(
             q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
@@ -235,7 +236,7 @@ class Attention(Mechanism[W, S]):
             if x.shape[:-2] != q.shape[:-2]:
                 raise ValueError(
                     f"q has leading sizes {tuple(q.shape[:-2])} and {name} has {tuple(x.shape[:-2])}: they must be "
-                    "equal (repeat grouped keys and values with repeat_interleave first)"
+                    "equal (grouped keys and values: attention(..., enable_gqa=True), or repeat_interleave first)"
                 )
             if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
                 raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: give all three the same dtype")

@@ -27,6 +27,8 @@ def fused_attention(
 
     ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one.
     """
+    if is_causal and scale is not None and scale <= 0.0:  # torch's kernel hides before it scales: NaN
+        q, scale = q * scale, 1.0
     if mask is not None and torch.compiler.is_exporting():
         return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

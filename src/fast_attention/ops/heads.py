@@ -1,0 +1,27 @@
+"""Grouped heads: fewer heads of keys and values than of queries (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def repeated(heads: int, **grouped: Tensor) -> list[Tensor]:
+    """Keys and values (..., G, S, E), each head as often in a row as makes ``heads`` of them: head h gets h // (H / G).
+
+    Args:
+        heads: Heads H of the queries.
+        grouped: What is repeated, by the name that errors call it.
+
+    Raises:
+        ValueError: G does not divide H.
+    """
+    made = []
+    for name, x in grouped.items():
+        own = x.shape[-3] if x.ndim > 2 else 0
+        if own < 1 or heads % own:
+            raise ValueError(
+                f"q has {heads} heads and {name} has shape {tuple(x.shape)}: its heads, the third size from the end, "
+                "must divide those of q"
+            )
+        made.append(x if own == heads else x.repeat_interleave(heads // own, -3))
+    return made
