@@ -371,6 +371,12 @@ FAULTS = [
           "            pass", "tests/test_conversion.py -k put_back"),
     Fault("grouped heads in turn instead of in a row", "ops/heads.py", "x.repeat_interleave(heads // own, -3)",
           "x.repeat(*[1] * (x.ndim - 3), heads // own, 1, 1)", "tests/test_attention.py -k 'torchs_function'"),
+    Fault("a written pass backward takes the caller's precision", "ops/explicit.py", "with ctx.precision.again():",
+          "if True:", "tests/test_autocast.py -k written_passes"),
+    Fault("recorded operations are differentiated in the caller's precision", "ops/precision.py",
+          "            _without_autocast(result, since)\n", "", LAW + "'backward and LearnedFeatures'"),
+    Fault("the caller's graph loses its precision too", "ops/precision.py", "node._sequence_nr() < since or", "",
+          "tests/test_autocast.py -k callers_own"),
 ]  # fmt: skip
 
 

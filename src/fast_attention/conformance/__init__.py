@@ -42,6 +42,7 @@ LAWS: tuple[Law, ...] = (
     *ESSENTIAL,
     robustness.precision,
     robustness.autocast,
+    robustness.backward_autocast,
     robustness.repeats,
     robustness.untouched,
     robustness.saved,

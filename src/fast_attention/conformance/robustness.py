@@ -105,6 +105,31 @@ def autocast(subject: Subject, device: str = "cpu") -> Finding:
     return judged(worst, 2e-2, "relative rms")
 
 
+@law("backward inside autocast")
+def backward_autocast(subject: Subject, device: str = "cpu") -> Finding:
+    """A pass backward computes as its pass forward did: the same gradients called inside of autocast and outside.
+
+    Of a pass forward outside of autocast only a backward pass is asked that does not fail: there torch runs the
+    products that autograd recorded in low precision, whoever recorded them.
+    """
+    made, kind = subject.built(dtype=torch.float32, device=device), torch.device(device).type
+    length = subject.length if subject.mechanism is None else 97
+    inputs = tuple(x.float().requires_grad_() for x in subject.draw(length, batch=1, device=device))
+    weights = [w for w in made.parameters() if w.requires_grad] if isinstance(made, nn.Module) else []
+    worst, at = 0.0, ""
+    for is_causal in subject.modes:
+        found = []
+        for forward, backward in ((False, True), (True, True), (True, False)):
+            with torch.autocast(kind, torch.bfloat16, enabled=forward):
+                out = subject.call(made, inputs, is_causal, None).float().square().sum()
+            with torch.autocast(kind, torch.bfloat16, enabled=backward):
+                found.append(torch.autograd.grad(out, (*inputs, *weights), allow_unused=True, materialize_grads=True))
+        _, inside, outside = found
+        size = max(moved(a, b) for a, b in zip(inside, outside, strict=True))
+        worst, at = max((worst, at), (size, f"is_causal={is_causal}"))
+    return judged(worst, rounding(torch.float32), at)
+
+
 @law("determinism")
 def repeats(subject: Subject, device: str = "cpu") -> Finding:
     """Two calls agree to the bit, and so do two instances with the same seed."""

@@ -15,6 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fast_attention.ops.precision import Precision
+
 
 class Reversible(nn.Module):
     """``y1 = x1 + F(x2)``, ``y2 = x2 + G(y1)`` (arXiv 2001.04451, Eq. 8), which can be turned round.
@@ -114,8 +116,8 @@ class _Rebuilding(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
-        ctx.settings, ctx.moments = Settings.now(x1), []
-        with ctx.settings.again():
+        ctx.precision, ctx.moments = Precision.now((x1,)), []
+        with ctx.precision.again():
             for block in blocks:
                 before_f = Moment.now(x1)
                 x1 = x1 + block.f(x2, is_causal=is_causal, key_mask=key_mask)
@@ -131,7 +133,7 @@ class _Rebuilding(torch.autograd.Function):
         d1, d2 = gradients
         y1, y2, key_mask, *_ = ctx.saved_tensors
         options, totals = {"is_causal": ctx.is_causal, "key_mask": key_mask}, dict[int, Tensor]()
-        with ctx.settings.again():
+        with ctx.precision.again():
             for block, (before_f, before_g) in zip(reversed(ctx.blocks), reversed(ctx.moments), strict=True):
                 out, d = _pull(block.g, y1, {}, d2, before_g, totals)
                 y2, d1 = y2 - out, d1 + d
@@ -157,24 +159,6 @@ def _pull(
             known = totals.get(id(parameter))
             totals[id(parameter)] = gradient if known is None else known + gradient
     return out.detach(), torch.zeros_like(x) if dx is None else dx
-
-
-class Settings(NamedTuple):
-    """The autocast settings of a pass."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, x: Tensor) -> Settings:
-        """Those in force, for the kind of device that holds ``x``."""
-        kind = x.device.type
-        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-    def again(self) -> torch.autocast:
-        """The same once more, without autocast's cache, which would hold the cast weights of all blocks together."""
-        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 class Moment(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.fusion import allowed, fused
+from fast_attention.ops.precision import Precision
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -56,6 +57,7 @@ class Explicit:
 class _Written(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Explicit, settings: dict[str, Any], *tensors: Tensor | None) -> Any:
+        ctx.precision = Precision.now(tensors)
         outputs, kept = rule.forward(*tensors, keep=True, **settings)
         made = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.rule, ctx.settings, ctx.sizes = rule, settings, (len(tensors), len(made))
@@ -67,10 +69,10 @@ class _Written(torch.autograd.Function):
         count, number = ctx.sizes
         saved = ctx.saved_tensors
         inputs, outputs, kept = saved[:count], saved[count : count + number], saved[count + number :]
-        if torch.is_grad_enabled():
-            return None, None, *_again(ctx.rule.plain, ctx.settings, inputs, gradients)
-        found = ctx.rule.backward(inputs, outputs, kept, gradients, **ctx.settings)
-        return None, None, *found
+        with ctx.precision.again():
+            if torch.is_grad_enabled():
+                return None, None, *_again(ctx.rule.plain, ctx.settings, inputs, gradients)
+            return None, None, *ctx.rule.backward(inputs, outputs, kept, gradients, **ctx.settings)
 
 
 def _again(

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
 
+_NOTHING = nullcontext()
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Precision(NamedTuple):
+    """The autocast settings of a pass forward, for the pass backward that belongs to it.
+
+    Autograd runs a pass backward under the settings of whoever calls ``backward()``, which may be within an autocast
+    that the pass forward had left, or outside of the one that it ran in.
+    """
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, tensors: Iterable[Tensor | None]) -> Precision:
+        """Those in force, for the kind of device that holds the first of ``tensors``."""
+        kind = next((x.device.type for x in tensors if x is not None), "cpu")
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> AbstractContextManager[Any]:
+        """The same once more, without autocast's cache, which would hold cast weights for as long as it lasts."""
+        if not self.enabled and not torch.is_autocast_enabled(self.device_type):
+            return _NOTHING
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 def rebuild(like: tuple[Any, ...], parts: list[Any]) -> Any:
@@ -34,6 +61,7 @@ def in_float32(function: Function) -> Function:
 
     Half-precision tensors among the arguments are widened, autocast is off inside, and the result takes the dtype of
     the first tensor argument. Of a plain tuple only the first part is narrowed, of a NamedTuple none: states stay wide.
+    The pass backward is in float32 too, also where ``backward()`` is called inside autocast.
     """
 
     @functools.wraps(function)
@@ -42,8 +70,10 @@ def in_float32(function: Function) -> Function:
         args = tuple([widen(value) for value in args])
         kwargs = {name: widen(value) for name, value in kwargs.items()}
         if torch.is_autocast_enabled(first.device.type):
+            since = torch._C._autograd._get_sequence_nr()
             with torch.autocast(first.device.type, enabled=False):
                 result = function(*args, **kwargs)
+            _without_autocast(result, since)
         else:
             result = function(*args, **kwargs)
         if isinstance(result, Tensor):
@@ -51,3 +81,32 @@ def in_float32(function: Function) -> Function:
         return (result[0].to(first.dtype), *result[1:]) if type(result) is tuple else result
 
     return wrapped  # type: ignore[return-value]
+
+
+def _without_autocast(results: Any, since: int) -> None:
+    """Have the nodes of the graph behind ``results`` that are younger than ``since`` differentiate without autocast.
+
+    Autograd restores what a node's hook sets when the node is done.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    ahead, known = [x.grad_fn for x in _tensors(results)], set[Any]()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in known or node._sequence_nr() < since or not node.next_functions:
+            continue  # of the caller's graph, or a leaf's
+        known.add(node)
+        node.register_prehook(_leave_autocast)
+        ahead += [following for following, _ in node.next_functions]
+
+
+def _leave_autocast(gradients: tuple[Tensor | None, ...]) -> None:
+    for kind in {x.device.type for x in gradients if x is not None}:
+        torch.set_autocast_enabled(kind, False)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, tuples searched."""
+    if isinstance(value, tuple):
+        return [x for part in value for x in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
