@@ -70,7 +70,7 @@ def in_float32(function: Function) -> Function:
         args = tuple([widen(value) for value in args])
         kwargs = {name: widen(value) for name, value in kwargs.items()}
         if torch.is_autocast_enabled(first.device.type):
-            since = torch._C._autograd._get_sequence_nr()
+            since = torch.autograd._get_sequence_nr()  # type: ignore[reportPrivateImportUsage]
             with torch.autocast(first.device.type, enabled=False):
                 result = function(*args, **kwargs)
             _without_autocast(result, since)
