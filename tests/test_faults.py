@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -380,17 +380,19 @@ FAULTS = [
 ]  # fmt: skip
 
 
+WARM = multiprocessing.get_context("forkserver")  # torch and what tests import is loaded once, not once a fault
+WARM.set_forkserver_preload(["tests.warm"])
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_seeded_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.gz"))
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.gz"))
     path = tmp_path / "src" / "fast_attention" / fault.file
     text = path.read_text()
     assert text.count(fault.old) == 1, f"{fault.old!r} stands {text.count(fault.old)} times in {fault.file}"
     path.write_text(text.replace(fault.old, fault.new))
     arguments = [part.strip("'") for part in fault.tests.split(" ", 2)]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["OMP_NUM_THREADS"] = "1"
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 1, f"not found by {fault.tests}:\n{run.stdout[-2000:]}{run.stderr[-500:]}"
+    run = WARM.Process(target=warm.tests, args=(arguments, str(tmp_path / "src"), str(tmp_path / "said")))
+    run.start()
+    run.join()
+    assert run.exitcode == 11, f"not found by {fault.tests}:\n{(tmp_path / 'said').read_text()[-2500:]}"
