@@ -9,6 +9,7 @@ import torch
 
 import fast_attention
 from fast_attention import Unsupported, catalogue
+from fast_attention.known_names import KNOWN, known, simple
 
 
 def test_names_values_and_instances_are_accepted() -> None:
@@ -59,3 +60,49 @@ def test_attention_refuses_mixers_and_learned_weights() -> None:
         fast_attention.attention(q, q, q, "FNet")
     with pytest.raises(Unsupported, match="has learned weights"):
         fast_attention.attention(q, q, q, "AFTFull")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Performer", "Performer: FavorPlus()"),
+        ("performer(num_features=64)", "Write FavorPlus()."),
+        ("Reformer", "LSH()"),
+        ("Longformer", "Local(window=128)"),
+        ("sliding window", "Local(window=128)"),
+        ("Transformer-XL", "not here; nearest is BlockLocal(before=1, after=0)"),
+        ("Hedgehog", "Write LearnedFeatures()."),
+        ("LoLCATs", "Write Hybrid(far=LearnedFeatures())."),
+        ("Nyströmformer", "Nystromformer: not here; nearest is Linformer()"),
+        ("FlashAttention", "Write Softmax()."),
+        ("sdpa", "Write Softmax()."),
+        ("Mamba-2", "Mamba: not here"),
+        ("Linear Transformer", "Write LinearAttention()."),
+        ("Hybrid(far=Performer())", "Performer: FavorPlus()"),
+        ("RWKV", "not here; nearest is AFTSimple()"),
+        ("Hyena", "not here"),
+        ("RetNet", "not here"),
+        ("Sparse Transformer", "not here; nearest is BigBird()"),
+        ("MLP-Mixer", "is spelt MLPMixer() here"),
+    ],
+)
+def test_names_people_know_are_answered_with_ours(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        catalogue.parse(text)
+
+
+def test_a_default_is_asked_for_by_a_known_name() -> None:
+    with pytest.raises(ValueError, match=re.escape("Performer: FavorPlus()")):
+        catalogue.default("Performer")
+
+
+def test_the_table_of_known_names_is_sound() -> None:
+    """Every answer can be parsed, no name is ours, none stands twice, and every name finds its own row."""
+    names = [simple(name) for each in KNOWN for name in each.names]
+    assert len(set(names)) == len(names)
+    assert not {simple(name) for name in catalogue.names()} & set(names)
+    for each in KNOWN:
+        assert repr(catalogue.parse(each.write)) in (each.write, each.write.replace("window=128", ""))
+        assert all(known(name) is each for name in each.names)
+    assert known("Softmax") is None
+    assert known("") is None

@@ -159,6 +159,16 @@ def test_list_tells_all_about_one(name: str, capsys: pytest.CaptureFixture[str])
         assert words in out
 
 
+def test_list_answers_names_people_know(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list", "Performer")
+    assert code == 0
+    assert out.startswith("Performer: FavorPlus()")
+    assert catalogue.default("FavorPlus").traits.formula in out
+    code, _, err = run(capsys, "check", "Performer")
+    assert code == 2
+    assert "Performer: FavorPlus()" in err
+
+
 def test_check_tells_kept_from_broken(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

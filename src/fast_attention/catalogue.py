@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from fast_attention import combinations, mechanisms
+from fast_attention.known_names import known, simple
 from fast_attention.mechanism import Attention, Mechanism, Mixer
 from fast_attention.ops.maps import features
 from fast_attention.ops.spelling import Spelling
@@ -44,21 +46,35 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
         ValueError: No mechanism has that name; the nearest ones are named.
     """
     if name not in _MECHANISMS:
-        raise ValueError(f"no mechanism is called {name!r}.{_SPELLING.nearest(name)}")
+        raise ValueError(elsewhere(name) or f"no mechanism is called {name!r}.{_SPELLING.nearest(name)}")
     mechanism = _MECHANISMS[name]()
     assert isinstance(mechanism, Attention | Mixer)
     return mechanism
+
+
+def elsewhere(text: str) -> str:
+    """What to write for a name that papers or libraries use for a mechanism; empty where nobody does."""
+    head = text.split("(")[0].strip()
+    for name in (head, *re.findall(r"(\w+)\s*\(", text)):
+        if found := known(name):
+            return f"{name!r} is not a name of ours. {found}. Write {found.write}."
+    ours = [each for each in names() if simple(each) == simple(head) and each.lower() != head.lower()]
+    return f"{head!r} is spelt {ours[0]}() here." if ours else ""
 
 
 def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, Any]:
     """The mechanism that ``text`` spells: a name (``"Local"``) or a repr (``"Local(left=64)"``). Nothing is executed.
 
     Raises:
-        ValueError: The text names no mechanism or no such setting, or is not a call with plain values.
+        ValueError: The text names no mechanism or no such setting, or is not a call with plain values. A name that
+            the field uses for a mechanism (``"Performer"``) is answered with ours.
     """
     if isinstance(text, Attention | Mixer):
         return text
-    value = _SPELLING.read(str(text))
+    try:
+        value = _SPELLING.read(str(text))
+    except ValueError as error:
+        raise ValueError(elsewhere(str(text)) or str(error)) from error
     if not isinstance(value, Attention | Mixer):
         raise ValueError(f"{text!r} is not a mechanism.{_SPELLING.nearest(str(text))}")
     return value

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fast_attention import catalogue, conformance, files
+from fast_attention.known_names import known
 from fast_attention.lab import compare, inputs, measure, records, report, sources, tables, verdicts
 from fast_attention.lab.advice.command import advise_command
 from fast_attention.lab.bench.command import bench_command
@@ -193,11 +194,20 @@ app.command("advise")(advise_command)
 
 @app.command("list")
 def list_command(
-    name: Annotated[str | None, typer.Argument(help="A mechanism, for its settings, formula and source.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A mechanism, ours or as a paper calls it (Performer), for all about it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """List the mechanisms with what they can do, or tell all about one."""
-    chosen = inputs.mechanisms([name]) if name else [catalogue.default(each) for each in catalogue.names()]
+    meant = known(name) if name else None
+    if meant and not as_json:
+        print(f"{meant}\n")
+    chosen = (
+        inputs.mechanisms([meant.write if meant else name])
+        if name
+        else [catalogue.default(each) for each in catalogue.names()]
+    )
     if as_json:
         print(json.dumps([_described(mechanism) for mechanism in chosen], indent=1))
     elif name:
@@ -205,6 +215,7 @@ def list_command(
             _detail(mechanism)
     else:
         Console(width=None if sys.stdout.isatty() else 200).print(tables.catalogue_table(chosen))
+        print("\nOther names (Performer, Longformer, Mamba ...): fast-attention list NAME")
 
 
 def _described(mechanism: Any) -> dict[str, Any]:

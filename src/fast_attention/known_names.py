@@ -1,0 +1,97 @@
+"""What the field calls its attentions, and what to write here: one table for ``parse``, ``list`` and the docs."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Known(NamedTuple):
+    """A name from a paper or a library.
+
+    Args:
+        name: As people write it, with other spellings after commas.
+        write: The spelling of ours that is it, or that comes nearest.
+        here: Whether it is the same mathematics.
+        note: What differs, or what must be known; may be empty.
+    """
+
+    name: str
+    write: str
+    here: bool = True
+    note: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """All its spellings."""
+        return self.name.split(", ")
+
+    def __str__(self) -> str:
+        words = f"{self.names[0]}: {self.write}" if self.here else f"{self.names[0]}: not here; nearest is {self.write}"
+        return f"{words} ({self.note})" if self.note else words
+
+
+KNOWN = (
+    Known("FlashAttention, flash_attention_2, SDPA, scaled_dot_product_attention, full attention, exact attention, "
+          "vanilla attention, dot-product attention, memory-efficient attention, PagedAttention", "Softmax()",
+          note="exact, by torch's fused kernel"),
+    Known("Linear Transformer, Linear Transformers, Transformers are RNNs", "LinearAttention()"),
+    Known("Performer", "FavorPlus()", note="its ReLU kernel: FavorPlus(kernel=Relu()); its first version: Favor()"),
+    Known("Random Feature Attention, RFA", "Favor()", note="RFA also scales queries and keys to length one"),
+    Known("Chefs' Random Tables, CRT", "FavorPlusPlus()"),
+    Known("Hedgehog", "LearnedFeatures()"),
+    Known("LoLCATs", "Hybrid(far=LearnedFeatures())"),
+    Known("Based", "LinearAttention(feature_map=Taylor())", note="Based alternates it with layers of Local()"),
+    Known("Efficient Attention", "LinearAttention(feature_map=SoftmaxMap())", False,
+          "there softmax of the keys runs over the sequence"),
+    Known("cosFormer", "LinearAttention(feature_map=Relu())", False, "without the cosine weights of distance"),
+    Known("RetNet, Retention, Gated Linear Attention, GLA, DeltaNet, Gated DeltaNet, Lightning Attention, mLSTM, xLSTM",
+          "LinearAttention()", False, "a constant state too, but it never forgets"),
+    Known("Mamba, Mamba-2, S4, S5, H3, state space model, SSM", "LinearAttention()", False,
+          "no state-space models here: a constant state too, but it never forgets"),
+    Known("RWKV", "AFTSimple()", False, "RWKV adds a learned decay to it"),
+    Known("Hyena, long convolution", "GMLP(toeplitz=True)", False, "a gate on weights of distance, learned one by one"),
+    Known("Attention Free Transformer, AFT", "AFTFull()", note="also AFTSimple(), AFTLocal(), AFTConv()"),
+    Known("Reformer, LSH attention, locality-sensitive hashing", "LSH()",
+          note="its reversible layers: Reversible"),
+    Known("Routing Transformer, Clustered Attention, SMYRF", "LSH()", False, "buckets by hashing instead of k-means"),
+    Known("Longformer, sliding window, sliding window attention, window attention, banded attention, Mistral",
+          "Local(window=128)", note="128 keys on each side; Longformer's global tokens: BigBird(num_global_tokens=1)"),
+    Known("Sparse Transformer, strided attention", "BigBird()", False, "fixed strides are not here"),
+    Known("ETC, Extended Transformer Construction", "BigBird(num_global_tokens=1)", False,
+          "without relative positions"),
+    Known("Transformer-XL, segment recurrence", "BlockLocal(before=1, after=0)", False,
+          "a block sees itself and the one before it, in one pass and without relative positions"),
+    Known("Swin, Swin Transformer", "BlockLocal(before=0, after=0)", False, "blocks of a sequence, not of an image"),
+    Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
+          "exact first tokens and window too; what lies between is estimated, not dropped"),
+    Known("Nystromformer, Nystrom attention", "Linformer()", False,
+          "keys and values brought to a fixed number as well, by learned weights instead of landmarks"),
+    Known("Perceiver, Set Transformer, latent attention", "Linformer()", False,
+          "few queries can attend by any mechanism whose traits grant cross"),
+    Known("Sinkhorn Transformer, Sparse Sinkhorn Attention", "Sinkhorn()"),
+    Known("Synthesizer", "DenseSynthesizer()",
+          note="also RandomSynthesizer(), MixtureSynthesizer() and the factorized ones"),
+    Known("Fourier Transformer, Fourier mixing", "FNet()"),
+    Known("aMLP", "GMLP(attention_dim=64)"),
+    Known("Primer, squared ReLU attention", "ReLUAttention(power=2)"),
+    Known("ReLUFormer, Rectified Linear Attention, ReLA", "ReLUAttention()", False, "ReLA normalises by a gated norm"),
+)  # fmt: skip
+
+
+def simple(name: str) -> str:
+    """A name without what people write differently: case, spaces, hyphens, accents."""
+    return re.sub(r"[^a-z0-9+']", "", name.lower().replace("ö", "o"))
+
+
+_BY_NAME = {simple(name): known for known in KNOWN for name in known.names}
+
+
+def known(text: str) -> Known | None:
+    """What the field calls ``text`` (settings in brackets are ignored), if it is in the table.
+
+    "Performers", "Performer attention" and "performer" are the Performer.
+    """
+    name = simple(text.split("(")[0])
+    short = re.sub(r"(attention|transformers?|s)$", "", name)
+    return _BY_NAME.get(name) or _BY_NAME.get(short)
