@@ -98,6 +98,7 @@ def test_memory_grows_as_the_mechanisms_own(name: str) -> None:
 
 transformers = pytest.importorskip("transformers")
 layers_of = pytest.importorskip("fast_attention.integrations.attention").layers_of
+calls = pytest.importorskip("fast_attention.integrations.calls")
 
 
 def model_of(kind: str) -> Any:
@@ -129,7 +130,7 @@ def test_a_swapped_model_shows_exact_attention(kind: str, padded: bool) -> None:
     assert len(ours) == len(theirs) == 2
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    assert not any(layer.shows for layer in layers_of(model).values()), "the wish is forgotten after the call"
+    assert not any(calls.shows(layer) for layer in layers_of(model).values()), "the wish is forgotten after the call"
     assert not model(**inputs).get("attentions")
     swap_back(model)
     assert not any(part._forward_pre_hooks for part in model.modules())
@@ -140,11 +141,11 @@ def test_a_swapped_model_shows_exact_attention(kind: str, padded: bool) -> None:
 def test_a_swapped_model_shows_the_mechanisms_rows(kind: str, mechanism: str) -> None:
     model, inputs = model_of(kind), given(padded=True)
     swap(model, mechanism)
-    calls = heard(model, lambda: model(**inputs, use_cache=False))
+    before = heard(model, lambda: model(**inputs, use_cache=False))
     plain = model(**inputs)
     shown = model(**inputs, output_attentions=True)
-    assert [call.layer.split(".")[-1] for call in calls] == ["self" if kind == "bert" else "attn"] * 2
-    for found, call in zip(shown.attentions, calls, strict=True):
+    assert [call.layer.split(".")[-1] for call in before] == ["self" if kind == "bert" else "attn"] * 2
+    for found, call in zip(shown.attentions, before, strict=True):
         rows = attention_rows(
             call.bound.mechanism, call.q, call.k, call.bound.w, queries=range(13), **call.keywords
         )  # fmt: skip

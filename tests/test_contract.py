@@ -10,7 +10,7 @@ import torch
 from fast_attention import Shape, Unsupported, catalogue, conformance
 from tests.cases import ATTENTIONS, CASES, bind, qkv
 
-COSTLY = {"torch.compile(fullgraph=True)", "torch.export, dynamic length", "declared order"}
+COSTLY = {"torch.compile(fullgraph=True)", "torch.export, dynamic length", "declared order", "threads"}
 
 
 def trials() -> list[Any]:

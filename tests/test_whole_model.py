@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from fast_attention import conformance, swap
+from fast_attention.conformance.threads import together
 from fast_attention.lab import commands
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
@@ -29,6 +31,14 @@ def llama() -> Any:
 def bert() -> Any:
     torch.manual_seed(1)
     return transformers.BertModel(transformers.BertConfig(**SIZES, max_position_embeddings=64))
+
+
+def gpt2() -> Any:
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
 
 
 def broken(report: conformance.Report) -> dict[str, str]:
@@ -104,3 +114,48 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "config.json" in capsys.readouterr().err
     assert commands.run(["check-model", str(tmp_path / "llama"), "--mechanism", "Linformer"]) == 2
     assert "the layer is causal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mechanism", ["LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_threads_generate_what_they_do_one_after_another(kind: str, mechanism: str) -> None:
+    """Each its own text, with left padding, beams and samples of their own; beside them one that asks for matrices."""
+    model = llama() if kind == "llama" else gpt2()
+    swap(model.eval(), mechanism)
+    given = [torch.randint(5, 99, (1, 9), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    seen = torch.ones(1, 9, dtype=torch.long)
+
+    def generate(i: int) -> torch.Tensor:
+        mask = seen.index_fill(1, torch.arange(2 * i), 0)
+        return model.generate(
+            given[i], attention_mask=mask, max_new_tokens=6, min_new_tokens=6, num_beams=1 + i % 2, pad_token_id=0
+        )
+
+    def shown(i: int) -> torch.Tensor:
+        return model(given[i], use_cache=False, output_attentions=True).attentions[0]
+
+    jobs = [*(partial(generate, i) for i in range(4)), *(partial(shown, i) for i in range(2))]
+    with torch.no_grad():
+        alone = [job() for job in jobs]
+        beside = together(jobs, model)
+    for a, b in zip(beside, alone, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.shape == b.shape
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    """A call that a KeyboardInterrupt ended does not reach into the next, which asks for no matrices."""
+    model = llama()
+    swap(model.eval(), "LinearAttention")
+    tokens = torch.randint(5, 99, (1, 9), generator=torch.Generator().manual_seed(1))
+    before = model(tokens).logits
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens, output_attentions=True)
+    handle.remove()
+    assert model(tokens).get("attentions") is None
+    assert torch.equal(model(tokens).logits, before)

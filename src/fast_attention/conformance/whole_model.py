@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.conformance.finding import Finding, Law, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.threads import differ
 from fast_attention.nn.models import Model
 
 LENGTH = 21  # no multiple of any block
@@ -208,7 +209,33 @@ def _joined(traces: list[Trace]) -> Trace:
     }
 
 
-LAWS: tuple[Law, ...] = (future, past, padding_behind, padding_before, shorter, batch, packed, decoding)
+@law("threads")
+def threads(subject: Whole, device: str = "cpu") -> Finding:
+    """Forward passes, gradients and steps of decoding in three threads give what they give one after another."""
+    weights = [p for p in subject.module.parameters() if p.requires_grad]
+
+    def call(seed: int) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            out = subject.run(subject.draw(seed, rows=1 + seed), None)
+            probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+            slopes = torch.autograd.grad((out * probe).sum(), weights, allow_unused=True, materialize_grads=True)
+        return out.detach(), *slopes
+
+    def steps(seed: int) -> tuple[Tensor, ...]:
+        assert subject.step is not None
+        tokens, made, state = subject.draw(seed, rows=1 + seed), [], None
+        for i in range(4):
+            out, state = subject.step(tokens[:, i : i + 1], state)
+            made.append(out)
+        return tuple(made)
+
+    size = differ([lambda seed=seed: call(seed) for seed in range(3)], subject.module)
+    if subject.step is not None:
+        size = max(size, differ([lambda seed=seed: steps(seed) for seed in range(3)], subject.module))
+    return judged(size, rounding(subject.dtype), "forward, gradients" + ", steps" * (subject.step is not None))
+
+
+LAWS: tuple[Law, ...] = (future, past, padding_behind, padding_before, shorter, batch, packed, decoding, threads)
 
 
 def of(model: nn.Module) -> Whole:

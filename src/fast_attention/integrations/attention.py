@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from fast_attention.integrations import visible
+from fast_attention.integrations import calls, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Places, Visible
 from fast_attention.mechanism import Unsupported
@@ -55,18 +55,15 @@ class Swapped(nn.Module):
     def __init__(self, bound: Bound, *, kept: bool = False) -> None:
         super().__init__()
         self.bound, self.kept = bound, kept
-        self.cache: StateLayer | None = None  # during a call: where the state is kept
-        self.shows = False  # during a call: whether the attention matrices are asked for
-        self.called = False  # in the present call of the attention module
         self.hooks: tuple[Any, ...] = ()
 
-    def begin(self, module: nn.Module, cache: Any) -> None:
-        """A call of the attention module begins, with transformers' cache, which gets a layer for the state."""
+    def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
+        """Where transformers' cache keeps the state of a call of the attention module; None where it keeps none."""
         index, traits = getattr(module, "layer_idx", None), self.bound.mechanism.traits
-        self.cache, self.called = None, False
         keeps = traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
-        if keeps and not module.training and getattr(module, "is_causal", False) and None not in (cache, index):
-            self.cache = layer_of(cache, int(index or 0), self.bound)
+        if not keeps or module.training or not getattr(module, "is_causal", False) or None in (cache, index):
+            return None
+        return layer_of(cache, int(index or 0), self.bound)
 
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""
@@ -82,10 +79,10 @@ def layers_of(model: nn.Module) -> dict[str, Swapped]:
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
     """All calls within, of which none is carried out: outputs are zeros."""
-    calls: list[Call] = []
-    token = _calls.set(calls)
+    found: list[Call] = []
+    token = _calls.set(found)
     try:
-        yield calls
+        yield found
     finally:
         _calls.reset(token)
 
@@ -140,10 +137,10 @@ def attention(
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     seen = _seen(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
-    calls = _calls.get()
-    if calls is not None:
+    recording = None if torch.compiler.is_compiling() else _calls.get()
+    if recording is not None:
         crosses = query.shape[-2] != key.shape[-2]
-        calls.append(
+        recording.append(
             Call(
                 module, query.shape[1], query.shape[-1], scaling, seen.is_causal, crosses, seen.back, seen.ahead,
                 tuple(changes), extra.get("sliding_window"),
@@ -153,12 +150,15 @@ def attention(
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         raise RuntimeError(f"{type(module).__name__} has no mechanism: swap the model by fast_attention.swap(...)")
-    swapped.called = True
+    call = calls.present(module)
+    cache = None if call is None else call.cache
+    if call is not None:
+        call.attended = True
     own = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - own) > 1e-6 * own:
         query = query * (scaling / own)
-    given = (swapped, query, key, value, seen, changes, dropout)
-    out, weights = _shown(*given) if swapped.shows else (_run(*given), None)
+    given = (swapped.bound, cache, query, key, value, seen, changes, dropout)
+    out, weights = _shown(*given) if calls.shows(swapped) else (_run(*given), None)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -182,11 +182,11 @@ def _seen(module: nn.Module, q: Tensor, k: Tensor, given: Any, is_causal: bool |
 
 
 def _shown(
-    swapped: Swapped, q: Tensor, k: Tensor, v: Tensor, seen: Visible, changes: dict[str, Tensor],
-    dropout: float,
+    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, seen: Visible,
+    changes: dict[str, Tensor], dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs and matrices: A [v, I] = [A v, A] of one pass, hence of the same dropped weights."""
-    mechanism, cache, width = swapped.bound.mechanism, swapped.cache, v.shape[-1]
+    mechanism, width = bound.mechanism, v.shape[-1]
     if not mechanism.traits.matrix:
         raise mechanism.refuse("output_attentions=True", "matrix")
     if cache is not None and cache.length:
@@ -196,19 +196,17 @@ def _shown(
         )
     identity = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
     if cache is None:
-        both = _run(swapped, q, k, torch.cat([v, identity], -1), seen, changes, dropout)
+        both = _run(bound, None, q, k, torch.cat([v, identity], -1), seen, changes, dropout)
         return both[..., :width], both[..., width:]
-    out = _run(swapped, q, k, v, seen, changes, dropout)
-    swapped.cache = None  # of what is remembered, the identity is no part
-    return out, _run(swapped, q, k, identity, seen, changes, dropout)
+    out = _run(bound, cache, q, k, v, seen, changes, dropout)
+    return out, _run(bound, None, q, k, identity, seen, changes, dropout)  # no part of what is remembered
 
 
 def _run(
-    swapped: Swapped, q: Tensor, k: Tensor, v: Tensor, seen: Visible, changes: dict[str, Tensor],
-    dropout: float,
+    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, seen: Visible,
+    changes: dict[str, Tensor], dropout: float,
 ) -> Tensor:  # fmt: skip
     """By the cheapest form that computes what was asked: the mechanism's own, a state, packed rows, a whole mask."""
-    bound = swapped.bound
     mechanism, key_mask = bound.mechanism, seen.key_mask(k.shape[-2])
     dropout = dropout if mechanism.traits.mask else 0.0  # the report says which layers drop nothing
     if changes or not seen.plain or not narrower(mechanism, seen.back, seen.ahead):
@@ -221,8 +219,8 @@ def _run(
         raise Unsupported(window_words(mechanism, seen.back, seen.ahead))
     if seen.sequences is not None:
         return _packed(bound, q, k, v, seen, dropout)
-    if swapped.cache is not None:
-        return swapped.cache.advance(q, k, v, key_mask)
+    if cache is not None:
+        return cache.advance(q, k, v, key_mask)
     return bound(q, k, v, is_causal=seen.is_causal, key_mask=key_mask, dropout=dropout)
 
 

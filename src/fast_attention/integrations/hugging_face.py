@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from fast_attention import catalogue
-from fast_attention.integrations import attention, weights
+from fast_attention.integrations import attention, calls, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import Layer, chosen, no_queries, nothing, undropped
 from fast_attention.integrations.saving import save_pretrained
@@ -40,8 +41,8 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
     before = str(model.config._attn_implementation)
     try:
         model.set_attn_implementation(NAME)
-        calls = _found(model)
-        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in calls.items()]
+        found = _found(model)
+        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in found.items()]
         if not any(layer.replaced for layer, _ in layers):
             raise Unsupported(nothing(model, [layer for layer, _ in layers]))
         for layer, bound in layers:
@@ -81,9 +82,9 @@ def _check(model: PreTrainedModel) -> None:
 def _found(model: PreTrainedModel) -> dict[str, Call]:
     """Every attention module that a probe forward calls, by name, in order."""
     names = {part: name for name, part in model.named_modules()}
-    with attention.recorded() as calls:
+    with attention.recorded() as asked:
         _forward(model)
-    found = {names[call.module]: call for call in calls}
+    found = {names[call.module]: call for call in asked}
     if not found:
         raise Unsupported(
             f"{type(model).__name__} called no attention in a probe forward: it has none ({model.config.model_type}), "
@@ -169,26 +170,22 @@ def _install(module: nn.Module, bound: Bound, *, kept: bool) -> None:
 
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Remember transformers' cache for the attention function, which does not get it."""
-    from transformers.cache_utils import Cache
-
+    """Keep transformers' cache for the attention function, which does not get it."""
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
     cache = found[0] if found else kwargs.get("past_key_values")
     swapped = module._modules.get(CHILD)
     if isinstance(swapped, Swapped):
-        swapped.begin(module, cache)
+        calls.begin(module, cache=swapped.state_in(cache, module))
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     """Forget the cache, and see to it that no other attention ran; there is no output where an error is on its way."""
-    swapped = module._modules.get(CHILD)
-    if isinstance(swapped, Swapped):
-        swapped.cache = None
-        if output is not None and not swapped.called:
-            raise RuntimeError(
-                f"{type(module).__name__} was swapped for {swapped.bound.mechanism!r}, and other attention ran: "
-                "the model's implementation was set meanwhile. Call swap_back(model) first, or swap it again"
-            )
+    call, swapped = calls.end(module), module._modules.get(CHILD)
+    if isinstance(swapped, Swapped) and call is not None and output is not None and not call.attended:
+        raise RuntimeError(
+            f"{type(module).__name__} was swapped for {swapped.bound.mechanism!r}, and other attention ran: "
+            "the model's implementation was set meanwhile. Call swap_back(model) first, or swap it again"
+        )
 
 
 def _remove(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from fast_attention.integrations import calls
 from fast_attention.integrations.attention import layers_of
 
 HOOKS = "_fast_attention_hooks"
@@ -34,11 +35,9 @@ def deafen(model: nn.Module) -> None:
 
 def _asked(model: Any, args: Any, kwargs: Any) -> None:
     wish = kwargs.get("output_attentions")
-    if model.config.output_attentions if wish is None else wish:
-        for swapped in layers_of(model).values():
-            swapped.shows = True
+    asked = model.config.output_attentions if wish is None else wish
+    calls.begin(model, shown=tuple(layers_of(model).values()) if asked else ())
 
 
 def _answered(model: Any, args: Any, output: Any) -> None:
-    for swapped in layers_of(model).values():
-        swapped.shows = False
+    calls.end(model)
