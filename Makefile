@@ -50,7 +50,8 @@ test-torch: test-torch-oldest test-torch-newest
 test-torch-oldest test-torch-newest: test-%: .venv-%/ready
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2 --dist worksteal -p no:cacheprovider $(TESTS)
 
-# Ours, exact attention and published packages side by side: benchmarks/README.md. BENCH adds options, e.g. --resume.
+# Ours, exact attention and published packages side by side: benchmarks/README.md. BENCH adds options, such as
+# --resume or --restart.
 LENGTHS ?= 64 128 256 512 1024 2048 4096 16384
 WEIGHED ?= 1024 4096 16384 65536
 BUDGET ?= 6000
@@ -79,7 +80,7 @@ gpu:
 			--lengths 512 1024 2048 4096 8192 16384 32768 --out out/gpu; \
 		cp out/gpu/records.json records/$(DATE)-gpu.json; \
 		$(PYTHON) -m fast_attention.cli bench --device cuda --dtype bfloat16 --decode --memory-lengths 0 \
-			--lengths 512 1024 2048 4096 8192 16384 32768 --budget 600 --out out/gpu-bench; \
+			--lengths 512 1024 2048 4096 8192 16384 32768 --budget 600 --out out/gpu-bench --restart; \
 		$(PYTHON) benchmarks/keep.py out/gpu-bench/bench.json gpu-bench; \
 		echo "Records: records/$(DATE)-gpu.json and records/$(DATE)-gpu-tests.log"; \
 	fi

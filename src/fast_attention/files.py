@@ -1,12 +1,36 @@
-"""Files that are there whole or not at all: written under another name, brought to the disk, then renamed."""
+"""Files that are there whole or not at all, folders for one process at a time, formats that later versions wrote."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from fast_attention import __version__
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None
+
+LOCK = ".lock"
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # said by file systems that know no locks
+
+
+class InUse(ValueError):
+    """Another process works in the folder. The message names it."""
+
+
+class Newer(ValueError):
+    """A later version of this library wrote it, in a format that this one cannot read. The message names both."""
 
 
 @contextmanager
@@ -62,3 +86,81 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file (UTF-8)."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """A folder for this process alone while the block runs; whatever ends the process, the system lets go of it.
+
+    Where the system or the file system knows no locks, nothing is held.
+
+    Raises:
+        InUse: Another process holds it; the message says which one, on which machine, since when.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = _lock(folder / LOCK, folder)
+    try:
+        os.ftruncate(handle, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / LOCK).unlink()  # while it is held, so that no other process's is taken away
+        os.close(handle)
+
+
+def _lock(path: Path, folder: Path) -> int:
+    """The open and locked file at ``path``."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        except BlockingIOError:
+            who = os.read(handle, 300).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            raise InUse(f"{folder} is in use by {who}: wait for its end, or choose another folder") from None
+        except OSError as error:
+            if error.errno in LOCKLESS:
+                return handle
+            raise
+        os.close(handle)  # the process that held it has taken the file away: there is a new one
+
+
+def decoded(text: str | bytes) -> Any:
+    """What JSON spells.
+
+    Raises:
+        ValueError: It is not JSON, not UTF-8, or nested deeper than can be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def readable(found: Mapping[str, Any], known: str, what: str) -> None:
+    """Raise unless ``found["format"]`` is the one that this version knows.
+
+    Args:
+        found: What stands in a file: its format, and the ``version`` that wrote it.
+        known: The format, a name and a number: ``"fast-attention checkpoint 1"``.
+        what: How messages call the file.
+
+    Raises:
+        Newer: The same name and a higher number.
+        ValueError: Anything else.
+    """
+    said, (name, _, number) = found.get("format"), known.rpartition(" ")
+    later = re.fullmatch(rf"{re.escape(name)} (\d{{1,9}})", said) if isinstance(said, str) else None
+    if later is not None and int(later[1]) > int(number):
+        raise Newer(
+            f"{what} was written by fast-attention {found.get('version') or 'of a later version'} ({said!r}); this is "
+            f"{__version__}, which reads {known!r}. It is left as it is: go on with the later version"
+        )
+    if said != known:
+        raise ValueError(f"its format is not {known!r}")

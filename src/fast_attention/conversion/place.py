@@ -56,11 +56,19 @@ def load(path: str | os.PathLike[str], of: dict[str, str]) -> tuple[Place, dict[
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: It is damaged, or of another conversion; the message says what differs.
+        Newer: A later version of this library wrote it.
     """
     text = Path(path).read_bytes()
     start = len(FORMAT) + hashlib.sha256().digest_size
-    if not text.startswith(FORMAT) or hashlib.sha256(text[start:]).digest() != text[len(FORMAT) : start]:
-        raise ValueError(f"the checkpoint {os.fspath(path)} is damaged: delete it and begin anew")
+    try:
+        first = text[:100].partition(b"\n")[0].decode(errors="replace")
+        files.readable({"format": first}, FORMAT.decode().strip(), f"the checkpoint {os.fspath(path)}")
+        if hashlib.sha256(text[start:]).digest() != text[len(FORMAT) : start]:
+            raise ValueError("changed")
+    except files.Newer:
+        raise
+    except ValueError as error:
+        raise ValueError(f"the checkpoint {os.fspath(path)} is damaged: --restart begins anew") from error
     held = torch.load(io.BytesIO(text[start:]), weights_only=True)
     for what, value in of.items():
         if held["of"].get(what) != value:

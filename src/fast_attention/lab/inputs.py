@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from fast_attention import catalogue
+from fast_attention import catalogue, files
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,6 +98,46 @@ def folder(path: Path) -> None:
         (path / ".writable").unlink()
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """The folder for the results, for this process alone while the block runs.
+
+    Raises:
+        InputError: It cannot be made or written to, or another process works in it.
+    """
+    folder(path)
+    try:
+        with files.held(path):
+            yield
+    except files.InUse as error:
+        raise InputError(str(error)) from error
+
+
+def results(found: list[Path], out: Path, what: str, *, resume: bool, restart: bool) -> None:
+    """Refuse to write over results unasked; where it is asked for, clear them away.
+
+    Args:
+        found: The files that hold them, there or not.
+        out: The folder.
+        what: How messages call them, such as ``"a study"``.
+        resume: They are gone on with.
+        restart: They may be written over.
+
+    Raises:
+        InputError: They may not, or both is asked for.
+    """
+    if resume and restart:
+        raise InputError("--resume goes on and --restart begins anew: give one of them")
+    if restart:
+        for path in found:
+            path.unlink(missing_ok=True)
+    elif not resume and any(path.exists() for path in found):
+        raise InputError(
+            f"--out {out} holds {what}: add --resume to go on with it or --restart to begin anew over it, or name "
+            "another folder"
+        )
 
 
 def dtype(name: str) -> torch.dtype:

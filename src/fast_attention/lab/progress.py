@@ -1,4 +1,4 @@
-"""The progress bars of the commands that measure and that train."""
+"""The progress bars of the commands that measure and that train; drawn on terminals only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import (
 def progress_bar(console: Console) -> Progress:
     """A bar with steps done, the time, and what is being done; it vanishes at the end."""
     columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def training_bar(console: Console) -> Progress:
@@ -25,4 +25,6 @@ def training_bar(console: Console) -> Progress:
     words = TextColumn("{task.description}", markup=False)
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     columns = (BarColumn(24), TaskProgressColumn(), *times, words)
-    return Progress(*columns, console=console, transient=True, speed_estimate_period=120)
+    return Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
+    )

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention import __version__
+from fast_attention import __version__, files
 
 Status = Literal["measured", "over budget", "refused", "failed", "not reached"]
 EXACT = "exact attention"
@@ -115,6 +115,20 @@ class Record:
             for rows in (error.output, error.matrix or []):
                 rows[:] = [[math.inf if value is None else value for value in row] for row in rows]
         return cls(held["meta"], [Cell(**row) for row in held["rows"]], errors)
+
+
+def opened(text: str, schema: str, what: str) -> dict[str, Any]:
+    """The object that a record's JSON spells.
+
+    Raises:
+        ValueError: It is no record of this schema.
+        Newer: A later version of this library wrote it.
+    """
+    held = files.decoded(text)
+    if not isinstance(held, dict) or not isinstance(held.get("meta"), dict):
+        raise ValueError(f"not a record of {schema!r}")
+    files.readable({"format": held.get("schema"), "version": held["meta"].get("fast_attention")}, schema, what)
+    return held
 
 
 def plain(value: Any) -> Any:

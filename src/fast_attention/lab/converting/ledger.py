@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fast_attention import files
 from fast_attention.conversion import Conversion
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import plain
@@ -58,7 +59,7 @@ class Ledger:
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         """The inverse of ``to_json``."""
-        held = json.loads(text)
+        held = dict(files.decoded(text))
         return cls(held["meta"], Conversion(**held["conversion"]), held["prices"])
 
 

@@ -24,7 +24,7 @@ from fast_attention.mechanism import Unsupported
 from fast_attention.nn.models import ModelConfig
 from fast_attention.tasks.needle import Needle
 from fast_attention.tasks.task import Task
-from fast_attention.training import journal, steps
+from fast_attention.training import journal, standing, steps
 from fast_attention.training.loop import Diverged, Outcome, train
 from fast_attention.training.settings import TrainingSettings, from_toml
 
@@ -32,7 +32,10 @@ CURVE, RESULT = "curve.svg", "result.json"
 
 
 def train_command(
-    task: Annotated[str, typer.Argument(help="A task's name or spelling, e.g. copy or 'Copy(words=15)'.")],
+    task: Annotated[
+        str | None,
+        typer.Argument(help="A task's name or spelling, e.g. copy or 'Copy(words=15)'. With --resume: the run's."),
+    ] = None,
     mechanism: Annotated[
         list[str] | None, typer.Option(help="A mechanism; several go to the layers in turn. Default: Softmax.")
     ] = None,
@@ -59,11 +62,17 @@ def train_command(
     dropout: Annotated[float | None, typer.Option(help="Share of numbers dropped. Default: 0.")] = None,
     reversible: Annotated[bool | None, typer.Option("--reversible", help="Reversible blocks.")] = None,
     out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("out/train"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder; what is not said is as it was.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew over the run in the folder; with --resume, if it must be.")
+    ] = False,
 ) -> int:
     """Train a small model of any mechanism; SIGTERM and Ctrl-C save and end it, --resume goes on to the bit.
 
     [dim]fast-attention train copy --mechanism LinearAttention --steps 500 --out out/copy[/dim]
+    [dim]fast-attention train --out out/copy --resume[/dim]
     """
     named = dict(locals())
     with refused():
@@ -76,12 +85,24 @@ def train_command(
         model |= {name: named[name] for name in MODEL if named[name] is not None}
         if mechanism:
             model["mechanism"] = [repr(each) for text in mechanism for each in inputs.mechanisms([text])]
+        held = standing.of(out, lambda words: None) if resume else None
+        if held is not None:
+            training = {**held.settings, **training}
+            model = {**asdict(held.config), **model}
+        task = task or (held.task if held is not None else None)
+        if task is None:
+            said = f"{out} holds no run to go on with: name the task" if resume else "name a task"
+            raise InputError(f"{said}, e.g. fast-attention train copy")
         settings, goal = TrainingSettings(**training), tasks.parse(task)
+        if held is not None and repr(goal) != held.task:
+            raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot go on so")
         chosen = steps.config_for(goal, **model)
         first = os.environ.get("RANK", "0") == "0"
         if first:
             inputs.folder(out)
-        outcome = _carry_out(goal, chosen, settings, out, resume)
+            for name in (CURVE, RESULT) if restart and not resume else ():
+                (out / name).unlink(missing_ok=True)
+        outcome = _carry_out(goal, chosen, settings, out, resume, restart)
         if first:
             _tell(goal, chosen, settings, outcome, out)
     return 130 if outcome.status == "interrupted" else 0
@@ -108,7 +129,9 @@ def refused() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def _carry_out(task: Task, config: ModelConfig, settings: TrainingSettings, out: Path, resume: bool) -> Outcome:
+def _carry_out(
+    task: Task, config: ModelConfig, settings: TrainingSettings, out: Path, resume: bool, restart: bool
+) -> Outcome:
     """Train under a progress bar: step, loss, best, tokens per second, time left."""
     console = Console(stderr=True)
     with training_bar(console) as progress:
@@ -128,7 +151,7 @@ def _carry_out(task: Task, config: ModelConfig, settings: TrainingSettings, out:
             words = "  ".join([f"step {line['step']:,}", *shown.values()])
             progress.update(bar, completed=min(done, 1.0), description=words)
 
-        return train(task, config, settings, out, resume=resume, watch=watch)
+        return train(task, config, settings, out, resume=resume, restart=restart, watch=watch)
 
 
 def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: Outcome, out: Path) -> None:

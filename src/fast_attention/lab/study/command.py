@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from fast_attention.lab.progress import training_bar
 from fast_attention.lab.study import page, run
 from fast_attention.lab.study.ledger import Ledger, resume
 from fast_attention.lab.study.plan import Plan, spelt
+from fast_attention.lab.study.run import CELLS
 from fast_attention.training.settings import TrainingSettings, from_toml
 
 RECORD, PAGE = "study.json", "study.html"
@@ -46,6 +48,7 @@ def study_command(
     positions: Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary or none.")] = None,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE}, {RECORD} and the runs.")] = Path("out/study"),
     go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped study in the folder.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the study in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
 ) -> int:
     """Train several mechanisms on one task: what each learns, how fast, in how much memory.
@@ -67,12 +70,13 @@ def study_command(
             tasks.parse(task), [name for text in mechanisms or [] for name in spelt(text)], seeds,
             TrainingSettings(**training), model,
         )  # fmt: skip
-        inputs.folder(out)
-        if not go_on and (out / RECORD).exists():
-            raise InputError(f"--out {out} holds a study: add --resume to go on with it, or name another folder")
-        meta = _meta(plan)
-        ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
-        status = _carry_out(plan, ledger, out)
+        with inputs.alone(out):
+            inputs.results([out / RECORD], out, "a study", resume=go_on, restart=restart)
+            meta = _meta(plan)
+            ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
+            if restart and not go_on:
+                shutil.rmtree(out / CELLS, ignore_errors=True)
+            status = _carry_out(plan, ledger, out)
     _tell(ledger, out, as_json)
     return 130 if status == "interrupted" else 0
 

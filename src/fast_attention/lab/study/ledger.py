@@ -70,9 +70,7 @@ class Ledger:
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         """The inverse of ``to_json``."""
-        held = json.loads(text)
-        if held.get("schema") != SCHEMA:
-            raise ValueError(f"not a record of {SCHEMA!r}")
+        held = records.opened(text, SCHEMA, "the study")
         results = [Result(**{**r, "curve": [tuple(point) for point in r["curve"]]}) for r in held["results"]]
         return cls(held["meta"], results)
 
@@ -97,6 +95,7 @@ def resume(path: Path, meta: dict[str, Any]) -> Ledger:
     """
     try:
         ledger = Ledger.from_json(path.read_text(encoding="utf-8"))
+        started = ledger.meta["started"]
     except FileNotFoundError:
         return Ledger(meta)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -104,5 +103,5 @@ def resume(path: Path, meta: dict[str, Any]) -> Ledger:
     other = [f"{key} was {ledger.meta.get(key)}, is {meta[key]}" for key in SAME if ledger.meta.get(key) != meta[key]]
     if other:
         raise InputError(f"--resume: {path} is of another study: {'; '.join(other)}")
-    ledger.meta = {**meta, "started": ledger.meta["started"]}
+    ledger.meta = {**meta, "started": started}
     return ledger

@@ -17,6 +17,8 @@ from fast_attention.tasks.task import Batch, Task
 from fast_attention.training import journal, loop, steps
 from fast_attention.training.settings import TrainingSettings
 
+CELLS = "cells"  # the folder of the runs
+
 
 def study(plan: Plan, ledger: Ledger, out: Path, watch: Callable[[str, dict[str, Any]], None]) -> str:
     """Fill the ledger; ``watch`` hears the cell's name and the lines of its log. How it ended."""
@@ -24,7 +26,7 @@ def study(plan: Plan, ledger: Ledger, out: Path, watch: Callable[[str, dict[str,
     for mechanism, seed in plan.cells:
         if (mechanism, seed) in done:
             continue
-        result = _cell(plan, mechanism, seed, out / "cells" / folder(mechanism, seed), watch)
+        result = _cell(plan, mechanism, seed, out / CELLS / folder(mechanism, seed), watch)
         if result is None:
             return "interrupted"
         ledger.results.append(result)
@@ -39,8 +41,9 @@ def _cell(
     config = matched(plan.task, mechanism, plan.model)
     try:
         outcome = loop.train(
-            plan.task, config, settings, out, resume=True, watch=lambda line: watch(f"{mechanism} seed {seed}", line)
-        )
+            plan.task, config, settings, out, resume=True, restart=True,
+            watch=lambda line: watch(f"{mechanism} seed {seed}", line),
+        )  # fmt: skip
     except loop.Diverged:
         return Result(mechanism, seed, "failed", None, None, 0, 0.0, 0, 0, config.hidden)
     if outcome.status == "interrupted":

@@ -1,0 +1,283 @@
+"""Going on: nothing that was trained is overwritten unasked, whatever has happened to the folder meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fast_attention import __version__, files
+from fast_attention.lab import commands
+from fast_attention.tasks.recall import Copy
+from fast_attention.training import checkpoints, journal, steps
+from fast_attention.training.checkpoints import Damaged
+from fast_attention.training.loop import Outcome, train
+from fast_attention.training.settings import TrainingSettings
+
+TASK = Copy(symbols=3, words=2)
+CONFIG = steps.config_for(TASK, width=8, heads=2, layers=1)
+SETTINGS = TrainingSettings(
+    steps=6, batch_size=2, evaluate_every=3, evaluation_batches=1, log_every=2, save_every=2, keep=2
+)
+WORDS = ["--width", "8", "--heads", "2", "--layers", "1", "--batch-size", "2", "--evaluate-every", "3"]
+
+
+def run(out: Path, said: list[str] | None = None, steps: int = 6, **how: bool) -> Outcome:
+    def watch(line: dict[str, Any]) -> None:
+        if said is not None and "message" in line:
+            said.append(line["message"])
+
+    return train(TASK, CONFIG, replace(SETTINGS, steps=steps), out, watch=watch, **how)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def damage(path: Path, name: str = "model.safetensors") -> None:
+    text = bytearray((path / name).read_bytes())
+    text[len(text) // 2] ^= 1
+    (path / name).write_bytes(text)
+
+
+def made_newer(path: Path) -> None:
+    """As a later version might write it."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest |= {"format": "fast-attention checkpoint 2", "version": "7.5.0"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    run(out)
+    return out
+
+
+@pytest.fixture
+def out(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_only_sound_checkpoints_count_for_retention(out: Path) -> None:
+    """With every old one damaged, whatever is written stays, also where its number is lower."""
+    folder = out / "checkpoints"
+    for path in checkpoints.every(folder):
+        damage(path)
+    run(out, resume=True, restart=True, steps=4)
+    assert [path.name for path in checkpoints.every(folder)] == ["step_4", "step_2"]
+    for number in (9, 8):  # from beyond, and damaged
+        shutil.copytree(folder / "step_4", folder / f"step_{number}")
+        damage(folder / f"step_{number}")
+    run(out, resume=True, steps=6)
+    assert [path.name for path in checkpoints.every(folder)] == ["step_9", "step_8", "step_6", "step_4"]
+    assert checkpoints.newest(folder, lambda words: None) == folder / "step_6"
+
+
+def test_all_checkpoints_damaged_is_refused_and_nothing_is_touched(out: Path) -> None:
+    for path in checkpoints.every(out / "checkpoints"):
+        damage(path)
+    before = contents(out)
+    with pytest.raises(ValueError, match=r"step_6, step_4 and a log up to step 6 and no intact checkpoint.*--restart"):
+        run(out, resume=True)
+    assert contents(out) == before
+    said: list[str] = []
+    assert run(out, said, resume=True, restart=True).status == "complete"
+    assert any("begins anew" in words for words in said)
+
+
+def test_a_later_versions_checkpoint_is_refused_with_both_versions(out: Path) -> None:
+    newest = checkpoints.every(out / "checkpoints")[0]
+    made_newer(newest)
+    before = contents(out)
+    for how in ({"resume": True}, {"resume": True, "restart": True}):
+        with pytest.raises(files.Newer) as found:
+            run(out, **how)
+        assert "7.5.0" in str(found.value)
+        assert __version__ in str(found.value)
+        assert str(newest) in str(found.value)
+    with pytest.raises(files.Newer):
+        checkpoints.load(newest)
+    assert contents(out) == before
+
+
+def test_retention_leaves_a_later_versions_checkpoint_alone(out: Path) -> None:
+    made_newer(out / "checkpoints" / "step_4")
+    run(out, resume=True, steps=10)
+    assert [path.name for path in checkpoints.every(out / "checkpoints")] == ["step_10", "step_8", "step_4"]
+
+
+@pytest.mark.parametrize("lost", ["nothing", "checkpoints", "checkpoints and log"])
+def test_beginning_anew_needs_restart(out: Path, lost: str) -> None:
+    if lost != "nothing":
+        shutil.rmtree(out / "checkpoints")
+    if lost == "checkpoints and log":
+        (out / journal.LOG).unlink()
+    before = contents(out)
+    for how in ({}, {"resume": True}) if lost != "nothing" else ({},):
+        with pytest.raises(ValueError, match="--restart"):
+            run(out, **how)
+        assert contents(out) == before
+    assert run(out, restart=True, steps=4).step == 4
+    assert [path.name for path in checkpoints.every(out / "checkpoints")] == ["step_4", "step_2"]
+    assert max(line["step"] for line in journal.read(out)) == 4
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins(tmp_path: Path) -> None:
+    """What it leaves, a log of step 0 and a model that has seen nothing, is no result."""
+
+    def kill(line: dict[str, Any]) -> None:
+        if "step" in line:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train(TASK, CONFIG, SETTINGS, tmp_path, watch=kill)
+    assert (tmp_path / "model").exists()
+    assert run(tmp_path, resume=True).step == 6
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    """The second is told who holds it; a kill lets go."""
+    code = "import sys, time\nfrom fast_attention import files\nwith files.held(sys.argv[1]):\n"
+    code += "    print('held', flush=True)\n    time.sleep(100)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(files.InUse, match=rf"{re.escape(str(tmp_path))} is in use by process {other.pid} on "):
+            run(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [files.LOCK]
+        for command in (["study", "copy"], ["bench", "--mechanisms", "FNet"], ["convert", ".", "--mechanism", "FNet"]):
+            assert commands.run([*command, "--out", str(tmp_path)]) == 2
+    finally:
+        os.kill(other.pid, signal.SIGKILL)
+        other.communicate()
+    run(tmp_path)
+    assert not (tmp_path / files.LOCK).exists()
+
+
+def test_a_lock_that_is_let_go_of_is_held_by_one_of_many(tmp_path: Path) -> None:
+    """Processes that enter and leave as fast as they can are never inside together."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from fast_attention import files
+folder, done, end = Path(sys.argv[1]), 0, time.monotonic() + 30
+while done < 25 and time.monotonic() < end:
+    try:
+        with files.held(folder):
+            os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
+            os.unlink(folder / "inside")
+            done += 1
+    except files.InUse:
+        pass
+print(done)
+"""
+    many = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [each.communicate(timeout=100)[0] for each in many] == ["25\n"] * 2
+
+
+HURT = {
+    "not JSON": b'{"step": 2, "loss": ',
+    "not UTF-8": b'{"step": 2, "lo\xffss": 1.0, "seconds": 1}',
+    "no object": b"[1, 2]",
+    "no step": b'{"loss": 1.0, "seconds": 1.0}',
+    "words for a number": b'{"step": 2, "loss": "low", "seconds": 1.0}',
+    "nested": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", HURT)
+def test_a_damaged_line_of_the_log_is_set_aside(out: Path, case: str) -> None:
+    log = out / journal.LOG
+    before = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*before[:2], HURT[case] + b"\n", *before[2:]]))
+    assert len(journal.read(out)) == len(before)
+    said: list[str] = []
+    run(out, said, resume=True, steps=8)
+    assert any(str(log) in words and "set aside" in words for words in said)
+    assert (out / journal.ASIDE).read_bytes() == HURT[case] + b"\n"
+    assert log.read_bytes().startswith(b"".join(before))
+    run(out, resume=True, steps=10)
+    assert (out / journal.ASIDE).read_bytes() == HURT[case] + b"\n"
+
+
+def test_resume_alone_reads_the_runs_settings(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.run(["train", "--out", str(out), "--resume", "--steps", "8"]) == 0
+    assert "8 steps" in capsys.readouterr().out
+    found = json.loads((out / "result.json").read_text())
+    assert found["task"] == repr(TASK)
+    assert found["settings"]["batch_size"] == 2
+    assert found["model"]["width"] == 8
+    assert commands.run(["train", "copy", "--out", str(out), "--resume"]) == 2
+    assert f"task {TASK!r}, not Copy()" in capsys.readouterr().err
+    assert commands.run(["train", "--out", str(out), "--resume", "--width", "16", "--seed", "4"]) == 2
+    err = capsys.readouterr().err
+    assert "seed 0, not 4" in err
+    assert "width 8, not 16" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_no_task_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.run(["train", "--out", str(tmp_path / "a")]) == 2
+    assert "name a task" in capsys.readouterr().err
+    assert commands.run(["train", "--out", str(tmp_path / "a"), "--resume"]) == 2
+    assert "holds no run to go on with: name the task" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["study", "Copy(symbols=3, words=2)"], ["bench", "--mechanisms", "FNet"], ["convert", ".", "--mechanism", "FNet"]],
+)
+def test_records_are_not_overwritten_unasked(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor by later versions' neighbours: a record that cannot be read is refused and stays."""
+    name = {"study": "study.json", "bench": "bench.json", "convert": "report.json"}[command[0]]
+    (tmp_path / name).write_text("{}")
+    for more, said in (([], "--restart"), (["--resume"], name), (["--resume", "--restart"], "one of them")):
+        assert commands.run([*command, "--out", str(tmp_path), *more]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.splitlines()) == 1
+        assert (tmp_path / name).read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["study", "bench"])
+def test_a_later_versions_record_is_refused_with_both_versions(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = json.dumps({"schema": f"fast-attention {name} 2", "meta": {"fast_attention": "7.5.0"}})
+    (tmp_path / f"{name}.json").write_text(held)
+    words = {"study": ["study", "Copy(symbols=3, words=2)"], "bench": ["bench", "--mechanisms", "FNet"]}[name]
+    assert commands.run([*words, "--out", str(tmp_path), "--resume"]) == 2
+    err = capsys.readouterr().err
+    assert "7.5.0" in err
+    assert __version__ in err
+    assert (tmp_path / f"{name}.json").read_text() == held
+
+
+def test_a_study_begins_anew_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["study", "Copy(symbols=3, words=2)", *WORDS, "--seeds", "1", "--out", str(tmp_path)]
+    assert commands.run([*words, "--steps", "2"]) == 0
+    assert commands.run([*words, "--steps", "3"]) == 2
+    assert commands.run([*words, "--steps", "3", "--restart"]) == 0
+    assert {result["steps"] for result in json.loads((tmp_path / "study.json").read_text())["results"]} == {3}
+
+
+def test_damaged_and_newer_are_different_errors() -> None:
+    assert not issubclass(files.Newer, Damaged)
+    assert not issubclass(Damaged, files.Newer)
