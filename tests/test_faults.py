@@ -39,6 +39,8 @@ FAULTS = [
           LAW + "'padding and Linformer'"),
     Fault("sums stay in half precision", "ops/precision.py", "return value.float() if", "return value if",
           LAW + "'precision and (LinearAttention or AFTSimple)'"),
+    Fault("a gradient hangs on torch's slope at a bound", "ops/bounds.py", "return x.masked_fill(x > bound, bound)",
+          "return x.clamp(max=bound)", "tests/test_bounds.py -k 'AFTConv'"),
     Fault("the gate lets non-causal mechanisms through", "mechanism.py", "if is_causal and not self.traits.causal:",
           "if False:", LAW + "'refusals and Linformer'"),
     Fault("a refusal names no mechanism", "mechanism.py", 'f"{self!r} does not support', 'f"it does not support',

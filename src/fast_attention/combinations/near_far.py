@@ -19,6 +19,7 @@ from fast_attention.combinations.far_sums import FarSums
 from fast_attention.combinations.landmarks import Landmarks
 from fast_attention.combinations.spans import Plan
 from fast_attention.ops.blocks import join, split
+from fast_attention.ops.bounds import no_less
 from fast_attention.ops.maps.feature_map import Features
 from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.windows.banded import reach, slices
@@ -142,7 +143,7 @@ def _normalised(parts: list[Tensor], v: Tensor, queries: Features, beyond: FarSu
     found, keys = queries.values @ beyond.both, v.shape[-2]
     summed = found[..., -1]
     least = _least(summed)
-    total = _log(summed, queries.log_scale, beyond.top[..., None]).clamp_min(FLOOR)  # finite: it may be alone
+    total = no_less(_log(summed, queries.log_scale, beyond.top[..., None]), FLOOR)  # finite: it may be alone
     weights = torch.cat([*parts, total[..., None]], -1).softmax(-1)
     nothing = summed < least
     mean = found[..., :-1] / summed.masked_fill(nothing, 1.0)[..., None]  # first: weights over small sums overflow
@@ -160,7 +161,8 @@ def _estimated(blocks: Blocks, columns: slice) -> Tensor:
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
     least = _least(product)
-    logs = product.clamp_min(least).log().masked_fill_(product < least, float("-inf"))
+    nothing = product < least
+    logs = product.masked_fill(nothing, least).log().masked_fill_(nothing, float("-inf"))
     logs = logs if a is None else logs.add_(a)
     return logs if b is None else logs.add_(b)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.blocks import join, split
+from fast_attention.ops.bounds import at_most
 
 STEPS = 16  # tokens per block of a decayed sum, walked one by one
 
@@ -66,7 +67,7 @@ def _all_pairs(x: Tensor, level: Tensor) -> Tensor:
 
 def _fading(earlier: Tensor, later: Tensor) -> Tensor:
     # the padding behind the last token falls back to level 0: nobody reads it, but it must not overflow
-    return (earlier - later).clamp(max=0.0).exp()
+    return at_most(earlier - later, 0.0).exp()
 
 
 def _shifted(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.blocks import join, split, split_row
+from fast_attention.ops.bounds import at_most
 
 GROUP = 32  # states that are combined pair by pair
 
@@ -48,4 +49,4 @@ def _combined(x: Tensor, level: Tensor, rounds: int) -> Tensor:
 
 def _fading(earlier: Tensor, later: Tensor) -> Tensor:
     # the padding behind the last state falls back to level 0: nobody reads it, but it must not overflow
-    return (earlier - later).clamp(max=0.0).exp()
+    return at_most(earlier - later, 0.0).exp()

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.bounds import at_most, no_less
 from fast_attention.ops.maps.features import Features
 from fast_attention.ops.value import Value, at_least
 
@@ -80,7 +81,7 @@ class PositiveSoftplus(Positive):
             return self(z).log()
         low = z < -15.0
         plain = F.softplus(z.masked_fill(low, 0.0), threshold=EXACT).log()
-        series = z - 0.5 * z.clamp(max=-15.0).exp()
+        series = z - 0.5 * at_most(z, -15.0).exp()
         logs = torch.where(low, series, plain)
         return torch.logaddexp(logs, torch.full_like(logs, math.log(self.eps))) if self.eps else logs
 
@@ -98,7 +99,7 @@ class PositiveExp(Positive):
 
     def __call__(self, z: Tensor) -> Tensor:
         """``e^min(z, limit)``."""
-        return z.clamp(max=self.limit).exp()
+        return at_most(z, self.limit).exp()
 
     def log(self, z: Tensor) -> Tensor:
         """``z``."""
@@ -117,11 +118,11 @@ class PositiveElu(Positive):
 
     def __call__(self, z: Tensor) -> Tensor:
         """``elu(z) + 1``."""
-        return torch.where(z < 0, z.clamp(max=0.0).exp(), z + 1)
+        return torch.where(z < 0, at_most(z, 0.0).exp(), z + 1)
 
     def log(self, z: Tensor) -> Tensor:
         """``log(1 + z)`` above zero, z below."""
-        return torch.where(z < 0, z, z.clamp(min=0.0).log1p())
+        return torch.where(z < 0, z, no_less(z, 0.0).log1p())
 
 
 @dataclass(frozen=True, repr=False)

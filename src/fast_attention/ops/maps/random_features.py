@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.bounds import no_less
 from fast_attention.ops.maps.features import FeatureMap, Features
 
 
@@ -89,6 +90,6 @@ def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Fea
         return Features((values + epsilon) * math.exp(-half_log))
     if epsilon == 0:
         return Features(values, scale - half_log)
-    top = scale.clamp(min=math.log(epsilon))
+    top = no_less(scale, math.log(epsilon))
     values = values * (scale - top).exp()[..., None] + epsilon * (-top).exp()[..., None]
     return Features(values, top - half_log)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.blocks import join, split, stretch
+from fast_attention.ops.bounds import at_most
 from fast_attention.ops.decay import decayed_sums, spread
 from fast_attention.ops.pools.pool import weighed
 from fast_attention.ops.scan import FLOOR, cummax, prefix_sums, running_max
@@ -110,7 +111,7 @@ def _outside(scores: Tensor, both: Tensor, top: Tensor, size: int, *, is_causal:
     length, terms = scores.shape[-2], weighed(scores, both, top)
     ahead = (0, 0, size, 0)
     if is_causal:
-        fading = (F.pad(top, ahead)[..., :length, :] - top).clamp(max=0.0).exp()
+        fading = at_most(F.pad(top, ahead)[..., :length, :] - top, 0.0).exp()
         return F.pad(decayed_sums(terms, top), ahead)[..., :length, :] * spread(fading, both.shape[-1])
     before = F.pad(prefix_sums(terms), ahead)[..., :length, :]
     return before + F.pad(prefix_sums(terms.flip(-2)), ahead)[..., :length, :].flip(-2)
@@ -127,7 +128,7 @@ def _triangle(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor, *, siz
     scores, both, top = (F.pad(x, (0, 0, 0, missing), value=z) for x, z in ((scores, FLOOR), (both, 0.0), (top, 0.0)))
     sums = _halves(weights, scores, both, top, rounds=rounds)
     if diagonal:
-        own = spread((scores - top).clamp(max=0.0).exp(), both.shape[-1]) * both
+        own = spread(at_most(scores - top, 0.0).exp(), both.shape[-1]) * both
         sums = sums + weights.diagonal(0, -2, -1)[..., None] * own
     return sums[..., :side, :]
 
@@ -148,7 +149,7 @@ def _halves(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor, *, round
 def _square(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor) -> Tensor:
     """``sum_c W_ac exp(s_c - top_a) both_c`` over whole pieces: their maximum is a unit that serves every query."""
     unit = scores.detach().amax(-2, keepdim=True)
-    fading = spread((unit - top).clamp(max=0.0).exp(), both.shape[-1])
+    fading = spread(at_most(unit - top, 0.0).exp(), both.shape[-1])
     terms = weighed(scores, both, unit)
     if torch.compiler.is_exporting():  # of folded axes only the last, the blocks, can be proved to unfold again
         first, second = (-3, -4) if weights.ndim == 5 else (-3, -3)

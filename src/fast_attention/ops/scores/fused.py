@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops import masks
+from fast_attention.ops.bounds import no_less
 from fast_attention.ops.explicit import Explicit
 
 _FLASH = 1  # what torch._fused_sdp_choice calls the flash kernel: the one without second derivatives on a CPU
@@ -54,7 +55,7 @@ def open_attention(
     """The same in the open, for exported programs: ONNX's attention lets a row that sees nothing see everything."""
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask.dtype != torch.bool:
-        scores, mask = scores + mask.clamp(min=torch.finfo(mask.dtype).min), mask > float("-inf")
+        scores, mask = scores + no_less(mask, torch.finfo(mask.dtype).min), mask > float("-inf")
     return F.dropout(masks.masked_softmax(scores, mask), dropout) @ v
 
 
@@ -69,7 +70,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: b
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = masks.causal(q.shape[-2], k.shape[-2]) if is_causal else None
     if mask is not None:
-        scores, seen = scores + mask.clamp_min(torch.finfo(mask.dtype).min), mask > float("-inf")
+        scores, seen = scores + no_less(mask, torch.finfo(mask.dtype).min), mask > float("-inf")
     return masks.masked_softmax(scores, seen) @ v
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import split, split_mask, stretch
+from fast_attention.ops.bounds import no_less
 from fast_attention.ops.trail import took
 
 SMALLEST = 1e-12  # share of a row, above which balancing may multiply: all factors lie within float32's range then
@@ -123,7 +124,7 @@ def sort_blocks(
     seen: Bool[Tensor, "*#batch2 blocks size"],
 ) -> Sorted:
     """Blocks ``S K`` and ``S V``; where masked places are mixed in, those of the visible ones alone, to scale."""
-    share = S @ seen.to(S.dtype) / S.sum(-1, keepdim=True).clamp_min(FAINTEST)
-    divisor = share.clamp_min(FAINTEST)
+    share = S @ seen.to(S.dtype) / no_less(S.sum(-1, keepdim=True), FAINTEST)
+    divisor = no_less(share, FAINTEST)
     k, v = ((S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]) / divisor[..., None] for x in (keys, values))
     return Sorted(k, v, divisor.log(), share > FAINTEST)

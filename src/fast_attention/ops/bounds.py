@@ -1,0 +1,20 @@
+"""Bounds whose gradient at the bound itself is 1, with every torch: that of ``clamp`` became 0 there in torch 2.15.
+
+Where numbers meet their bound by construction (the largest key, measured in units of itself), that slope is no matter
+of taste.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+def at_most(x: Float[Tensor, "*sizes"], bound: float) -> Float[Tensor, "*sizes"]:
+    """``min(x, bound)``: slope 1 up to the bound and at it, 0 beyond."""
+    return x.masked_fill(x > bound, bound)
+
+
+def no_less(x: Float[Tensor, "*sizes"], bound: float) -> Float[Tensor, "*sizes"]:
+    """``max(x, bound)``: slope 1 down to the bound and at it, 0 beyond."""
+    return x.masked_fill(x < bound, bound)

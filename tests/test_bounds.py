@@ -1,0 +1,71 @@
+"""No gradient hangs on what torch takes for the slope of ``clamp`` at its bound: 1 up to 2.14, 0 from 2.15 on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fast_attention.ops.bounds import at_most, no_less
+from fast_attention.ops.explicit import Explicit
+from tests.cases import ATTENTIONS, CASES, bind
+
+CLAMPS = {torch.clamp, torch.clamp_min, torch.clamp_max, Tensor.clamp, Tensor.clamp_min, Tensor.clamp_max}
+
+
+class Slope(TorchFunctionMode):
+    """``clamp`` with a slope of our choice at its bounds."""
+
+    def __init__(self, slope: int) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in CLAMPS or not out.is_floating_point():
+            return out
+        for bound in (*args[1:], *(kwargs or {}).values()):
+            if bound is not None:
+                out = torch.where(args[0] == bound, args[0] if self.slope else out.detach(), out)
+        return out
+
+
+def inputs(mechanism: Any, length: int) -> list[Tensor]:
+    """Gaussian, with tokens that stand twice, a zero and a largest one at the end: ties wherever units are maxima."""
+    torch.manual_seed(0)
+    count, shape = (3, (1, 2, length, 8)) if mechanism in ATTENTIONS else (1, (1, length, 16))
+    found = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
+    for x in found:
+        x[..., 3, :] = x[..., 2, :]
+        x[..., 5, :] = 0.0
+        x[..., -1, :] = x.amax(-2)
+    return [x.requires_grad_() for x in found]
+
+
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_gradients_do_not_hang_on_the_slope_at_a_bound(mechanism: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Explicit, "__call__", lambda self, *tensors, **settings: self.plain(*tensors, **settings))
+    bound, given = bind(mechanism), inputs(mechanism, 21)
+    weights = [*given, *bound.parameters()]
+    for is_causal in [False] + [True] * mechanism.traits.causal:
+        found = []
+        for slope in (0, 1):
+            with Slope(slope):
+                out = bound(*given, is_causal=is_causal)
+                found.append(torch.autograd.grad(out.square().sum(), weights, allow_unused=True))
+        for low, high in zip(*found, strict=True):
+            if low is not None:
+                torch.testing.assert_close(low, high, rtol=1e-10, atol=1e-10)
+
+
+def test_a_bound_has_slope_one_at_itself() -> None:
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, float("nan")], requires_grad=True)
+    for made, expected, slope in (
+        (at_most(x, 0.0), x.detach().clamp(max=0.0), [1.0, 1.0, 1.0, 0.0, 1.0]),
+        (no_less(x, -1.0), x.detach().clamp(min=-1.0), [0.0, 1.0, 1.0, 1.0, 1.0]),
+    ):
+        torch.testing.assert_close(made.detach(), expected, equal_nan=True)
+        assert torch.autograd.grad(made.sum(), x)[0].tolist() == slope
