@@ -21,7 +21,7 @@ from rich.console import Console
 import fast_attention
 from fast_attention import catalogue, files
 from fast_attention.conversion.goals import Likeness
-from fast_attention.lab import capture, corpus, records, whole
+from fast_attention.lab import capture, corpus, loading, records
 from fast_attention.lab.converting import prices
 from fast_attention.lab.converting.reading import Reading
 
@@ -54,10 +54,10 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096], help="Where time is taken.")
     parser.add_argument("--out", type=Path, required=True, help="The record.")
     asked = parser.parse_args()
-    started, folder = time.strftime("%Y-%m-%dT%H:%M:%S%z"), asked.model or Path(capture.default_model())
+    started, folder = time.strftime("%Y-%m-%dT%H:%M:%S%z"), asked.model or Path(loading.default_model())
     import transformers
 
-    original = whole.load(folder).float()
+    original = loading.load(folder).float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     read, goal = Reading(corpus.read(None, None), tokenizer, asked.length, 2, 0), Likeness()
     held, models = goal.hold(original, [*read.held_out, *read.choosing]), {"original": original}

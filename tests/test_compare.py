@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fast_attention import Bound, Mixer, Shape, catalogue, clock, files
-from fast_attention.lab import capture, compare, corpus, measure, pictures, race, report, tables, verdicts
+from fast_attention.lab import compare, corpus, loading, measure, pictures, race, report, tables, verdicts
 from fast_attention.lab.accuracy import Scene, measurable, one, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
 from fast_attention.lab.corpus import Corpus
@@ -121,7 +121,7 @@ def test_residues_are_spaced_where_the_tokenizer_needs_it(tmp_path: Path) -> Non
 
 def test_minilm_reads_the_shipped_text_and_proteins() -> None:
     try:
-        place = capture.default_model()
+        place = loading.default_model()
     except InputError:
         pytest.skip("the demo extra is not installed")
     source = HuggingFace(place, corpus.read())

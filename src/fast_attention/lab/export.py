@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fast_attention import exporting, files
-from fast_attention.lab import inputs, whole
+from fast_attention.lab import inputs, loading
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.open_model import OpenModel, opened
 from fast_attention.lab.progress import progress_bar
@@ -37,9 +37,11 @@ class Disagreement(Exception):
 
 
 def export_command(
-    folder: Annotated[Path, typer.Argument(help="A model's folder: transformers', ours, or a swapped one.")],
+    name: Annotated[str, loading.MODEL],
     as_onnx: Annotated[bool, typer.Option("--onnx", help="For ONNX Runtime; otherwise for torch.export.load.")] = False,
-    out: Annotated[Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in DIR.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in the model's folder, or here.")
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of the example that is traced.")] = TRACED,
     opset: Annotated[int | None, typer.Option(min=18, help="Version of ONNX's operators. Default: torch's.")] = None,
     tolerance: Annotated[
@@ -51,10 +53,10 @@ def export_command(
     It is written in float32, and nothing is written where it disagrees with the model (exit code 1).
     """
     suffix = ".onnx" if as_onnx else ".pt2"
-    path = folder / f"model{suffix}" if out is None else out
+    path = (Path(name) if Path(name).is_dir() else Path()) / f"model{suffix}" if out is None else out
     _refuse(path, suffix, as_onnx, opset)
     try:
-        model = opened(whole.load(folder, headed=True))
+        model = opened(loading.load(name, head="saved"))
         trials: list[Trial] = []
         with files.together(path) as draft, progress_bar(Console(stderr=True)) as progress:
             _write(model, draft, _example(model, length), opset, progress)

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fast_attention import catalogue, data
-from fast_attention.lab import corpus
-from fast_attention.lab.capture import Layer
+from fast_attention import catalogue
+from fast_attention.lab import corpus, loading
+from fast_attention.lab.capture import Layer, bound_layers
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
-from fast_attention.mechanism import Attention
-from fast_attention.nn import saving
+from fast_attention.lab.maps.heads import reading
+from fast_attention.mechanism import Attention, Unsupported
+from fast_attention.nn.bound import Bound
 from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.tasks.proteins import encoded
-
-
-def place(name: str | None) -> Path | None:
-    """The folder of a model of this library that ``name`` means: a shipped one, a run's, a model's; else None."""
-    if name is None:
-        return None
-    for folder in (Path(name) / "model", Path(name)):
-        try:
-            held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(held, dict) and held.get("format") == saving.FORMAT:
-            return folder
-    return data.models().get(name)
 
 
 class Own:
     """A model of this library reading proteins or text, residue by residue or byte by byte."""
 
     def __init__(self, folder: Path, name: str, text: str | None = None, fasta: str | None = None) -> None:
-        try:
-            self.model = saving.load(folder)
-        except (OSError, ValueError) as error:
-            raise InputError(f"--model {name}: {error}") from error
+        self.model = loading.load(folder)
         self.name, config = name, self.model.config
         if config.reads not in ("bytes", "residues"):
-            raise InputError(f"--model {name}: it reads numbers of its task's own, neither text nor proteins")
+            raise InputError(f"{name}: it reads numbers of its task's own, neither text nor proteins")
         self.corpus = _corpus(name, config.reads, text, fasta)
         bounded = any(catalogue.parse(each).traits.bounded for each in config.mechanisms)
         self.context = config.max_len if bounded or config.positions == "learned" else None
@@ -63,22 +46,11 @@ class Own:
             InputError: No layer has both.
         """
         tokens, read = self.tokens(length)
-        found: list[Layer] = []
-
-        def keep(module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-            q, k, v = inputs[:3]
-            found.append(Layer(f"layer {len(found)}", q, k, v, bool(options.get("is_causal", False))))
-
-        mixers = [module for module in self.model.modules() if isinstance(module, TokenMixer)]
-        asking = [m for m in mixers if isinstance(m.mechanism, Attention) and {*"qk"} <= {*m.mechanism.traits.reads}]
-        hooks = [mixer.attention.register_forward_pre_hook(keep, with_kwargs=True) for mixer in asking]
-        try:
-            self.model(tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        calls = reading(self.model, tokens)
+        asking = [call for call in calls if {*"qk"} <= {*call.bound.mechanism.traits.reads}]
+        found = bound_layers(asking)
         if not found:
-            raise InputError(f"--model {self.name}: none of its mechanisms has queries and keys")
+            raise InputError(f"{self.name}: none of its mechanisms has queries and keys")
         return found, read
 
     def tokens(self, length: int) -> tuple[Tensor, str]:
@@ -91,7 +63,24 @@ class Own:
 
 def _corpus(name: str, reads: str, text: str | None, fasta: str | None) -> Corpus:
     if reads == "residues" and text:
-        raise InputError(f"--model {name} reads proteins: give --fasta, not --text")
+        raise InputError(f"{name} reads proteins: give --fasta, not --text")
     if reads == "bytes" and fasta:
-        raise InputError(f"--model {name} reads text: give --text, not --fasta")
+        raise InputError(f"{name} reads text: give --text, not --fasta")
     return corpus.read(text, fasta or (corpus.SAMPLE if reads == "residues" else None))
+
+
+def exchange(model: nn.Module, mechanism: Any) -> str:
+    """A mechanism in place of every one of a model of this library that reads at least what it reads; how many.
+
+    Raises:
+        Unsupported: There is none.
+    """
+    reads = {*mechanism.traits.reads} if isinstance(mechanism, Attention) else {"x"}
+    mixers = [part for part in model.modules() if isinstance(part, TokenMixer)]
+    able = [mixer for mixer in mixers if reads <= {*mixer.mechanism.traits.reads} - {"x"}]
+    if not able:
+        raise Unsupported(f"{mechanism!r} can stand in for no layer of this model: it reads other projections")
+    for mixer in able:
+        like = mixer.in_proj.weight
+        mixer.attention = Bound(mechanism, mixer.attention.shape).to(like.device, like.dtype)
+    return f"{len(able)} of {len(mixers)} layers replaced by {mechanism!r}"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 
-from fast_attention.lab import capture, corpus, own
+from fast_attention.lab import capture, corpus, loading, own
 from fast_attention.lab.inputs import InputError
 
 _SHAPES = re.compile(r"(\d+)x(\d+)")
 
 
 def source(model: str | None, text: str | None, fasta: str | None, seed: int) -> capture.Source:
-    """The source called ``model``: a folder, a name, ``gaussian``, or ``HEADSxWIDTH`` (Gaussian tensors of that size).
+    """The source called ``model``: what ``loading.find`` knows, ``gaussian``, or ``HEADSxWIDTH`` (such tensors).
 
     Raises:
         InputError: It cannot be read, or does not read what was given.
     """
-    if (folder := own.place(model)) is not None:
-        return own.Own(folder, str(model), text, fasta)
     sizes = _SHAPES.fullmatch(model or "")
     if sizes or model == capture.GAUSSIAN:
         if text or fasta:
@@ -28,5 +26,7 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int) ->
         if heads < 1 or width < 1:
             raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
         return capture.Gaussian(heads, width, seed)
-    read = corpus.read(text, fasta)
-    return capture.HuggingFace(model or capture.default_model(), read)
+    place = loading.find(model or loading.default_model())
+    if place.ours:
+        return own.Own(place.folder, place.name, text, fasta)
+    return capture.HuggingFace(place.name, corpus.read(text, fasta))

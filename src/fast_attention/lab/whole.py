@@ -5,64 +5,32 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from fast_attention import conformance
-from fast_attention.integrations import from_pretrained, swap
-from fast_attention.lab import inputs, tables
-from fast_attention.lab.capture import quiet_transformers
+from fast_attention.integrations import swap
+from fast_attention.lab import inputs, loading, own, tables
 from fast_attention.lab.inputs import InputError
 from fast_attention.mechanism import Unsupported
-from fast_attention.nn import saving
-
-
-def load(folder: Path, *, headed: bool = False) -> Any:
-    """A model of this library, a swapped one, or one of transformers' own, by what lies in its folder.
-
-    Args:
-        folder: The model's folder.
-        headed: Load one of transformers' as the class that it was saved from, whatever its head returns; otherwise
-            language models with their head, and of all others what lies below it.
-
-    Raises:
-        InputError: There is none, or it cannot be loaded.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config.get("format") == saving.FORMAT:
-            return saving.load(folder)
-        transformers = quiet_transformers("loading a model")
-        if (folder / "fast_attention.json").exists():
-            return from_pretrained(folder)
-        names = config.get("architectures") or []
-        decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-        kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
-        if headed and names:
-            kind = getattr(transformers, names[0], kind)
-        return kind.from_pretrained(folder, local_files_only=True).eval()
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: {error.strerror}: {Path(error.filename or '').name}") from error
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: {error}") from error
+from fast_attention.nn.models import Model
 
 
 def check_model_command(
-    folder: Annotated[Path, typer.Argument(help="A model's folder: transformers', ours, or a swapped one.")],
+    name: Annotated[str, loading.MODEL],
     mechanism: Annotated[str | None, typer.Option(help="Swap this in before.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> int:
     """Test a whole model against the laws; a broken one names the layer. Exit code 1: one is broken."""
-    model = load(folder)
+    model = loading.load(name)
     try:
         if mechanism is not None:
-            print(swap(model, inputs.mechanisms([mechanism])[0]), file=sys.stderr)
+            wanted = inputs.mechanisms([mechanism])[0]
+            done = own.exchange(model, wanted) if isinstance(model, Model) else swap(model, wanted)
+            print(done, file=sys.stderr)
         found = conformance.check_model(model.to(inputs.device(device)))
     except (ValueError, Unsupported) as error:
         raise InputError(str(error)) from error

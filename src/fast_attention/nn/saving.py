@@ -47,6 +47,7 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     """
     config, tensors = read(folder)
     try:
+        _agree(config, tensors)
         with torch.random.fork_rng(devices=[]):
             model = Model(config)
         model.load_state_dict(tensors)
@@ -79,3 +80,15 @@ def read(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Tensor]
     except Exception as error:
         raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error
     return config, tensors
+
+
+def _agree(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """Refuse settings that ask for other weights than there are, before any memory is taken for them."""
+    if config.layers > len(tensors):
+        raise ValueError(f"config.json asks for {config.layers:,} layers, and there are {len(tensors)} tensors")
+    with torch.device("meta"):
+        wanted = Model(config).state_dict()
+    for name in sorted({*wanted} | {*tensors}):
+        asked, held = (tuple(x[name].shape) if name in x else None for x in (wanted, tensors))
+        if asked != held:
+            raise ValueError(f"by config.json {name} has sizes {asked}, and the weights have {held}")

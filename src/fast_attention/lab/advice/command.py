@@ -19,6 +19,7 @@ from fast_attention.lab.advice.measuring import Plan, investigate
 from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
 from fast_attention.lab.advice.transferring import candidates, transfer
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.loading import KINDS
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record, plain
@@ -31,9 +32,7 @@ NUMBERS = ("error: median / worst", "time", "speed", "memory")
 def advise_command(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="Hugging Face folder or hub name, a folder of `train`, protein-mini, or HEADSxWIDTH. Default: MiniLM."
-        ),
+        typer.Argument(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM."),
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,

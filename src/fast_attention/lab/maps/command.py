@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from fast_attention.lab import inputs, records
-from fast_attention.lab.capture import default_model
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.loading import KINDS, default_model
 from fast_attention.lab.maps import page
 from fast_attention.lab.maps.heads import Call, Head, compared, sampled
 from fast_attention.lab.maps.models import Subject
@@ -25,7 +25,7 @@ from fast_attention.mechanism import Unsupported
 def maps_command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face folder, swapped or not, a folder of `train`, protein-mini. Default: MiniLM."),
+        typer.Argument(help=f"What to open: {KINDS}. Default: MiniLM."),
     ] = None,
     mechanism: Annotated[
         str | None, typer.Option(help="What is put in place. Not needed for a model that was swapped before.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,12 +18,13 @@ MOST = 64  # rows, and blocks of keys, of a map
 
 
 class Call(NamedTuple):
-    """One layer's call: the mechanism, what it got (q, k: (1, H, L, E)), and the rest of its arguments."""
+    """One layer's call: the mechanism, what it got (q, k, v: (1, H, L, E)), and the rest of its arguments."""
 
     layer: str
     bound: Bound
     q: Tensor
     k: Tensor
+    v: Tensor
     keywords: dict[str, Any]
 
     def rows(self, queries: list[int], like: Call | None = None) -> Tensor:
@@ -43,7 +45,7 @@ def heard(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
             chosen = {x: options[x] for x in ("is_causal", "key_mask", "attn_mask") if options.get(x) is not None}
             before = sum(call.bound is part for call in calls)  # some models run one layer several times
             again = f", time {before + 1}" if before else ""
-            calls.append(Call(layer + again, part, inputs[0], inputs[1], chosen))
+            calls.append(Call(layer + again, part, inputs[0], inputs[1], inputs[2], chosen))
 
         return part.register_forward_pre_hook(keep, with_kwargs=True)
 
@@ -55,6 +57,13 @@ def heard(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def reading(model: nn.Module, tokens: Tensor) -> list[Call]:
+    """The calls while a model reads tokens (1, L), without a cache: its state would be advanced past the mechanism's
+    own call."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return heard(model, lambda: model(tokens, **options))
 
 
 @dataclass

