@@ -384,6 +384,10 @@ FAULTS = [
           "            _without_autocast(result, since)\n", "", LAW + "'backward and LearnedFeatures'"),
     Fault("the caller's graph loses its precision too", "ops/precision.py", "node._sequence_nr() < since or", "",
           "tests/test_autocast.py -k callers_own"),
+    Fault("a stretch's places begin anew", "nn/token_mixer.py", "start.to(x.device)[..., None] + counted", "counted",
+          "tests/test_grouped_rotary.py -k keeps_the_places"),
+    Fault("YaRN divides the fast pairs", "nn/positions.py", "plain * (1 - slow) + plain / self.factor * slow",
+          "plain * slow + plain / self.factor * (1 - slow)", "tests/test_grouped_rotary.py -k llama_turns"),
 ]  # fmt: skip
 
 

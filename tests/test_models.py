@@ -59,7 +59,7 @@ def test_a_stream_gives_what_the_whole_gives(mechanism: Any, positions: str, rev
 def test_rotary_scores_tell_distances_only(mechanism: Any) -> None:
     """An estimate by random features or hashing has its own noise at every place: there, its norms and mean."""
     torch.manual_seed(0)
-    mixer = TokenMixer(16, 2, mechanism, rotary=True).double().eval()
+    mixer = TokenMixer(16, 2, mechanism).double().eval()
     x = torch.randn(2, 19, 16, dtype=torch.float64)
     here, there = ([rotate(t, start) for t in mixer._project(x)[:2]] for start in (0, 57))
     dots = [q @ k.mT for q, k in (here, there)]

@@ -36,6 +36,7 @@ from fast_attention.functional import attention as attention
 from fast_attention.attention_maps import attention_rows as attention_rows
 
 from fast_attention.nn.bound import Bound as Bound
+from fast_attention.nn.positions import Rotary as Rotary
 from fast_attention.nn.multihead import MultiheadAttention as MultiheadAttention
 from fast_attention.nn.token_mixer import TokenMixer as TokenMixer
 from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForward

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from fast_attention import attention
+from fast_attention import MultiheadAttention, attention
 from tests.fuzz.kit import fuzz
 
 
@@ -51,3 +51,57 @@ def test_attention_is_torchs_function(call: tuple[list[torch.Tensor], dict[str, 
     probe = torch.randn_like(ours)
     for a, b in zip(*(torch.autograd.grad((out * probe).sum(), leaves) for out in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b, rtol=near["rtol"], atol=near["atol"] * (1 + float(b.detach().abs().max())))
+
+
+@st.composite
+def modules(draw: Any) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+    """Options of torch's module, its inputs and its masks; key 0 is always seen."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    flip = st.booleans()
+    heads, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    width = heads * head_dim
+    options: dict[str, Any] = {name: draw(flip) for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    options |= {name: draw(st.integers(1, 5)) for name in ("kdim", "vdim") if draw(flip)}
+    options |= {"embed_dim": width, "num_heads": heads, "dtype": torch.float64}
+    length, keys, batch = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    batched = draw(flip)
+    sizes = ((length, width), (keys, options.get("kdim", width)), (keys, options.get("vdim", width)))
+    lead = (batch,) if batched else ()
+    x = [torch.randn(*lead, *size, dtype=torch.float64) for size in sizes]
+    if batched and not options["batch_first"]:
+        x = [part.transpose(0, 1) for part in x]
+    asked: dict[str, Any] = {"need_weights": draw(flip), "average_attn_weights": draw(flip)}
+    rows = (batch if batched else 1) * heads
+    kinds: dict[str, tuple[int, ...]] = {}
+    if draw(flip):
+        kinds["attn_mask"] = (rows, length, keys) if draw(flip) else (length, keys)
+    if draw(flip):
+        kinds["key_padding_mask"] = (*lead, keys)
+    additive = draw(flip)
+    for name, shape in kinds.items():
+        ignored = torch.rand(shape) < 0.4
+        ignored[..., 0] = False
+        bias = torch.randn(shape, dtype=torch.float64).masked_fill(ignored, float("-inf"))
+        asked[name] = bias if additive else ignored
+    return options, x, asked
+
+
+@fuzz("calls of MultiheadAttention beside torch's module", examples=100, case=modules())
+def test_the_module_is_torchs_module(case: tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]) -> None:
+    """Outputs, attention matrices and the gradients of every parameter, from one state_dict."""
+    options, x, asked = case
+    theirs, ours = torch.nn.MultiheadAttention(**options), MultiheadAttention(**options)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    got, wanted = ours(*x, **asked), theirs(*x, **asked)
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-9, atol=1e-10)
+    assert (got[1] is None) == (wanted[1] is None)
+    if wanted[1] is not None:
+        torch.testing.assert_close(got[1], wanted[1], rtol=1e-9, atol=1e-10)
+    probe = torch.randn_like(got[0])
+    slopes = [
+        torch.autograd.grad((out[0] * probe).sum(), tuple(m.parameters())) for out, m in ((got, ours), (wanted, theirs))
+    ]
+    for (name, _), a, b in zip(ours.named_parameters(), *slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda said, name=name: f"{name}: {said}")

@@ -12,7 +12,9 @@ from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
+from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
 from fast_attention.nn.torch_masks import Seen
+from fast_attention.ops import heads, masks
 from fast_attention.ops.fusion import Fusion
 
 
@@ -41,11 +43,16 @@ class MultiheadAttention(nn.Module):
         dtype: Type of the parameters.
         mechanism: An attention, or its name or repr.
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
+        num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
+            Each serves as many queries' heads in a row; the mechanism sees it repeated.
+        rotary: Turn queries and keys by their places (mechanisms with ``traits.rotary``): True for
+            ``nn.positions.Rotary()``, or one with another base or scaling.
         compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
 
     Raises:
-        Unsupported: The mechanism is a mixer, or cannot take appended keys.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``max_len`` is missing.
+        Unsupported: The mechanism is a mixer, or cannot take appended keys, dropout or rotary positions.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``num_kv_heads`` not ``num_heads``, or ``max_len`` is
+            missing.
     """
 
     in_proj_weight: Tensor | None
@@ -72,45 +79,54 @@ class MultiheadAttention(nn.Module):
         *,
         mechanism: Mechanism[Any, Any] | str = "Softmax",
         max_len: int = 0,
+        num_kv_heads: int | None = None,
+        rotary: bool | Rotary = False,
         compile: Fusion = "off",
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.appended = int(add_bias_kv) + int(add_zero_attn)
         self._build_projections(bias, add_bias_kv, device, dtype)
-        self.attention = self._bind(catalogue.parse(mechanism), max_len, compile).to(device=device, dtype=dtype)
+        self.attention = self._bind(catalogue.parse(mechanism), max_len, rotary, compile).to(device=device, dtype=dtype)
         # A hook is torch's own sign that a module must really be called: its layers then take no fused short cut.
         self.register_forward_pre_hook(_stand_aside)
 
     def _build_projections(self, bias: bool, bias_kv: bool, device: Any, dtype: torch.dtype | None) -> None:
         """Parameters under torch's names, drawn in torch's order, so that equal seeds give equal values."""
-        width, packed = self.embed_dim, self._qkv_same_embed_dim
+        width, packed, grouped = self.embed_dim, self._qkv_same_embed_dim, self.num_kv_heads * self.head_dim
 
         def drawn(wanted: bool, *size: int, draw: Any = nn.init.xavier_uniform_) -> nn.Parameter | None:
             return nn.Parameter(draw(torch.empty(*size, device=device, dtype=dtype))) if wanted else None
 
         self.out_proj = nn.Linear(width, width, bias=bias, device=device, dtype=dtype)
-        self.in_proj_weight = drawn(packed, 3 * width, width)
+        self.in_proj_weight = drawn(packed, width + 2 * grouped, width)
         self.q_proj_weight = drawn(not packed, width, width)
-        self.k_proj_weight = drawn(not packed, width, self.kdim)
-        self.v_proj_weight = drawn(not packed, width, self.vdim)
-        self.in_proj_bias = drawn(bias, 3 * width, draw=nn.init.zeros_)
+        self.k_proj_weight = drawn(not packed, grouped, self.kdim)
+        self.v_proj_weight = drawn(not packed, grouped, self.vdim)
+        self.in_proj_bias = drawn(bias, width + 2 * grouped, draw=nn.init.zeros_)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        self.bias_k = drawn(bias_kv, 1, 1, width, draw=nn.init.xavier_normal_)
-        self.bias_v = drawn(bias_kv, 1, 1, width, draw=nn.init.xavier_normal_)
+        self.bias_k = drawn(bias_kv, 1, 1, grouped, draw=nn.init.xavier_normal_)
+        self.bias_v = drawn(bias_kv, 1, 1, grouped, draw=nn.init.xavier_normal_)
 
-    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, compile: Fusion) -> Bound:
+    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, rotary: bool | Rotary, compile: Fusion) -> Bound:
         if not isinstance(mechanism, Attention):
             raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer")
         if self.appended and not mechanism.traits.cross:
             raise mechanism.refuse("add_bias_kv or add_zero_attn (more keys than queries)", "cross")
+        masks.check_scores(None, self.dropout, ())
+        if self.dropout and not mechanism.traits.mask:
+            raise mechanism.refuse(f"attention dropout (dropout={self.dropout!r}; build it with dropout=0.0)", "mask")
+        self.rotary = rotary_for(mechanism, rotary, self.head_dim)
+        if self.rotary is not None and self.appended:
+            raise ValueError("add_bias_kv and add_zero_attn append keys that have no place: not beside rotary")
         shape = Shape(self.num_heads, self.head_dim, max_len + self.appended if max_len else 0)
         return Bound(mechanism, shape, compile=compile)
 
@@ -124,6 +140,9 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with torch's arguments: in both masks True (or -inf) means *ignore*.
 
@@ -138,6 +157,9 @@ class MultiheadAttention(nn.Module):
             average_attn_weights: Whether the attention matrix is averaged over heads.
             is_causal: Without ``attn_mask``: query i sees keys up to i + S - L. Beside an ``attn_mask`` it is a hint
                 and the mask decides, except in compiled code, where the hint is believed if L = S.
+            positions: With ``rotary``: places of the queries, (L) or (N, L); None for S - L, S - L + 1, ...: the last
+                query stands where the last key stands.
+            key_positions: Places of the keys, (S) or (N, S); None for 0, 1, ..., or for ``positions`` where L = S.
 
         Returns:
             Outputs in the shape of ``query``, and the attention matrix (N, L, S), or (N, num_heads, L, S) if not
@@ -150,11 +172,13 @@ class MultiheadAttention(nn.Module):
         same = query is key and key is value
         if query.is_nested:
             plain = same and attn_mask is None and key_padding_mask is None
+            plain = plain and positions is None and key_positions is None
             return self._nested(query, plain, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched = query.dim() == 3
         query, key, value = (self._batch_major(x) for x in (query, key, value))
         q, k, v = self._project(query, query if same else key, query if same else value)
+        q, k = self._turned(q, k, positions, key_positions)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         mechanism = self.attention.mechanism
@@ -162,6 +186,7 @@ class MultiheadAttention(nn.Module):
         if self.appended:
             seen = torch_masks.lengthen(seen, q.shape[-2], k.shape[-2], self.appended, like=q)
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+        k, v = heads.repeated(self.num_heads, k=k, v=v)
         out, weights = self._attend(q, k, v, seen, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -176,23 +201,48 @@ class MultiheadAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         reads, packed, bias = self.attention.mechanism.traits.reads, self.in_proj_weight, self.in_proj_bias
+        widths = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         if packed is not None and query is key and key is value and reads == "qkv":
-            parts = F.linear(query, packed, bias).chunk(3, -1)
+            parts = F.linear(query, packed, bias).split(widths, -1)
         else:
-            b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
+            b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(widths)
             apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            w_q, w_k, w_v = apart if packed is None else packed.chunk(3)
+            w_q, w_k, w_v = apart if packed is None else packed.split(widths)
             v = F.linear(value, w_v, b_v)
             # What the mechanism never reads is not computed: anything of the right length stands in for it.
             k = F.linear(key, w_k, b_k) if "k" in reads else v
             q = F.linear(query, w_q, b_q) if "q" in reads else query.to(v.dtype)
             parts = (q, k, v)
-        return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in parts)
+        return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in parts)
+
+    def _turned(self, q: Tensor, k: Tensor, places: Tensor | None, others: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned by their places, where the module has rotary positions."""
+        length, keys = q.shape[-2], k.shape[-2]
+        if self.rotary is None:
+            if places is not None or others is not None:
+                raise ValueError("positions are given and this module turns nothing by them: build it with rotary=True")
+            return q, k
+        if length != keys and (places is None) != (others is None):
+            raise ValueError(f"give both: positions of the {length} queries and key_positions of the {keys} keys")
+        if places is None and others is None:
+            places = torch.arange(keys - length, keys, device=q.device)
+            others = places if length == keys else torch.arange(keys, device=q.device)
+        places, others = others if places is None else places, places if others is None else others
+        assert places is not None
+        assert others is not None
+        both = checked(places, "positions", (len(q),), length), checked(others, "key_positions", (len(q),), keys)
+        if places is others:
+            waves = self.rotary.waves(places, self.head_dim)
+            return turned(q, waves), turned(k, waves)
+        # One reckoning for both: a scaling may depend on the last place of all.
+        line = torch.cat([x.expand(len(q), -1) for x in both] if places.ndim != others.ndim else both, -1)
+        sine, cosine = (x.split((length, keys), -2) for x in self.rotary.waves(line, self.head_dim))
+        return turned(q, (sine[0], cosine[0])), turned(k, (sine[1], cosine[1]))
 
     def _append(self, x: Tensor, learned: Tensor | None) -> Tensor:
         """The learned key or value, then that of zeros, behind the sequence (N, H, S, E)."""
         if learned is not None:
-            row = learned.to(x.dtype).view(1, self.num_heads, 1, self.head_dim)
+            row = learned.to(x.dtype).view(1, self.num_kv_heads, 1, self.head_dim)
             x = torch.cat([x, row.expand(x.shape[0], -1, -1, -1)], -2)
         return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
@@ -229,8 +279,10 @@ class MultiheadAttention(nn.Module):
                 raise ValueError(f"{name} has width {x.shape[-1]} and this module was built for {width}")
 
     def extra_repr(self) -> str:
-        """The sizes."""
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+        """The sizes, and what is not torch's."""
+        said = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+        grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        return said + grouped + ("" if self.rotary is None else f", rotary={self.rotary!r}")
 
 
 def _stand_aside(module: nn.Module, inputs: Any) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from fast_attention import catalogue
-from fast_attention.mechanism import Attention, Mechanism, Shape
+from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import rotate
+from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
+from fast_attention.ops import heads
 from fast_attention.ops.fusion import Fusion
 
 
@@ -34,13 +35,18 @@ class TokenMixer(nn.Module):
         mechanism: A mechanism, or its name or repr.
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
         bias: Whether the projections have biases.
-        rotary: Turn queries and keys by their places (mechanisms with ``traits.rotary``).
+        num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
+            Each serves as many queries' heads in a row; the mechanism, and its state, see it repeated.
+        rotary: Turn queries and keys by their places (mechanisms with ``traits.rotary``): True for ``Rotary()``, or one
+            with another base or scaling.
         compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
         device: Where the parameters are made.
         dtype: Type of the parameters.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``max_len`` is missing.
+        Unsupported: ``rotary`` or ``num_kv_heads`` with a mechanism that has no use for it.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``num_kv_heads`` not ``num_heads``, or ``max_len`` is
+            missing.
     """
 
     def __init__(
@@ -51,7 +57,8 @@ class TokenMixer(nn.Module):
         *,
         max_len: int = 0,
         bias: bool = True,
-        rotary: bool = False,
+        num_kv_heads: int | None = None,
+        rotary: bool | Rotary = False,
         compile: Fusion = "off",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -60,14 +67,15 @@ class TokenMixer(nn.Module):
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         self.mechanism = catalogue.parse(mechanism)
-        self.num_heads, self.rotary = num_heads, rotary
-        if rotary and not self.mechanism.traits.rotary:
-            raise self.mechanism.refuse("rotary positions", "rotary")
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)
+        self.rotary = rotary_for(self.mechanism, rotary, self.head_dim)
         if isinstance(self.mechanism, Attention):
-            read = sum(part in self.mechanism.traits.reads for part in "qkv")
-            self.in_proj = nn.Linear(embed_dim, read * embed_dim, bias=bias, device=device, dtype=dtype)
+            self.in_proj = nn.Linear(embed_dim, sum(self._widths()), bias=bias, device=device, dtype=dtype)
             self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        bound = Bound(self.mechanism, Shape(num_heads, embed_dim // num_heads, max_len), compile=compile)
+        elif num_kv_heads not in (None, num_heads):
+            raise Unsupported(f"{self.mechanism!r} mixes whole tokens and has no keys: num_kv_heads is for attentions")
+        bound = Bound(self.mechanism, Shape(num_heads, self.head_dim, max_len), compile=compile)
         self.attention = bound.to(device=device, dtype=dtype)
 
     def forward(
@@ -78,6 +86,7 @@ class TokenMixer(nn.Module):
         key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
         attn_mask: Tensor | None = None,
         dropout: float = 0.0,
+        positions: Int[Tensor, "*#batch3 length"] | None = None,
     ) -> Float[Tensor, "*batch length embed"]:
         """Mix the tokens of each sequence.
 
@@ -88,12 +97,14 @@ class TokenMixer(nn.Module):
             attn_mask: Boolean (True = may be seen) or additive, broadcastable to (..., H, L, L); mechanisms with
                 ``traits.mask``.
             dropout: Probability with which an attention weight is dropped; mechanisms with ``traits.mask``.
+            positions: Places of the tokens, (L) or (..., L), with ``rotary``; None for 0, 1, 2, ...
 
         Raises:
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
-        inputs = self._project(x) if isinstance(self.mechanism, Attention) else (x,)
+        places = None if positions is None else self._places(x, positions)
+        inputs = self._project(x, places) if isinstance(self.mechanism, Attention) else (x,)
         out = self.attention(*inputs, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
         return self._joined(out) if isinstance(self.mechanism, Attention) else out
 
@@ -103,6 +114,7 @@ class TokenMixer(nn.Module):
         state: Any = None,
         *,
         key_mask: Bool[Tensor, "*#batch2 stretch"] | None = None,
+        positions: Int[Tensor, "*#batch3 stretch"] | None = None,
     ) -> tuple[Float[Tensor, "*batch stretch embed"], Any]:
         """Mix a stretch of one or more new tokens causally; any split of a sequence gives the same outputs.
 
@@ -110,29 +122,51 @@ class TokenMixer(nn.Module):
             x: The stretch (..., N, E).
             state: What the previous stretch returned; None at the start.
             key_mask: Boolean (..., N), True = may be seen, now and later.
+            positions: Places of the tokens, (N) or (..., N), with ``rotary``; None to go on from the last one.
 
         Returns:
             Outputs (..., N, E) and the state to hand to the next stretch.
 
         Raises:
-            Unsupported: The mechanism cannot stream (``traits.memory`` is None).
+            Unsupported: The mechanism cannot stream (``traits.memory`` is None), or the positions cannot.
         """
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
-        if not self.rotary:
-            out, state = self.attention.decode(*self._project(x), state, key_mask=key_mask)
+        if self.rotary is None:
+            places = None if positions is None else self._places(x, positions)
+            out, state = self.attention.decode(*self._project(x, places), state, key_mask=key_mask)
             return self._joined(out), state
         place, inner = (torch.tensor(0), None) if state is None else state
-        out, inner = self.attention.decode(*self._project(x, int(place)), inner, key_mask=key_mask)
-        return self._joined(out), Turned(place + x.shape[-2], inner)
+        places = self._places(x, positions, place)
+        self.rotary.decodes(places)
+        out, inner = self.attention.decode(*self._project(x, places), inner, key_mask=key_mask)
+        return self._joined(out), Turned(places[..., -1] + 1 if x.shape[-2] else place, inner)
 
-    def _project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def _places(self, x: Tensor, positions: Tensor | None, start: Tensor | None = None) -> Tensor:
+        """The tokens' places (L) or (..., L)."""
+        if positions is None:
+            counted = torch.arange(x.shape[-2], device=x.device)
+            return counted if start is None else start.to(x.device)[..., None] + counted
+        if self.rotary is None:
+            raise ValueError("positions are given and this module turns nothing by them: build it with rotary=True")
+        return checked(positions, "positions", tuple(x.shape[:-2]), x.shape[-2])
+
+    def _widths(self) -> list[int]:
+        own = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        return [own[part] * self.head_dim for part in "qkv" if part in self.mechanism.traits.reads]
+
+    def _project(self, x: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         read = [part for part in "qkv" if part in self.mechanism.traits.reads]
-        parts = self.in_proj(x).unflatten(-1, (len(read), self.num_heads, -1)).movedim(-3, 0).transpose(-3, -2)
-        named = dict(zip(read, parts, strict=True))
+        parts = self.in_proj(x).split(self._widths(), -1)
+        named = {
+            part: y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part, y in zip(read, parts, strict=True)
+        }
+        if self.rotary is not None:
+            waves = self.rotary.waves(self._places(x, None) if places is None else places, self.head_dim)
+            named |= {part: turned(named[part], waves) for part in "qk" if part in named}
         # What the mechanism never reads has no projection: anything of the right length stands in for it.
-        q, k, v = (named.get(part, named["v"]) for part in "qkv")
-        return (rotate(q, start), rotate(k, start), v) if self.rotary else (q, k, v)
+        k, v = heads.repeated(self.num_heads, k=named.get("k", named["v"]), v=named["v"])
+        return named.get("q", v), k, v
 
     def _joined(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(-3, -2).flatten(-2))

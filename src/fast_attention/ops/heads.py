@@ -25,3 +25,15 @@ def repeated(heads: int, **grouped: Tensor) -> list[Tensor]:
             )
         made.append(x if own == heads else x.repeat_interleave(heads // own, -3))
     return made
+
+
+def grouped(num_heads: int, num_kv_heads: int | None) -> int:
+    """Heads of keys and values: ``num_kv_heads``, or as many as queries have.
+
+    Raises:
+        ValueError: They do not divide ``num_heads``.
+    """
+    found = num_heads if num_kv_heads is None else num_kv_heads
+    if found < 1 or num_heads % found:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    return found
