@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import subprocess
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fast_attention import catalogue
+from fast_attention import __version__, catalogue
 from fast_attention.cli import main
-from fast_attention.lab.commands import _repeat
+from fast_attention.lab.command_line import COMMANDS, _repeat, load
 
 GAUSSIAN = ["compare", "--model", "gaussian", "--lengths", "16", "32", "--threads", "1", "--budget", "20"]
 TWO = ["--mechanisms", "LinearAttention", "FavorPlus(num_features=16)"]
@@ -198,6 +199,43 @@ def test_help_is_for_strangers(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(option in out for option in ("--model", "--fasta", "--lengths", "--seed", "--out", "--json"))
 
 
+LIGHT = """
+import sys, time
+began = time.process_time()
+from fast_attention.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    spent = time.process_time() - began
+    heavy = [name for name in ("torch", "numpy", "matplotlib", "transformers") if name in sys.modules]
+    print(end.code, heavy, spent)
+"""
+
+
+@pytest.mark.parametrize("option", ["--help", "-h", "--version", "trian"])
+def test_what_needs_no_torch_does_not_import_it(option: str) -> None:
+    """Torch alone takes seconds; typer and rich take a tenth of one."""
+    done = subprocess.run([sys.executable, "-c", LIGHT, option], capture_output=True, text=True, check=True)
+    code, heavy, spent = done.stdout.splitlines()[-1].split()
+    assert heavy == "[]"
+    assert code == ("2" if option == "trian" else "0")
+    assert float(spent) < 0.5
+    assert __version__ in done.stdout or option != "--version"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_they_say(name: str) -> None:
+    assert inspect.cleandoc(load(COMMANDS[name]).__doc__ or "").split("\n")[0] == COMMANDS[name].words
+
+
+def test_a_star_import_takes_no_modules() -> None:
+    code = (
+        "from torch import nn\nfrom fast_attention import *\nprint(nn.__name__, attention.__name__, FNet().__class__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("torch.nn attention <class 'fast_attention.mechanisms.fnet.FNet'>")
+
+
 def test_options_that_take_many_values() -> None:
     given = ["compare", "--lengths", "1", "2", "--seed", "3", "--mechanisms", "A", "B(x=1)", "--lengths", "4"]
     assert _repeat(given) == [
@@ -208,7 +246,7 @@ def test_options_that_take_many_values() -> None:
 
 def test_importing_the_library_needs_no_extra() -> None:
     code = (
-        "import sys, fast_attention, fast_attention.data, fast_attention.cli\n"
+        "import sys, fast_attention, fast_attention.data, fast_attention.cli; fast_attention.attention\n"
         "print([m for m in ('typer', 'rich', 'transformers', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -31,7 +31,7 @@ FLOORS = [
     ["training"],
     ["conversion"],
     ["lab"],
-    ["cli"],
+    ["cli", "contents"],
 ]
 
 

@@ -1,50 +1,42 @@
 """fast-attention: every fast attention mechanism, as a value you can trust, swap in and choose with open eyes.
 
-This file is the page of contents. Start with ``attention(q, k, v, "LinearAttention")`` on tensors,
+The page of contents is ``contents.py``. Start with ``attention(q, k, v, "LinearAttention")`` on tensors,
 ``MultiheadAttention`` or ``TokenMixer`` in a model, ``catalogue.names()`` for what there is, ``conformance.check`` for
 what it keeps.
 """
-# ruff: noqa: I001
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fast_attention.contents import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-from fast_attention.mechanism import Attention as Attention, Mixer as Mixer
-from fast_attention.mechanism import Shape as Shape, Traits as Traits, Unsupported as Unsupported
 
-from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUAttention
-from fast_attention.mechanisms import LogAttention as LogAttention, Manhattan as Manhattan
-from fast_attention.mechanisms import PositiveSoftplus as PositiveSoftplus, PositiveExp as PositiveExp
-from fast_attention.mechanisms import PositiveElu as PositiveElu, PositiveRelu as PositiveRelu
-from fast_attention.mechanisms import LinearAttention as LinearAttention, Favor as Favor, FavorPlus as FavorPlus
-from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
-from fast_attention.mechanisms import Linformer as Linformer, LearnedProjection as LearnedProjection
-from fast_attention.mechanisms import MeanPool as MeanPool, MaxPool as MaxPool, Convolution as Convolution
-from fast_attention.mechanisms import Local as Local, BlockLocal as BlockLocal, BigBird as BigBird, LSH as LSH
-from fast_attention.mechanisms import Sinkhorn as Sinkhorn, SortCut as SortCut
-from fast_attention.mechanisms import DenseSynthesizer as DenseSynthesizer, RandomSynthesizer as RandomSynthesizer
-from fast_attention.mechanisms import FactorizedDenseSynthesizer as FactorizedDenseSynthesizer
-from fast_attention.mechanisms import FactorizedRandomSynthesizer as FactorizedRandomSynthesizer
-from fast_attention.mechanisms import MixtureSynthesizer as MixtureSynthesizer, DotProduct as DotProduct
-from fast_attention.mechanisms import AFTFull as AFTFull, AFTLocal as AFTLocal
-from fast_attention.mechanisms import AFTSimple as AFTSimple, AFTConv as AFTConv
-from fast_attention.mechanisms import FNet as FNet, GMLP as GMLP, MLPMixer as MLPMixer
-from fast_attention.combinations import Hybrid as Hybrid
-from fast_attention.ops.maps import features as features
+def __getattr__(name: str) -> Any:
+    """A module or a name of the page of contents, when it is first asked for: torch takes seconds to import."""
+    if name == "__all__":
+        return [each for each, value in _contents().items() if not isinstance(value, ModuleType)]
+    try:
+        if not name.startswith("__"):
+            return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        if name in (found := _contents()):
+            globals().update(found)
+            return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-from fast_attention import catalogue as catalogue, functional as functional, decoding as decoding
-from fast_attention.functional import attention as attention
-from fast_attention.attention_maps import attention_rows as attention_rows
 
-from fast_attention.nn.bound import Bound as Bound
-from fast_attention.nn.positions import Rotary as Rotary
-from fast_attention.nn.multihead import MultiheadAttention as MultiheadAttention
-from fast_attention.nn.token_mixer import TokenMixer as TokenMixer
-from fast_attention.nn.feedforward import ChunkedFeedForward as ChunkedFeedForward
-from fast_attention.nn.reversible import Reversible as Reversible, ReversibleSequence as ReversibleSequence
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_contents()})
 
-from fast_attention.explanation import Explanation as Explanation, explain as explain
-from fast_attention import conformance as conformance, exporting as exporting
 
-from fast_attention.integrations import Report as Report, swap as swap, swap_back as swap_back
-from fast_attention.integrations import from_pretrained as from_pretrained
-from fast_attention.conversion import convert as convert, ConversionSettings as ConversionSettings
+def _contents() -> dict[str, Any]:
+    found = vars(import_module(f"{__name__}.contents"))
+    return {name: value for name, value in found.items() if not name.startswith("_")}

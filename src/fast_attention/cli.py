@@ -1,21 +1,56 @@
-"""The command ``fast-attention``: one line and exit code 2 for what cannot be had, never a traceback."""
+"""The command ``fast-attention``: one line and an exit code for what cannot be had, never a traceback."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with 0, 1 (a law is broken), 2 (bad input) or 130 (interrupted)."""
+    """Run the command line.
+
+    It exits with 0; 1 (a law is broken, or something went wrong: no memory, a full disk, nobody reads the output);
+    2 (bad input) or 130 (interrupted).
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115
+    code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
-        from fast_attention.lab import commands
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"fast-attention: standard output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
+        code = code or 1
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    heeded = heeded and threading.current_thread() is threading.main_thread()
+    try:
+        if heeded:  # libraries that are interrupted half way are of no more use
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        from fast_attention.lab import command_line
+
+        command_line.prepare(arguments)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("fast_attention"):
             raise
-        message = f"the command line needs {error.name}: pip install 'fast-attention[lab]'"
-        print(f"fast-attention: {message}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(commands.run(sys.argv[1:] if arguments is None else arguments))
+        print(
+            f"fast-attention: the command line needs {error.name}: pip install 'fast-attention[lab]'", file=sys.stderr
+        )
+        return 2
+    except (ImportError, MemoryError, OSError) as error:
+        print(f"fast-attention: a library cannot be loaded: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    finally:
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command_line.run(arguments)
 
 
 if __name__ == "__main__":

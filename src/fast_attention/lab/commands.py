@@ -1,4 +1,4 @@
-"""The commands, each in a file of its own or here: ``compare``, ``list``, ``check``."""
+"""The commands ``compare``, ``list`` and ``check``; ``command_line`` knows where the others stand."""
 
 from __future__ import annotations
 
@@ -20,65 +20,15 @@ from rich.text import Text
 from fast_attention import catalogue, conformance, files
 from fast_attention.known_names import known
 from fast_attention.lab import compare, inputs, loading, measure, records, report, sources, tables, verdicts
-from fast_attention.lab.advice.command import advise_command
-from fast_attention.lab.bench.command import bench_command
-from fast_attention.lab.converting.command import convert_command
-from fast_attention.lab.export import export_command
+from fast_attention.lab.command_line import run as run
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.learning.generate import generate_command
-from fast_attention.lab.learning.train import train_command
-from fast_attention.lab.maps.command import maps_command
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record
-from fast_attention.lab.study.command import study_command
-from fast_attention.lab.whole import check_model_command, told
+from fast_attention.lab.whole import told
 from fast_attention.mechanism import Mixer
 
-app = typer.Typer(
-    help="Every fast attention mechanism: what it costs, how far it is from exact attention, and what it can do.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
-_UsageError: Any = typer.BadParameter.__mro__[1]
 
-
-def run(arguments: list[str]) -> int:
-    """Run one command; the exit code. What cannot be had is said in one line on stderr."""
-    try:
-        return app(args=_repeat(arguments), prog_name="fast-attention", standalone_mode=False) or 0
-    except InputError as error:
-        return _refuse(str(error))
-    except _UsageError as error:
-        return _refuse(f"{error.format_message()} (see fast-attention --help)")
-    except typer.Abort:
-        return 130
-
-
-def _refuse(message: str) -> int:
-    print(f"fast-attention: {' '.join(message.split())}", file=sys.stderr)
-    return 2
-
-
-def _repeat(arguments: list[str]) -> list[str]:
-    """``--lengths 128 256`` as ``--lengths 128 --lengths 256``: these take every value up to the next option."""
-    given, option, fresh = [], "", False
-    for word in arguments:
-        if word.startswith("--"):
-            option = word if word in MANY else ""
-            fresh = True
-        elif option and not fresh:
-            given.append(option)
-        given.append(word)
-        fresh = word == option
-    return given
-
-
-@app.command("compare")
 def compare_command(
     model: Annotated[
         str | None,
@@ -179,18 +129,6 @@ def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
     say.print(Text(f"\nReport: {page.resolve()}\nRecords: {page.resolve().with_name('records.json')}"), soft_wrap=True)
 
 
-app.command("bench")(bench_command)
-app.command("train")(train_command)
-app.command("generate")(generate_command)
-app.command("study")(study_command)
-app.command("convert")(convert_command)
-app.command("check-model")(check_model_command)
-app.command("maps")(maps_command)
-app.command("export")(export_command)
-app.command("advise")(advise_command)
-
-
-@app.command("list")
 def list_command(
     name: Annotated[
         str | None, typer.Argument(help="A mechanism, ours or as a paper calls it (Performer), for all about it.")
@@ -240,7 +178,6 @@ def _detail(mechanism: Any) -> None:
         print(f"{title + ':':<10}{words}")
 
 
-@app.command("check")
 def check_command(
     subject: Annotated[str, typer.Argument(help="A mechanism, or package.module:factory for anybody's attention.")],
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue, files
+from fast_attention.lab.refusals import InputError as InputError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class InputError(ValueError):
-    """The user asked for something that cannot be had. The message is one line and says what would work."""
 
 
 def need(module: str, extra: str, purpose: str) -> ModuleType:

@@ -122,9 +122,6 @@ def refused() -> Iterator[None]:
         yield
     except InputError:
         raise
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise InputError(f"{where}{error.strerror or error}") from error
     except (ValueError, TypeError, Diverged, Unsupported) as error:
         raise InputError(str(error)) from error
 
