@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     for content in (
         {"format": "other"},
-        {"format": "fast-attention state 1", "state": {"kind": "os:system", "parts": []}},
+        {"format": "fast-attention state 1", "state": None},
+        {"format": "fast-attention state 2", "state": {"kind": "os:system", "parts": []}},
     ):
         torch.save(content, file)
         with pytest.raises(ValueError, match="holds no decoding state"):
@@ -73,6 +75,42 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
         decoding.load(file)
     with pytest.raises(FileNotFoundError):
         decoding.load(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_of_another_mechanism_batch_heads_or_widths_is_refused(name: str) -> None:
+    """Both are named; what is no state of decoding is refused as well."""
+    bound, rest, state = _some(name, batch=2)
+    other = "LinearAttention(eps=0.5)" if name == "LinearAttention" else "LinearAttention()"
+    _, foreign = bind(other).decode(*rest)
+    wrong = [
+        (foreign, rest, rf"of {re.escape(other)}, batch \(2,\).*this call is of {name}\(\)"),
+        (state, [x[:1] for x in rest], r"batch \(2,\).*this call is .*batch \(1,\)"),
+        (decoding.select(state, torch.tensor([0])), rest, r"batch \(1,\).*this call is .*batch \(2,\)"),
+        (state.held, rest, "hand over what decode"),
+        ((state, state), rest, "hand over what decode"),
+        ({"k": rest[1]}, rest, "hand over what decode"),
+    ]
+    for given, inputs, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            bound.decode(*inputs, given)
+    if not bound.mechanism.needs_weights:
+        heads = [x[:, :1] for x in rest]
+        with pytest.raises(ValueError, match=r"2 heads.*1 heads"):
+            bound.mechanism.decode(*heads, state=state)
+        with pytest.raises(ValueError, match="widths"):
+            bound.mechanism.decode(*(x[..., :4] for x in rest), state=state)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_an_empty_stretch_leaves_the_state_as_it_is(name: str) -> None:
+    bound, rest, state = _some(name)
+    nothing = [x[:, :, :0] for x in rest]
+    out, after = bound.decode(*nothing, state)
+    assert out.shape == (3, 2, 0, 8)
+    assert torch.equal(bound.decode(*rest, after)[0], bound.decode(*rest, state)[0])
+    _, started = bound.decode(*nothing)
+    assert torch.equal(bound.decode(*rest, started)[0], bound.decode(*rest)[0])
 
 
 @pytest.mark.parametrize("name", FLAT)

@@ -20,7 +20,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From the ground up: a file imports only from floors below its own, or from its own folder.
 FLOORS = [
     ["ops", "files", "known_names"],
-    ["mechanism", "decoding"],
+    ["checks", "decoding", "traits"],
+    ["mechanism"],
     ["kernelised"],
     ["mechanisms"],
     ["combinations"],

@@ -271,7 +271,7 @@ def test_the_state_stays_small_and_sees_left_padding() -> None:
         part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state, key_mask=mask[:, now])
         parts.append(part)
         if stop >= 7:
-            sizes.add(tuple(tuple(x.shape) for part in state for x in part))
+            sizes.add(tuple(tuple(x.shape) for part in state.held for x in part))
     torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)
     assert len(sizes) == 1
 

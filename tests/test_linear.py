@@ -230,11 +230,11 @@ def test_states_combine(text: str, device: torch.device) -> None:
     _, stepped = bound.decode(q[:, :, :33], k[:, :, :33], v[:, :, :33])
     whole = bound(q, k, v, is_causal=True)[:, :, 33:]
     for state in (left, right, stepped, m.summarise(k[:, :, :33], v[:, :, :33], bound.w)):
-        assert [part.shape for part in state] == [part.shape for part in a]
+        assert [part.shape for part in state.held] == [part.shape for part in a.held]
         out, _ = bound.decode(q[:, :, 33:], k[:, :, 33:], v[:, :, 33:], state)
         torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9)
-    masked = m.summarise(k, v, bound.w, key_mask=torch.zeros(2, 1, 40, dtype=torch.bool, device=device))
-    for part, kept in zip(m.combine(masked, m.combine(a, masked)), a, strict=True):
+    masked = m.summarise(k, v, bound.w, key_mask=torch.zeros(2, 40, dtype=torch.bool, device=device))
+    for part, kept in zip(m.combine(masked, m.combine(a, masked)).held, a.held, strict=True):
         torch.testing.assert_close(part, kept, rtol=0, atol=0)
 
 
@@ -252,8 +252,8 @@ def test_low_precision(text: str, dtype: torch.dtype, device: torch.device) -> N
         assert error < torch.finfo(dtype).eps / 2
     out, state = bound.float().decode(*inputs)
     assert out.dtype == dtype
-    assert {part.dtype for part in state} == {torch.float32}
-    assert {part.dtype for part in bound.mechanism.summarise(inputs[1], inputs[2], bound.w)} == {torch.float32}
+    summed = bound.mechanism.summarise(inputs[1], inputs[2], bound.w)
+    assert {part.dtype for part in (*state.held, *summed.held)} == {torch.float32}
     with torch.autocast(device.type, dtype=dtype):
         cast = bound(*(x.float() for x in inputs), is_causal=True)
     torch.testing.assert_close(cast.double(), exact, rtol=2e-2, atol=2e-2)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import LSH, Bound, Shape, Unsupported, catalogue
+from fast_attention.decoding import State
 from fast_attention.functional import lsh_attention
-from fast_attention.ops.hashing.hash_memory import LOG, HashMemory
+from fast_attention.ops.hashing.hash_memory import LOG
 from fast_attention.ops.hashing.hashing import arrange, buckets
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.lsh import reachable
@@ -173,7 +174,7 @@ def test_20_decode_in_any_split_is_one_pass(m: LSH, masked: bool, device: torch.
             out, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
             outs.append(out)
             start += size
-            shapes.add(tuple(part.shape for part in state))
+            shapes.add(tuple(part.shape for part in state.held))
         same(torch.cat(outs, -2), whole)
     assert len(shapes) == 1  # the state does not grow
 
@@ -192,7 +193,7 @@ def test_the_log_is_written_into_the_chunks_and_older_states_stay(m: LSH) -> Non
     bound, (q, k, v), key_mask = bind(m), qkv(2 * LOG + 22), some_keys(2, 2 * LOG + 22, torch.device("cpu"))
     whole = bound(q, k, v, is_causal=True, key_mask=key_mask)
     for sizes in ([5] + [1] * (2 * LOG + 17), [5, LOG - 1, 1, LOG + 10, 7]):
-        states: list[HashMemory] = []
+        states: list[State] = []
         for again in (False, True):  # the second time from the states that the first time left behind
             start = 0
             for number, size in enumerate(sizes):
@@ -228,7 +229,7 @@ def test_low_precision(dtype: torch.dtype, device: torch.device) -> None:
         if m.traits.causal:
             part, state = bound.decode(*low)
             assert part.dtype == dtype
-            assert state.k.dtype == torch.float32
+            assert state.held.k.dtype == torch.float32
 
 
 @pytest.mark.parametrize("m", VALUES + SORTED, ids=repr)

@@ -196,11 +196,11 @@ def test_differences_combine_associatively_with_empty_ones(name: str, device: to
     for empty in (0, 1, 2, None):
         masks = [none if i == empty else some_keys(2, 10, device) for i in range(3)]
         a, b, c = (
-            m.summarise(k[:, :, 10 * i : 10 * i + 10], v[:, :, 10 * i : 10 * i + 10], (), key_mask=masks[i][:, None])
+            m.summarise(k[:, :, 10 * i : 10 * i + 10], v[:, :, 10 * i : 10 * i + 10], (), key_mask=masks[i])
             for i in range(3)
         )
         left, right = m.combine(m.combine(a, b), c), m.combine(a, m.combine(b, c))
-        for x, y in zip(left, right, strict=True):
+        for x, y in zip(left.held, right.held, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         more = qkv(5, device=device)
         whole = [torch.cat(pair, -2) for pair in zip((q, k, v), more, strict=True)]

@@ -1,20 +1,76 @@
-"""What one does with a decoding state: pick sequences of a batch (beams), save it, load it again.
+"""Decoding states: whose they are, and what one does with them: pick sequences of a batch (beams), save, load.
 
-A state is a NamedTuple of tensors whose leading axis is the batch; numbers of steps, equal for all, have no axes. It
-is a value: decoding never changes one in place, so an older state can be decoded on from as often as one likes.
+What a mechanism holds is a NamedTuple of tensors whose leading axis is the batch; numbers of steps, equal for all, have
+no axes. It is a value: decoding never changes one in place, so an older state can be decoded on from as often as one
+likes.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention import files
 from fast_attention.ops.precision import rebuild
+
+FORMAT = "fast-attention state 2"
+
+
+class State(NamedTuple):
+    """What ``decode`` hands from one stretch to the next: whose it is, which inputs it fits, and what is remembered."""
+
+    mechanism: str  # its repr
+    batch: tuple[int, ...]  # sequences: the leading sizes before the heads
+    heads: int
+    widths: tuple[int, ...]  # of queries, keys and values, as far as the mechanism reads them
+    held: Any  # the mechanism's own
+
+    def __str__(self) -> str:
+        """In words, for errors."""
+        return f"{self.mechanism}, batch {self.batch}, {self.heads} heads of widths {self.widths} ({_READ})"
+
+
+_READ = "of what it reads of q, k, v"
+
+
+def now(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor) -> State:
+    """The state of these inputs (..., H, N, E), nothing held yet."""
+    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in reads)
+    return State(mechanism, tuple(v.shape[:-3]), v.shape[-3], widths, None)
+
+
+def going_on(before: Any, now: State) -> Any:
+    """What ``before``, a state or None at the start, holds.
+
+    Raises:
+        ValueError: It is no state, or not one of the mechanism, heads, widths and batch of ``now``.
+    """
+    if before is None:
+        return None
+    if not isinstance(before, State):
+        raise ValueError(f"state is a {type(before).__name__}: hand over what decode, summarise or combine returned")
+    if before[:4] != now[:4]:
+        raise ValueError(f"the state is of {before}; this call is of {now}")
+    return before.held
+
+
+def neighbours(mechanism: str, earlier: Any, later: Any) -> State:
+    """The state of two neighbouring stretches, nothing held yet.
+
+    Raises:
+        ValueError: They are not two states of this mechanism and of the same heads, widths and batch.
+    """
+    for state in (earlier, later):
+        if not isinstance(state, State):
+            raise ValueError(f"combine takes two states; got a {type(state).__name__}")
+        if state.mechanism != mechanism:
+            raise ValueError(f"the state is of {state}; this is {mechanism}")
+    going_on(earlier, later)
+    return later
 
 
 def select(state: Any, index: Tensor) -> Any:
@@ -27,7 +83,7 @@ def select(state: Any, index: Tensor) -> Any:
     Raises:
         ValueError: ``index`` is not a row of whole numbers within the batch.
     """
-    tensors = list(_leaves(state))
+    tensors = _leaves(state)
     batch = max((x.shape[0] for x in tensors if x.ndim), default=1)
     if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
         raise ValueError(f"index must be a row of whole numbers; got shape {tuple(index.shape)}, {index.dtype}")
@@ -39,12 +95,12 @@ def select(state: Any, index: Tensor) -> Any:
             return x
         return x.expand(batch, *x.shape[1:])[index] if x.shape[0] == 1 else x[index]
 
-    return _mapped(state, picked)
+    return _mapped(state, picked, len(index))
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Write a state to a file: to a temporary name, synced, then renamed, so that no half-written file is ever seen."""
-    content = {"format": "fast-attention state 1", "state": _described(state)}
+    content = {"format": FORMAT, "state": _described(state)}
     with files.whole(path) as partial:
         torch.save(content, partial)
 
@@ -57,8 +113,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None)
     """
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-        if content["format"] != "fast-attention state 1":
-            raise ValueError(f"its format is {content['format']!r}")
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, this version reads {FORMAT!r}")
         return _built(content["state"])
     except FileNotFoundError:
         raise
@@ -72,10 +128,14 @@ def _leaves(state: Any) -> list[Tensor]:
     return [x for part in state for x in _leaves(part)] if isinstance(state, tuple) else []
 
 
-def _mapped(state: Any, change: Any) -> Any:
+def _mapped(state: Any, change: Any, batch: int) -> Any:
     if isinstance(state, Tensor):
         return change(state)
-    return rebuild(state, [_mapped(part, change) for part in state]) if isinstance(state, tuple) else state
+    if isinstance(state, State):
+        if not state.batch:
+            raise ValueError(f"the state is of {state}: it has no batch to pick sequences from")
+        return state._replace(batch=(batch, *state.batch[1:]), held=_mapped(state.held, change, batch))
+    return rebuild(state, [_mapped(part, change, batch) for part in state]) if isinstance(state, tuple) else state
 
 
 def _described(state: Any) -> Any:

@@ -54,10 +54,10 @@ class Kernelised(Attention[W, LinearState]):
         return linear.normalise(sums), state
 
     @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
+    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest feature."""
         return linear.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
 
-    def combine(self, earlier: LinearState, later: LinearState) -> LinearState:
+    def merged(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring stretches."""
         return linear.combine(earlier, later)

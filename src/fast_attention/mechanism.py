@@ -3,65 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
+from fast_attention import checks, decoding
+from fast_attention.decoding import State
 from fast_attention.ops import masks
 from fast_attention.ops.value import Value
+from fast_attention.traits import Memory as Memory
+from fast_attention.traits import Shape as Shape
+from fast_attention.traits import Traits as Traits
 
 W = TypeVar("W")
 S = TypeVar("S")
-Memory = Literal["constant", "window", "growing"]
 
 
 class Unsupported(NotImplementedError):
     """The mechanism cannot do what was asked. The message names the mechanism, the trait and what would work."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traits:
-    """What a mechanism can do, said once and read by the gate, the modules, the laws, the tables and the docs."""
-
-    paper: str  # authors, year and arXiv number, or the title of the source
-    formula: str  # one line of mathematics in plain text
-    cost: str  # time, in n tokens, d width, m features, w window, b block, r rank
-    order: float  # exponent of n, checked by counted operations and by measured memory
-    reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
-    causal: bool = False
-    padding: bool = False
-    cross: bool = False  # as many queries as you like: S != L
-    mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
-    rotary: bool = False  # scores are, or estimate, a function of q . k: turned by place, they tell distances only
-    memory: Memory | None = None  # of decoding; None: cannot stream
-    bounded: bool = False  # its weights are cut for max_len tokens
-    random: bool = False  # holds random draws (buffers), which may be drawn again
-    matrix: bool = True  # the output is A v: A can be read by attending to the identity
-    learned: bool = False  # has parameters to train: not an approximation of anything before that
-    compile: bool = True  # torch.compile(fullgraph=True)
-    export: bool = True  # torch.export and ONNX with a dynamic length
-    spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
-    approximates: str | None = None  # the mechanism its error is measured against
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes a mechanism's weights are cut for: ``heads`` heads of width ``head_dim``, up to ``max_len`` tokens."""
-
-    heads: int
-    head_dim: int
-    max_len: int = 0
-
-    def __post_init__(self) -> None:
-        if self.heads < 1 or self.head_dim < 1 or self.max_len < 0:
-            raise ValueError(f"{self}: heads and head_dim must be at least 1, max_len at least 0")
-
-    @property
-    def width(self) -> int:
-        """Width of a whole token: ``heads * head_dim``."""
-        return self.heads * self.head_dim
 
 
 class Mechanism(Value, ABC, Generic[W, S]):
@@ -100,20 +59,22 @@ class Mechanism(Value, ABC, Generic[W, S]):
             need = f"build it with Shape(..., max_len={length}) or more"
             raise ValueError(f"{self!r} was built for at most max_len={max_len} tokens and got {length}: {need}")
 
-    def _check_sides(self, is_causal: bool, key_mask: Tensor | None, lead: tuple[int, ...], keys: int) -> None:
-        if is_causal and not self.traits.causal:
+    def _check_masks(self, traits: Traits, is_causal: bool, key_mask: Tensor | None, batch: Any, keys: Tensor) -> None:
+        checks.flag("is_causal", is_causal)
+        if is_causal and not traits.causal:
             raise self.refuse("is_causal=True", "causal")
         if key_mask is not None:
-            if not self.traits.padding:
+            if not traits.padding:
                 raise self.refuse("a key_mask", "padding")
-            masks.check(key_mask, lead, keys)
+            checks.key_mask(key_mask, tuple(batch), keys)
 
-    def _check_weights(self, w: object) -> None:
+    def _checked(self, w: Any) -> Any:
         if self.needs_weights and isinstance(w, tuple) and not w:
             raise ValueError(
                 f"{self!r} needs its weights: pass w=mechanism.weights(Shape(heads=..., head_dim=..., max_len=...)) "
                 "or call it through fast_attention.Bound"
             )
+        return w
 
 
 def granting(kind: type[Mechanism[Any, Any]], trait: str) -> list[str]:
@@ -143,12 +104,12 @@ class Attention(Mechanism[W, S]):
         """``w`` suited to these queries and keys; as it is where nothing in it can be. See ``Bound.adopt``."""
         return w
 
-    def summarise(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> S:
-        """The state after a stretch of keys and values (``memory="constant"`` only)."""
+    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
+        """What a stretch of keys and values leaves behind, past the gate (``memory="constant"`` only)."""
         raise self.refuse("summarising", "memory")
 
-    def combine(self, earlier: S, later: S) -> S:
-        """The state of two neighbouring stretches, associatively (``memory="constant"`` only)."""
+    def merged(self, earlier: S, later: S) -> S:
+        """What two neighbouring stretches leave behind, associatively (``memory="constant"`` only)."""
         raise self.refuse("combining states", "memory")
 
     def __call__(
@@ -182,15 +143,18 @@ class Attention(Mechanism[W, S]):
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes, dtypes or weights do not fit.
         """
-        self._check(q, k, v, is_causal=is_causal, key_mask=key_mask)
-        self._check_weights(w)
-        mask = None if key_mask is None else key_mask[..., None, :]
-        if attn_mask is None and dropout == 0.0:
-            return self.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)  # type: ignore[arg-type]
-        if not isinstance(self, MaskedAttention):
+        traits = self.traits
+        self._check(traits, q, k, v, is_causal, key_mask)
+        weights = self._checked(w)
+        plain = attn_mask is None and dropout == 0.0
+        if not plain and not isinstance(self, MaskedAttention):
             raise self.refuse("an arbitrary attn_mask" if attn_mask is not None else "attention dropout", "mask")
-        masks.check_scores(attn_mask, dropout, (*q.shape[:-1], k.shape[-2]))
-        weights: Any = w
+        checks.scores(attn_mask, dropout, q, k)
+        if checks.empty(q, k, v):
+            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
+        k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
+        if plain or not isinstance(self, MaskedAttention):
+            return self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
         return self.attend_masked(
             q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
         )
@@ -201,10 +165,10 @@ class Attention(Mechanism[W, S]):
         k: Tensor,
         v: Tensor,
         w: W | tuple[()] = (),
-        state: S | None = None,
+        state: State | None = None,
         *,
         key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, S]:
+    ) -> tuple[Tensor, State]:
         """Attend causally to a stretch of one or more new tokens; any split of a sequence gives the same outputs.
 
         Args:
@@ -220,33 +184,53 @@ class Attention(Mechanism[W, S]):
             Unsupported: ``traits.memory`` is None.
             ValueError: Sizes, dtypes or weights do not fit.
         """
-        if self.traits.memory is None:
+        traits = self.traits
+        if traits.memory is None:
             raise self.refuse("decoding", "memory")
-        self._check(q, k, v, is_causal=True, key_mask=key_mask)
+        self._check(traits, q, k, v, True, key_mask)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
-        self._check_weights(w)
-        mask = None if key_mask is None else key_mask[..., None, :]
-        return self.advance(q, k, v, w, state, key_mask=mask)  # type: ignore[arg-type]
+        weights, after = self._checked(w), decoding.now(self.spelling, traits.reads, q, k, v)
+        held = decoding.going_on(state, after)
+        if checks.empty(q, k, v):
+            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), after._replace(held=held)
+        k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
+        out, held = self.advance(q, k, v, weights, held, key_mask=mask)
+        return out, after._replace(held=held)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.ndim < 3:
-                raise ValueError(f"{name} must be (..., heads, tokens, width); got shape {tuple(x.shape)}")
-            if x.shape[:-2] != q.shape[:-2]:
-                raise ValueError(
-                    f"q has leading sizes {tuple(q.shape[:-2])} and {name} has {tuple(x.shape[:-2])}: they must be "
-                    "equal (grouped keys and values: attention(..., enable_gqa=True), or repeat_interleave first)"
-                )
-            if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
-                raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: give all three the same dtype")
-        if k.shape[-2] != v.shape[-2]:
-            raise ValueError(f"k has {k.shape[-2]} tokens and v has {v.shape[-2]}: every key needs its value")
-        if self.traits.reads == "qkv" and q.shape[-1] != k.shape[-1]:
-            raise ValueError(f"q has width {q.shape[-1]} and k has width {k.shape[-1]}: they must be equal")
-        if q.shape[-2] != k.shape[-2] and not self.traits.cross:
+    def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
+        """The state after a stretch of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
+
+        Raises:
+            Unsupported: ``traits.memory`` is not ``"constant"``.
+            ValueError: Sizes, dtypes or weights do not fit.
+        """
+        traits = self.traits
+        if traits.memory != "constant":
+            raise self.refuse("summarising", "memory")
+        self._check(traits, k, k, v, True, key_mask)
+        after = decoding.now(self.spelling, traits.reads, k, k, v)
+        k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
+        return after._replace(held=self.summary(k, v, self._checked(w), key_mask=mask))
+
+    def combine(self, earlier: State, later: State) -> State:
+        """The state of two neighbouring stretches, associatively (``memory="constant"`` only).
+
+        Raises:
+            Unsupported: ``traits.memory`` is not ``"constant"``.
+            ValueError: They are not two states of this mechanism and of the same sizes.
+        """
+        if self.traits.memory != "constant":
+            raise self.refuse("combining states", "memory")
+        after = decoding.neighbours(self.spelling, earlier, later)
+        return after._replace(held=self.merged(earlier.held, later.held))
+
+    def _check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
+        checks.tensors(q=q, k=k, v=v)
+        checks.heads(q, k, v, alike=traits.reads == "qkv")
+        if q.shape[-2] != k.shape[-2] and not traits.cross:
             raise self.refuse(f"cross attention ({q.shape[-2]} queries, {k.shape[-2]} keys)", "cross")
-        self._check_sides(is_causal, key_mask, tuple(q.shape[:-3]), k.shape[-2])
+        self._check_masks(traits, is_causal, key_mask, q.shape[:-3], k)
 
 
 class MaskedAttention(Attention[W, S]):
@@ -293,8 +277,11 @@ class Mixer(Mechanism[W, S]):
         Returns:
             Tokens (..., N, E) in the dtype of ``x``.
         """
+        checks.tensors(x=x)
         if x.ndim < 2:
             raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
-        self._check_sides(is_causal, key_mask, tuple(x.shape[:-2]), x.shape[-2])
-        self._check_weights(w)
-        return self.mix(x, w, is_causal=is_causal, key_mask=key_mask)  # type: ignore[arg-type]
+        self._check_masks(self.traits, is_causal, key_mask, x.shape[:-2], x)
+        weights = self._checked(w)
+        if checks.empty(x):
+            return checks.zeros(x.shape, x)
+        return self.mix(masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)

@@ -48,6 +48,7 @@ LAWS: tuple[Law, ...] = (
     threads.threads,
     robustness.saved,
     robustness.compiled,
+    promises.poisoned,
     promises.decoding,
     promises.combining,
     promises.order,

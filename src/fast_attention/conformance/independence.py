@@ -58,7 +58,7 @@ def past(subject: Subject, device: str = "cpu") -> Finding:
     return Finding("kept" if size > least else "broken", size, least, "smallest change that counts as seeing")
 
 
-def _mask(length: int, device: torch.device) -> Tensor:
+def ends_and_holes(length: int, device: torch.device) -> Tensor:
     """One sequence padded at its end, one with holes."""
     positions = torch.arange(length, device=device)
     return torch.stack([positions < length - length // 3, (positions % 3 != 1) | (positions == 0)])
@@ -71,7 +71,7 @@ def padding(subject: Subject, device: str = "cpu") -> Finding:
         return unclaimed("takes no key mask")
     made, length = subject.built(device=device), subject.length
     inputs = subject.draw(length, device=device)
-    mask, worst, at = _mask(length, inputs[0].device), 0.0, ""
+    mask, worst, at = ends_and_holes(length, inputs[0].device), 0.0, ""
     for is_causal in subject.modes:
         before = _visible(subject.call(made, inputs, is_causal, mask), mask)
         for factor in (*FACTORS, 1e4):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
+from fast_attention.conformance.independence import ends_and_holes
 from fast_attention.conformance.subject import Subject
 from fast_attention.counting import count_operations, exponent, peak_bytes
 from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
@@ -42,6 +43,49 @@ def decoding(subject: Subject, device: str = "cpu") -> Finding:
     return judged(worst, rounding(subject.dtype), at)
 
 
+@law("padding may hold anything")
+def poisoned(subject: Subject, device: str = "cpu") -> Finding:
+    """Masked keys and values of NaN, infinity or 3e38 move no output, no gradient and no state; nor do such queries
+    move another token's output."""
+    if subject.mechanism is None or not subject.padding:
+        return unclaimed("takes no key mask" if subject.mechanism is not None else "not one of ours")
+    made, length = subject.built(device=device, dtype=torch.float32), subject.length
+    inputs = tuple(x.float() for x in subject.draw(length, device=device))
+    mask, worst, at = ends_and_holes(length, inputs[0].device), 0.0, ""
+    hidden = ~mask.view(2, *[1] * (inputs[0].ndim - 3), length, 1)
+    for is_causal in subject.modes:
+        before = _answers(subject, made, _filled(inputs, hidden, 0.0), is_causal, mask)
+        for value in (float("nan"), float("inf"), 3e38, -3e38):
+            after = _answers(subject, made, _filled(inputs, hidden, value), is_causal, mask)
+            everywhere = tuple(x.masked_fill(hidden, value) for x in inputs)
+            rows = (subject.call(made, x, is_causal, mask).movedim(-2, 1)[mask] for x in (everywhere, inputs))
+            sizes = [moved(x, y) for x, y in (*zip(after, before, strict=True), rows)]
+            if max(sizes) > worst:
+                worst, at = max(sizes), f"masked tokens hold {value:g}, is_causal={is_causal}"
+    return judged(worst, rounding(torch.float32), at)
+
+
+def _filled(inputs: tuple[Tensor, ...], hidden: Tensor, value: float) -> tuple[Tensor, ...]:
+    """The inputs with ``value`` at hidden places of all but the queries."""
+    first = len(inputs) == 3
+    return tuple(x if first and i == 0 else x.masked_fill(hidden, value) for i, x in enumerate(inputs))
+
+
+def _answers(
+    subject: Subject, made: Any, inputs: tuple[Tensor, ...], is_causal: bool, mask: Tensor
+) -> tuple[Tensor, ...]:
+    """Outputs, gradients of inputs and weights, and, where it streams, outputs of two stretches."""
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    out = subject.call(made, leaves, is_causal, mask)
+    found = [*leaves, *made.parameters()]
+    grads = torch.autograd.grad(out.sin().sum(), found, allow_unused=True, materialize_grads=True)
+    parts, state, memory = [], None, subject.mechanism is not None and subject.mechanism.traits.memory
+    for now in (slice(0, 9), slice(9, None)) if memory and is_causal else ():
+        part, state = made.decode(*(x[:, :, now] for x in inputs), state, key_mask=mask[:, now])
+        parts.append(part)
+    return (out, *grads, *parts)
+
+
 @law("states combine")
 def combining(subject: Subject, device: str = "cpu") -> Finding:
     """States of constant size combine associatively, and a combined state decodes on as if it had seen it all."""
@@ -57,7 +101,7 @@ def combining(subject: Subject, device: str = "cpu") -> Finding:
     rest = slice(30, subject.length)
     outs = [made.decode(q[:, :, rest], k[:, :, rest], v[:, :, rest], state)[0] for state in (left, right)]
     whole = subject.call(made, (q, k, v), True, None)[:, :, rest]
-    if tuple(t.shape for t in a) != tuple(t.shape for t in left):
+    if tuple(t.shape for t in a.held) != tuple(t.shape for t in left.held):
         return judged(float("inf"), 0.0, "the state grows")
     return judged(max(moved(out, whole) for out in outs), rounding(subject.dtype))
 

@@ -111,11 +111,11 @@ class AFTSimple(Attention[tuple[()], Pool]):
         return out, Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
 
     @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
         """The pool of a stretch."""
         return pool.pooled(*pool.terms(k, v, key_mask))
 
-    def combine(self, earlier: Pool, later: Pool) -> Pool:
+    def merged(self, earlier: Pool, later: Pool) -> Pool:
         """The pool of two neighbouring stretches."""
         return pool.merged(earlier, later)
 

@@ -148,7 +148,7 @@ class FavorPlusPlus(Kernelised[DampedProjection]):
 
         ``Bound.adopt`` puts it into a module.
         """
-        self._check(q, k, k, is_causal=False, key_mask=key_mask)
+        self._check(self.traits, q, k, k, False, key_mask)
         return w._replace(damping=optimal_damping(q, k, key_mask=key_mask).to(w.damping))
 
     def maps(self, w: DampedProjection) -> tuple[Map, Map]:

@@ -163,7 +163,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         return out, KeySums(sums[..., -1:, :])
 
     @in_float32
-    def summarise(
+    def summary(
         self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
     ) -> Pool | KeySums | LinearState:
         """The sums over a stretch."""
@@ -173,7 +173,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             return pool.pooled(*self._pool_terms(k, v, key_mask))
         return KeySums(additive.terms(self._part(k, v), v, key_mask).sum(-2, keepdim=True))
 
-    def combine(
+    def merged(
         self, earlier: Pool | KeySums | LinearState, later: Pool | KeySums | LinearState
     ) -> Pool | KeySums | LinearState:
         """The sums over two neighbouring stretches."""
@@ -182,9 +182,9 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
                 return linear.combine(earlier, later)
             case Pool(), Pool():
                 return pool.merged(earlier, later)
-            case KeySums(), KeySums():
-                return KeySums(earlier.sums + later.sums)
-        raise TypeError(f"{self!r} cannot combine a {type(earlier).__name__} with a {type(later).__name__}")
+        assert isinstance(earlier, KeySums)
+        assert isinstance(later, KeySums)
+        return KeySums(earlier.sums + later.sums)
 
     def _part(self, z: Tensor, v: Tensor) -> Tensor:
         """What queries or keys contribute to the score."""

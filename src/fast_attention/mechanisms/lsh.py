@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.ops import masks
 from fast_attention.ops.hashing.hash_attention import hashed_attention
 from fast_attention.ops.hashing.hash_memory import LOG, HashMemory, flushed, remember, step
 from fast_attention.ops.hashing.hashing import SHORTEST, Rules, buckets
@@ -53,6 +54,7 @@ def lsh_attention(
         raise ValueError('layout="sorted" is not causal: later tokens move the chunks of earlier ones; use "ranked"')
     if ranked and attend_across_buckets:
         raise ValueError('layout="ranked" has chunks of one bucket only: attend_across_buckets needs layout="sorted"')
+    q = masks.drop(q, key_mask)  # a masked token's row is a key too
     bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
     if key_mask is not None:
         bucket = torch.where(key_mask[..., None, :], bucket, number)
@@ -69,6 +71,7 @@ def _sizes(num_buckets: int | tuple[int, ...]) -> tuple[int, ...]:
 def _advance(
     q: Tensor, v: Tensor, rotations: Tensor, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
 ) -> tuple[Tensor, HashMemory]:
+    q = masks.drop(q, key_mask)
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
     bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
     seen = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask

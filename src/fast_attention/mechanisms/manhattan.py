@@ -162,17 +162,15 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
         return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
 
     @in_float32
-    def summarise(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
         """The sums over a stretch."""
-        if not self._linear:
-            raise self.refuse("summarising", "memory")
         l, x, _, own, _ = self._terms(k, v, key_mask)
         return differences.summarised(l, x, own, key_mask)
 
-    def combine(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
+    def merged(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
         """The sums over two neighbouring stretches."""
-        if not isinstance(earlier, Differences) or not isinstance(later, Differences):
-            raise self.refuse("combining states", "memory")
+        assert isinstance(earlier, Differences)
+        assert isinstance(later, Differences)
         return differences.combined(earlier, later)
 
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention import catalogue
+from fast_attention import catalogue, checks
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
 from fast_attention.nn.torch_masks import Seen
-from fast_attention.ops import heads, masks
+from fast_attention.ops import heads
 from fast_attention.ops.fusion import Fusion
 
 
@@ -121,7 +121,7 @@ class MultiheadAttention(nn.Module):
             raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer")
         if self.appended and not mechanism.traits.cross:
             raise mechanism.refuse("add_bias_kv or add_zero_attn (more keys than queries)", "cross")
-        masks.check_scores(None, self.dropout, ())
+        checks.probability(self.dropout)
         if self.dropout and not mechanism.traits.mask:
             raise mechanism.refuse(f"attention dropout (dropout={self.dropout!r}; build it with dropout=0.0)", "mask")
         self.rotary = rotary_for(mechanism, rotary, self.head_dim)

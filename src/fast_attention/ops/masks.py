@@ -44,31 +44,3 @@ def merge(attn_mask: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     if attn_mask.dtype == torch.bool:
         return attn_mask & mask
     return attn_mask.to(dtype).masked_fill(~mask, float("-inf"))
-
-
-def check(key_mask: Tensor, batch: tuple[int, ...], keys: int) -> None:
-    """Raise a ``ValueError`` unless ``key_mask`` is boolean and broadcasts to (*batch, keys)."""
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be boolean (True = may be seen); got {key_mask.dtype}")
-    shape = tuple(key_mask.shape)
-    fits = 0 < len(shape) <= len(batch) + 1 and shape[-1] == keys  # no tuples: a traced size is in none
-    fits = fits and all(a == 1 or a == b for a, b in zip(reversed(shape[:-1]), reversed(batch), strict=False))
-    if not fits:
-        raise ValueError(f"key_mask has shape {shape}; it must be {(*batch, keys)}: one flag per key, no head axis")
-
-
-def check_scores(attn_mask: Tensor | None, dropout: float, scores: tuple[int, ...]) -> None:
-    """Raise a ``ValueError`` unless the mask broadcasts to ``scores`` (..., H, L, S) and ``dropout`` is in [0, 1]."""
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"dropout is a probability, from 0 to 1; got {dropout!r}")
-    if attn_mask is None:
-        return
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise ValueError(
-            f"attn_mask must be boolean (True = may be seen) or floating point (added); got {attn_mask.dtype}"
-        )
-    shape = tuple(attn_mask.shape)
-    fits = len(shape) <= len(scores)
-    fits = fits and all(a == 1 or a == b for a, b in zip(reversed(shape), reversed(scores), strict=False))
-    if not fits:
-        raise ValueError(f"attn_mask has shape {shape}; it must broadcast to (..., heads, queries, keys) {scores}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import MISSING, fields, is_dataclass
-from typing import get_args
+from typing import Any, ClassVar, get_args
+
+import torch
 
 
 class Value:
@@ -11,6 +14,30 @@ class Value:
 
     The repr names only the settings that differ from their defaults: ``FavorPlus(num_features=64)``, ``Softmax()``.
     """
+
+    _spelled: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls).get("__post_init__")
+        if own is None:
+            return
+
+        @functools.wraps(own)
+        def checked(self: Any) -> None:
+            own(self)
+            Value.__post_init__(self)
+
+        cls.__post_init__ = checked  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_spelled", repr(self))
+
+    @property
+    def spelling(self) -> str:
+        """The repr, made once: a frozen value never changes."""
+        return self._spelled or repr(self)
 
     def __repr__(self) -> str:
         assert is_dataclass(self)

@@ -1,0 +1,112 @@
+"""What may come in: tensors, masks and states are checked once, in the caller's words, before anything is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fast_attention.ops import masks
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def tensors(**inputs: object) -> None:
+    """Raise unless all are floating-point tensors of one device and, outside of autocast, of one dtype."""
+    known: dict[str, Tensor] = {}
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__} (torch.as_tensor makes one)")
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{name} is {x.dtype}: give float32, float64, bfloat16 or float16, such as {name}.float()")
+        for called, first in known.items():
+            if x.device != first.device:
+                raise ValueError(f"{called} is on {first.device} and {name} on {x.device}: give all on one device")
+            if x.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+                raise ValueError(f"{called} is {first.dtype} and {name} is {x.dtype}: give all three the same dtype")
+        known = known or {name: x}
+
+
+def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
+    """Raise a ``ValueError`` unless queries, keys and values fit; ``alike``: q and k have one width."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} must be (..., heads, tokens, width); got shape {tuple(x.shape)}")
+        if x.shape[:-2] != q.shape[:-2]:
+            raise ValueError(
+                f"q has leading sizes {tuple(q.shape[:-2])} and {name} has {tuple(x.shape[:-2])}: they must be "
+                "equal (grouped keys and values: attention(..., enable_gqa=True), or repeat_interleave first)"
+            )
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k has {k.shape[-2]} tokens and v has {v.shape[-2]}: every key needs its value")
+    if alike and q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has width {q.shape[-1]} and k has width {k.shape[-1]}: they must be equal")
+    if alike and q.shape[-1] == 0:
+        raise ValueError(f"q has width 0 (shape {tuple(q.shape)}): a dot product needs at least 1")
+
+
+def flag(name: str, value: object) -> None:
+    """Raise a ``TypeError`` unless ``value`` is True or False."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+
+
+def key_mask(mask: object, batch: tuple[int, ...], like: Tensor) -> None:
+    """Raise unless ``mask`` is boolean, on the device of ``like`` (..., S, E) and broadcasts to (*batch, S)."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_mask must be a torch.Tensor of booleans; got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean (True = may be seen); got {mask.dtype}")
+    shape, keys = tuple(mask.shape), like.shape[-2]
+    fits = 0 < len(shape) <= len(batch) + 1 and shape[-1] == keys  # no tuples: a traced size is in none
+    fits = fits and all(a == 1 or a == b for a, b in zip(reversed(shape[:-1]), reversed(batch), strict=False))
+    if not fits:
+        raise ValueError(f"key_mask has shape {shape}; it must be {(*batch, keys)}: one flag per key, no head axis")
+    if mask.device != like.device:
+        raise ValueError(f"key_mask is on {mask.device} and the keys on {like.device}: give both on the same device")
+
+
+def probability(dropout: object) -> None:
+    """Raise a ``ValueError`` unless ``dropout`` is a number from 0 to 1."""
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout is a probability, from 0 to 1; got {dropout!r}")
+
+
+def scores(attn_mask: object, dropout: object, q: Tensor, k: Tensor) -> None:
+    """Raise unless the mask is None or broadcasts to (..., H, L, S) and ``dropout`` is a probability."""
+    probability(dropout)
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor; got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
+        raise ValueError(
+            f"attn_mask must be boolean (True = may be seen) or floating point (added); got {attn_mask.dtype}"
+        )
+    shape, full = tuple(attn_mask.shape), (*q.shape[:-1], k.shape[-2])
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) > len(full) or not all(a == 1 or a == b for a, b in pairs):
+        raise ValueError(f"attn_mask has shape {shape}; it must broadcast to (..., heads, queries, keys) {full}")
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device} and q on {q.device}: give both on the same device")
+
+
+def empty(*inputs: Tensor) -> bool:
+    """Whether one of the inputs holds no number: no tokens, no keys, no sequence."""
+    return any(x.numel() == 0 for x in inputs)
+
+
+def zeros(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    """Zeros in the dtype of the first input that every input gets a gradient from, of zeros."""
+    nothing = sum((x.flatten()[:0].sum() for x in inputs[1:]), inputs[0].flatten()[:0].sum())
+    return inputs[0].new_zeros(shape) + nothing.to(inputs[0].dtype)
+
+
+def without_hidden(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values with zeros where ``key_mask`` (..., S) hides them, NaN or not, and the mask as (..., 1, S).
+
+    What is hidden then is finite in every formula, and its gradient is zero. A key that is not read stays.
+    """
+    if key_mask is None:
+        return k, v, None
+    mask = key_mask[..., None, :]
+    return masks.drop(k, mask) if "k" in reads else k, masks.drop(v, mask), mask

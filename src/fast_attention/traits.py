@@ -1,0 +1,51 @@
+"""What a mechanism declares of itself, and the sizes that its weights are cut for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Memory = Literal["constant", "window", "growing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a mechanism can do, said once and read by the gate, the modules, the laws, the tables and the docs."""
+
+    paper: str  # authors, year and arXiv number, or the title of the source
+    formula: str  # one line of mathematics in plain text
+    cost: str  # time, in n tokens, d width, m features, w window, b block, r rank
+    order: float  # exponent of n, checked by counted operations and by measured memory
+    reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
+    causal: bool = False
+    padding: bool = False
+    cross: bool = False  # as many queries as you like: S != L
+    mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
+    rotary: bool = False  # scores are, or estimate, a function of q . k: turned by place, they tell distances only
+    memory: Memory | None = None  # of decoding; None: cannot stream
+    bounded: bool = False  # its weights are cut for max_len tokens
+    random: bool = False  # holds random draws (buffers), which may be drawn again
+    matrix: bool = True  # the output is A v: A can be read by attending to the identity
+    learned: bool = False  # has parameters to train: not an approximation of anything before that
+    compile: bool = True  # torch.compile(fullgraph=True)
+    export: bool = True  # torch.export and ONNX with a dynamic length
+    spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
+    approximates: str | None = None  # the mechanism its error is measured against
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a mechanism's weights are cut for: ``heads`` heads of width ``head_dim``, up to ``max_len`` tokens."""
+
+    heads: int
+    head_dim: int
+    max_len: int = 0
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.head_dim < 1 or self.max_len < 0:
+            raise ValueError(f"{self}: heads and head_dim must be at least 1, max_len at least 0")
+
+    @property
+    def width(self) -> int:
+        """Width of a whole token: ``heads * head_dim``."""
+        return self.heads * self.head_dim
