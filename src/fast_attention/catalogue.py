@@ -78,3 +78,8 @@ def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, A
     if not isinstance(value, Attention | Mixer):
         raise ValueError(f"{text!r} is not a mechanism.{_SPELLING.nearest(str(text))}")
     return value
+
+
+__all__ = [
+    "default", "elsewhere", "names", "parse",
+]  # fmt: skip

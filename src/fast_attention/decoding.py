@@ -159,3 +159,8 @@ def _built(described: Any) -> Any:
     if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(parts):
         raise ValueError(f"{described['kind']!r} is no state of {len(parts)} parts")
     return kind(*parts)
+
+
+__all__ = [
+    "load", "save", "select",
+]  # fmt: skip

@@ -137,3 +137,8 @@ def _root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+__all__ = [
+    "difference", "load", "onnx", "program", "save",
+]  # fmt: skip

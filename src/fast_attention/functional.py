@@ -129,3 +129,14 @@ def _moved(w: Any, like: Tensor) -> Any:
     if w is None or isinstance(w, nn.Parameter):
         return w
     return rebuild(w, [_moved(part, like) for part in w])
+
+
+__all__ = [
+    "absolute_manhattan", "aft_full", "aft_local", "aft_simple", "attention", "bigbird_attention",
+    "block_local_attention", "conv_band", "convolved_attention", "favor_attention", "favor_plus_attention",
+    "favor_plus_plus_attention", "fourier_mix", "gated_mlp", "generalised_attention", "laplacian_manhattan",
+    "linear_attention", "linformer_attention", "local_attention", "log_attention", "lsh_attention",
+    "manhattan_attention", "optimal_damping", "pooled_attention", "relu_attention", "signed_manhattan",
+    "sinkhorn_attention", "softmax_attention", "sortcut_attention", "synthesizer_attention", "token_mlp",
+    "vector_manhattan",
+]  # fmt: skip

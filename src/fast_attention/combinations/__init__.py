@@ -1,3 +1,7 @@
 """Mechanisms made of mechanisms, one file each. A new one is exported by one line here."""
 
 from fast_attention.combinations.hybrid import Hybrid as Hybrid
+
+__all__ = [
+    "Hybrid",
+]  # fmt: skip

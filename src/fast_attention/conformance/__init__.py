@@ -103,3 +103,8 @@ def check_model(model: nn.Module) -> Report:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+__all__ = [
+    "ESSENTIAL", "Finding", "LAWS", "Law", "Report", "Subject", "check", "check_model", "of", "resolve", "stranger",
+]  # fmt: skip

@@ -67,3 +67,8 @@ def convert(
         model, mechanism, batches, held_out, settings=settings or ConversionSettings(), keep=keep, budget=budget,
         choosing=choosing, checkpoint=checkpoint, resume=resume, watch=watch,
     )  # fmt: skip
+
+
+__all__ = [
+    "Conversion", "ConversionSettings", "convert",
+]  # fmt: skip

@@ -5,3 +5,7 @@ from fast_attention.integrations.report import Report as Report
 from fast_attention.integrations.swapping import from_pretrained as from_pretrained
 from fast_attention.integrations.swapping import swap as swap
 from fast_attention.integrations.swapping import swap_back as swap_back
+
+__all__ = [
+    "Layer", "Report", "from_pretrained", "swap", "swap_back",
+]  # fmt: skip

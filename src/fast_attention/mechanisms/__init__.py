@@ -40,3 +40,12 @@ from fast_attention.ops.maps.positive import PositiveElu as PositiveElu
 from fast_attention.ops.maps.positive import PositiveExp as PositiveExp
 from fast_attention.ops.maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.ops.maps.positive import PositiveSoftplus as PositiveSoftplus
+
+__all__ = [
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "Convolution", "DenseSynthesizer",
+    "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus",
+    "FavorPlusPlus", "GMLP", "LSH", "LearnedFeatures", "LearnedProjection", "LinearAttention", "Linformer", "Local",
+    "LogAttention", "MLPMixer", "Manhattan", "MaxPool", "MeanPool", "MixtureSynthesizer", "PositiveElu",
+    "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
+    "SortCut",
+]  # fmt: skip

@@ -1,0 +1,55 @@
+"""Names: a star import brings what the contents page names and nothing of other people's."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fast_attention
+
+PUBLIC = [
+    "fast_attention", "fast_attention.functional", "fast_attention.catalogue", "fast_attention.conformance",
+    "fast_attention.conversion", "fast_attention.data", "fast_attention.decoding", "fast_attention.exporting",
+    "fast_attention.integrations", "fast_attention.mechanisms", "fast_attention.combinations", "fast_attention.tasks",
+]  # fmt: skip
+
+
+def starred(name: str) -> dict[str, Any]:
+    """What ``from name import *`` brings."""
+    module = importlib.import_module(name)
+    return {each: getattr(module, each) for each in module.__all__}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_star_import_brings_no_modules_and_nothing_of_other_packages(name: str) -> None:
+    found = starred(name)
+    assert found
+    assert len(found) == len(importlib.import_module(name).__all__), "a name stands twice"
+    for each, value in found.items():
+        assert not isinstance(value, ModuleType), f"from {name} import * puts the module {each} over the user's"
+        home = getattr(value, "__module__", None)
+        assert home in (None, "typing") or home.startswith("fast_attention"), f"{name}.{each} is of {home}"
+
+
+def test_a_star_import_leaves_torchs_nn_alone() -> None:
+    space: dict[str, Any] = {}
+    exec("from torch import nn\nfrom fast_attention import *\nlayer = nn.Linear(2, 2)\nfound = attention", space)
+    assert space["found"] is fast_attention.attention
+
+
+def test_the_star_names_all_that_the_contents_page_imports() -> None:
+    contents = vars(importlib.import_module("fast_attention.contents"))
+    page = {name for name, value in contents.items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    assert set(fast_attention.__all__) == page, "a name of the contents page is not in __all__"
+
+
+def test_the_star_of_functional_names_every_function_of_the_mechanisms() -> None:
+    functional = importlib.import_module("fast_attention.functional")
+    page = {
+        name for name, value in vars(functional).items()
+        if name.endswith(("_attention", "_mix", "_mlp", "_manhattan")) and callable(value) and name[0] != "_"
+    }  # fmt: skip
+    assert page <= set(functional.__all__)
