@@ -138,6 +138,8 @@ FAULTS = [
     Fault("threads share the memory of a loop over blocks", "ops/scratch.py", "self._held: dict[str, Tensor] = {}",
           "self._held = Scratch._made.__dict__",
           LAW + "'threads and LSH'"),
+    Fault("a compiled model takes the announced mask on trust", "integrations/visible.py", "    torch._assert_async(",
+          "    (", "tests/test_swap_compiled.py -k packed"),
     Fault("the window is one key short", "ops/windows/banded.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/local.py", "return out, tail(near, left)",
           "return out, tail(near, left - 1)", LAW + "'decode and Local'"),

@@ -108,7 +108,7 @@ def threads(subject: Subject, device: str = "cpu") -> Finding:
             )
         return out.detach(), *slopes
 
-    def decode(seed: int) -> tuple[Tensor, ...]:
+    def decode(seed: int, made: Any = made) -> tuple[Tensor, ...]:
         inputs, outs, state = subject.draw(9, seed=seed, device=device), [], None
         for start, stop in ((0, 5), (5, 6), (6, 9)):
             out, state = made.decode(*(x[..., start:stop, :] for x in inputs), state)

@@ -110,15 +110,18 @@ def mask(
         assert found is not None
         return found
 
-    traced = torch.compiler.is_exporting()
+    traced = torch.compiler.is_compiling()  # or exporting: no number can be asked for
     tokens = attention_mask if traced or attention_mask is None or not bool(attention_mask.all()) else None
     if use_vmap:  # somebody's own function, which may do anything
         return Visible(dense, tokens, plain=False)
-    if traced:
+    if torch.compiler.is_exporting():
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
     places = Places(batch_size, int(q_offset), q_length, int(kv_offset), kv_length, device)
+    if traced:
+        causal, window = "allow_is_bidirectional_skip" not in settings, settings.get("local_size")
+        return visible.announced(mask_function, places, tokens, dense, is_causal=causal, window=window)
     return visible.read(mask_function, places, tokens, dense)
 
 

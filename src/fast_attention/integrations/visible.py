@@ -120,6 +120,43 @@ def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], 
     return replace(found, tokens=tokens, plain=found.plain and found.sequences is None)
 
 
+def announced(
+    sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], Tensor], *, is_causal: bool,
+    window: int | None,
+) -> Visible:  # fmt: skip
+    """The same while a model is compiled: as transformers announces the mask, of which the graph checks at every call
+    what ``read`` would have read. Other masks end with an error there: sequences packed in one row above all.
+
+    Args:
+        sees: The function.
+        places: What it is asked about.
+        tokens: Which places so far are tokens, (B, all).
+        dense: Makes the whole mask.
+        is_causal: Whether the mask is announced as causal, rather than as one that sees both sides.
+        window: The announced window: with the token itself if causal, without it otherwise.
+    """
+    if is_causal and places.first_query + places.queries != places.first_key + places.keys:
+        return Visible(dense, tokens, plain=False)  # a cache with room for more tokens than there are
+    back = None if window is None else window - 1 if is_causal else window
+    if back is not None and places.first_query + places.queries - 1 - places.first_key <= back:
+        back = None  # the first of all keys is still in the last query's window
+    found = Visible(dense, tokens, is_causal, back=back, ahead=None if is_causal else back)
+    batch = torch.arange(places.batch, device=places.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=places.device)
+    columns, rows = places.columns(), places.rows()
+    holds = torch.ones((), dtype=torch.bool, device=places.device)
+    for i in (0, places.queries // 2, places.queries - 1):
+        row = torch.as_tensor(sees(batch, head, rows[i : i + 1], columns))
+        holds = holds & (row == _told(found, columns - places.first_query - i, i)).all()
+    if places.queries > 1 and back != 0:
+        holds = holds & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
+    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+        holds,
+        "sequences packed in one row, or a mask of the model's own, in a compiled swapped model: call it uncompiled",
+    )
+    return found
+
+
 def _told(found: Visible, distance: Tensor, row: int) -> Tensor:
     """A row of the mask as the fields tell it."""
     seen = torch.ones_like(distance, dtype=torch.bool)

@@ -1,0 +1,99 @@
+"""Swapped models under ``torch.compile(fullgraph=True)``: no break in the graph, and what the uncompiled ones give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import swap
+from tests.test_swap import build, gradients, inputs, out, real
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+
+
+def compiled(model: Any, backend: str = "eager") -> Any:
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+ONE = {
+    "Bert": {"num_hidden_layers": 1},
+    "Llama": {"num_hidden_layers": 1},
+    "Bart": {"encoder_layers": 1, "decoder_layers": 1},
+    "Mistral": {"num_hidden_layers": 1, "sliding_window": 12},
+    "ModernBert": {"num_hidden_layers": 2, "local_attention": 24},
+}
+
+
+@pytest.mark.parametrize("name", ["Bert", "Llama", "Bart"])
+def test_a_swapped_model_compiles_in_one_graph(name: str) -> None:
+    """With padding and without."""
+    model = build(name, **ONE[name])
+    swap(model, "LinearAttention")
+    with torch.no_grad():
+        for padded in ("", "right") if name == "Bert" else ("",):
+            given = inputs(model, 11, padded=padded)
+            torch.testing.assert_close(real(out(compiled(model), given), given), real(out(model, given), given))
+
+
+@pytest.mark.parametrize(("name", "reach"), [("Mistral", 11), ("ModernBert", 12)])
+def test_windows_in_a_compiled_model(name: str, reach: int) -> None:
+    """Exact; a mechanism that sees more is refused beyond the window, and serves within."""
+    model = build(name, **ONE[name])
+    long = inputs(model, 31)
+    with torch.no_grad():
+        if name == "ModernBert":  # whose windows reach to both sides
+            swap(model, "Softmax")
+            torch.testing.assert_close(out(compiled(model), long), out(model, long))
+        swap(model, "LinearAttention")
+        short = inputs(model, reach + 1)
+        torch.testing.assert_close(out(compiled(model), short), out(model, short))
+        with pytest.raises(Exception, match=f"sees {reach} tokens back"):
+            out(compiled(model), long)
+
+
+def test_gradients_of_a_compiled_swapped_model() -> None:
+    model = build("Bert", **ONE["Bert"])
+    swap(model, "FavorPlus(num_features=16)")
+    given = inputs(model, padded="right")
+    before = gradients(model, real(out(model, given), given))
+    after = gradients(model, real(out(compiled(model, "aot_eager"), given), given))
+    for a, b in zip(after, before, strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, atol=1e-5, rtol=1e-3)
+
+
+def test_a_compiled_model_keeps_its_state() -> None:
+    """Stretch by stretch with transformers' cache."""
+    model = build("Llama", **ONE["Llama"])
+    swap(model, "LinearAttention")
+    tokens = inputs(model, 9)["input_ids"]
+    fast, cache, rows = compiled(model), None, []
+    with torch.no_grad():
+        whole = model(tokens).logits
+        for part in (tokens[:, :5], tokens[:, 5:]):
+            found = fast(part, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            rows.append(found.logits)
+        torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_packed_rows_in_a_compiled_model_are_refused() -> None:
+    """The graph cannot know how many sequences there will be; it sees that there are several, and says so."""
+    model = build("Llama", **ONE["Llama"])
+    swap(model, "LinearAttention")
+    tokens, places = inputs(model, 11)["input_ids"], torch.arange(11).repeat(2, 1)
+    fast = compiled(model)
+
+    def run(places: Tensor) -> Tensor:
+        return fast(tokens, position_ids=places, use_cache=False).logits
+
+    with torch.no_grad():
+        torch.testing.assert_close(run(places), model(tokens, use_cache=False).logits)
+        with pytest.raises(RuntimeError, match="sequences packed in one row"):
+            run(torch.cat([places[:, :4], places[:, :7]], 1))
