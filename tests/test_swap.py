@@ -229,6 +229,20 @@ def test_a_state_has_one_size(recwarn: pytest.WarningsRecorder) -> None:
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("mechanism", ["Softmax", "ReLUAttention", "LinearAttention"])
+def test_a_cache_of_a_fixed_size(mechanism: str) -> None:
+    """Serves mechanisms that take a mask of every pair; one that keeps a state says why it cannot."""
+    model = build("Llama")
+    swap(model, mechanism)
+    given, wanted = inputs(model, 11, padded="left"), {"max_new_tokens": 5, "min_new_tokens": 5}
+    if mechanism == "LinearAttention":
+        with pytest.raises(Unsupported, match="StaticLayer room for all tokens: generate without cache_implementation"):
+            model.generate(**given, **wanted, cache_implementation="static")
+    else:
+        fixed = model.generate(**given, **wanted, cache_implementation="static")
+        assert torch.equal(fixed, model.generate(**given, **wanted))
+
+
 @pytest.mark.parametrize(
     "mechanism", ["LinearAttention", "Local(window=(3, 0))", "Softmax", "FavorPlus(num_features=8)"]
 )

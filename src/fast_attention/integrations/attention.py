@@ -97,8 +97,8 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
     mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
     **settings: Any,
-) -> Visible:  # fmt: skip
-    """What the queries see, instead of a mask of every query for every key."""
+) -> Visible | Tensor:  # fmt: skip
+    """What the queries see, instead of a mask of every query for every key; that mask for a cache of a fixed size."""
     dropped = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config")
     rest = {name: value for name, value in settings.items() if name not in dropped}
 
@@ -110,6 +110,9 @@ def mask(
         assert found is not None
         return found
 
+    causal = "allow_is_bidirectional_skip" not in settings  # as transformers announces it
+    if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
+        return dense()  # a cache with room for more tokens than there are
     traced = torch.compiler.is_compiling()  # or exporting: no number can be asked for
     tokens = attention_mask if traced or attention_mask is None or not bool(attention_mask.all()) else None
     if use_vmap:  # somebody's own function, which may do anything
@@ -118,9 +121,9 @@ def mask(
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
-    places = Places(batch_size, int(q_offset), q_length, int(kv_offset), kv_length, device)
+    places = Places(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     if traced:
-        causal, window = "allow_is_bidirectional_skip" not in settings, settings.get("local_size")
+        window = settings.get("local_size")
         return visible.announced(mask_function, places, tokens, dense, is_causal=causal, window=window)
     return visible.read(mask_function, places, tokens, dense)
 

@@ -135,8 +135,6 @@ def announced(
         is_causal: Whether the mask is announced as causal, rather than as one that sees both sides.
         window: The announced window: with the token itself if causal, without it otherwise.
     """
-    if is_causal and places.first_query + places.queries != places.first_key + places.keys:
-        return Visible(dense, tokens, plain=False)  # a cache with room for more tokens than there are
     back = None if window is None else window - 1 if is_causal else window
     if back is not None and places.first_query + places.queries - 1 - places.first_key <= back:
         back = None  # the first of all keys is still in the last query's window
