@@ -13,7 +13,19 @@ import torch
 from torch.nn import functional as F
 
 from fast_attention import Bound, Mixer, Shape, catalogue, clock, files
-from fast_attention.lab import compare, corpus, loading, measure, pictures, race, report, tables, verdicts
+from fast_attention.lab import (
+    compare,
+    corpus,
+    loading,
+    measure,
+    numbers,
+    pictures,
+    race,
+    report,
+    tables,
+    tradeoff,
+    verdicts,
+)
 from fast_attention.lab.accuracy import Scene, measurable, one, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
 from fast_attention.lab.corpus import Corpus
@@ -264,10 +276,14 @@ def test_the_page_is_self_contained_and_says_it_all(complete: Record, tmp_path: 
     html = page.read_text()
     loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
     assert all((a or b).startswith(("#", "data:image/png;base64,")) for a, b in loads), loads
-    for title in ("What was run", "Verdict", "Table", "Time against", "Memory against", "Error of every head",
-                  "Attention matrices", "What each cannot do", "How to reproduce"):  # fmt: skip
-        assert f"<h2>{title}" in html
-    assert html.count('<svg role="img" aria-label="') == 5
+    titles = [
+        "Verdict", "Error and speed", "Memory and work", "Time against", "Memory against", "Error of every head",
+        "Attention matrices", "Each in a sentence", "What each cannot do", "What was run", "How to reproduce",
+    ]  # fmt: skip
+    places = [html.index(f"<h2>{title}") for title in titles]
+    assert places == sorted(places), "the verdict leads"
+    assert html.count('<svg role="img" aria-label="') == 6
+    assert html.index('aria-label="Error against speed at 32 tokens. Worth having: exact attention 1x') < places[1]
     assert all(name in html for name in FEW)
     assert "not an approximation: train it" in html
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html"]
@@ -419,8 +435,90 @@ def test_verdicts_in_words() -> None:
         "Use exact attention: nothing here was faster at 1,024 tokens."
     ]
     assert [verdicts.percent(x) for x in (0.0, 1e-7, 0.0123, 0.5, 47.69, math.inf)] == [
-        "0 %", "1e-05 %", "1.2 %", "50 %", "4,800 %", "not finite",
+        "0 %", "below 0.001 %", "1.2 %", "50 %", "4,800 %", "not finite",
     ]  # fmt: skip
+
+
+def test_no_number_has_an_exponent() -> None:
+    """A hundred times as slow is that, and not 1.1e+02."""
+    assert [verdicts.speed(ratio) for ratio in (110.3, 1 / 1234.0, 1.02, 1.0 / 1.3)] == [
+        "110 times as slow", "1,200 times as fast", "about as fast", "1.3 times as fast",
+    ]  # fmt: skip
+    assert [numbers.factor(ratio) for ratio in (110.0, 0.5, 1 / 1234)] == ["0.0091x", "2x", "1,200x"]
+    assert [numbers.bytes_of(size) for size in (1023, 1536, 1023 * 2**20)] == ["1,020 B", "1.5 KiB", "1,020 MiB"]
+    assert [numbers.milliseconds(x) for x in (999.9, 12.3456, 5e6)] == ["1,000 ms", "12.3 ms", "5,000 s"]
+    assert numbers.amount(999_900) == "1,000 k"
+    record = made_up({128: 1234.0, 256: 110, 512: 0.001, 1024: 0.0005})
+    said = " ".join([*verdicts.headline(record), verdicts.sentence(record, catalogue.parse("Local()"))])
+    assert not re.search(r"\de[+-]?\d", said)
+
+
+def test_within_noise_is_about_equal() -> None:
+    """The middle half of the rounds on both sides of 1, or a median within 5 %, is no win and has no colour."""
+    record = made_up({128: 4, 256: 0.9, 512: 0.8, 1024: 0.8})
+    cell = record.cell("Local()", 1024)
+    assert cell is not None
+    assert not verdicts.even(cell)
+    assert verdicts.crossover(record, "Local()") == 256
+    cell.forward_low, cell.forward_high = 0.7, 1.1
+    assert verdicts.even(cell)
+    assert verdicts.crossover(record, "Local()") is None
+    assert verdicts.headline(record)[0].startswith("Use exact attention")
+    assert "class=even" in report._speed(cell)
+    assert "0.91 to 1.4" in report._speed(cell)
+    cell.forward_low = cell.forward_high = None
+    cell.forward_ratio = 0.97
+    assert verdicts.even(cell)
+    close = made_up({128: 4, 256: 0.99, 512: 0.5, 1024: 0.2})
+    assert verdicts.crossing(close, "Local()") == pytest.approx(256, rel=0.01)
+
+
+def test_the_spread_is_of_the_rounds() -> None:
+    found = measure.timing([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
+    assert (found.low, found.ratio, found.high) == (2.0, 3.0, 4.0)
+    found = measure.timing([3.0], [1.0])
+    assert (found.low, found.ratio, found.high) == (3.0, 3.0, 3.0)
+
+
+def test_the_fastest_stand_first() -> None:
+    record = made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2})
+    record.cells += [Cell("Favor()", n, "measured", forward_ms=9.0, forward_ratio=3.0) for n in (128, 1024)]
+    record.cells += [Cell("LSH()", 128, "measured", forward_ms=0.1, forward_ratio=0.1), Cell("FNet()", 128)]
+    assert verdicts.order(record) == ["Local()", EXACT, "Favor()", "LSH()", "FNet()"]
+
+
+def test_memory_has_an_answer_in_words() -> None:
+    record = made_up({1024: 0.2})
+    exact, local = record.cell(EXACT, 1024), record.cell("Local()", 1024)
+    assert exact
+    assert local
+    exact.forward_bytes, local.forward_bytes = 2**20, 3 * 2**20
+    assert verdicts.headline(record)[-1] == (
+        "Nothing beats exact attention's memory: exact attention's fused kernel takes 1 MiB at 1,024 tokens (a forward "
+        "pass), the least of all others 3 MiB."
+    )
+    local.forward_bytes = 2**19
+    assert verdicts.headline(record)[-1].startswith("Less memory: 1 of 1, Local() the least with 512 KiB;")
+
+
+def test_error_against_speed_at_one_length() -> None:
+    """Worth having is what nothing else beats in both; errors and speeds are of one length where there is one."""
+    record = made_up({128: 0.25, 1024: 0.1})
+    for name, ratio, error in (("Favor()", 0.5, 0.05), ("BigBird()", 0.5, 0.2), ("LSH()", 2.0, 0.01)):
+        record.cells.append(Cell(name, 128, "measured", forward_ms=ratio, forward_ratio=ratio))
+        record.errors.append(Error(name, 128, "Softmax", [[error]]))
+    found = tradeoff.tradeoff(record)
+    assert found is not None
+    assert found.where == "at 128 tokens"
+    assert [point.name for point in found.best] == [EXACT, "Favor()", "Local()"]
+    picture = tradeoff.scatter(found)
+    assert "Favor() 2x with 5 %; Local() 4x with 30 %" in picture.alt
+    assert all(f">{point.name}<" in picture.svg for point in found.points)
+    record.cells = [cell for cell in record.cells if cell.length == 1024]
+    found = tradeoff.tradeoff(record)
+    assert found is not None
+    assert found.where == "error at 128 tokens, speed at 1,024"
+    assert tradeoff.tradeoff(made_up({})) is None
 
 
 def test_an_error_that_is_not_finite_is_the_worst() -> None:

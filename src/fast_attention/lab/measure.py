@@ -151,6 +151,8 @@ class Timing:
     best: float
     best_ratio: float
     rounds: int
+    low: float  # the ratio's quartiles over the rounds
+    high: float
 
 
 def timing(samples: list[float], reference: list[float]) -> Timing:
@@ -158,7 +160,9 @@ def timing(samples: list[float], reference: list[float]) -> Timing:
     shared = min(len(samples), len(reference))
     ratios = [mine / theirs for mine, theirs in zip(samples[:shared], reference[:shared], strict=True)]
     best = min(samples)
-    return Timing(statistics.median(samples), statistics.median(ratios), best, best / min(reference), shared)
+    low, _, high = statistics.quantiles([*ratios, *ratios[: shared == 1]], n=4, method="inclusive")
+    middle = statistics.median(samples), statistics.median(ratios)
+    return Timing(*middle, best, best / min(reference), shared, low, high)
 
 
 def useful_threads() -> int:

@@ -174,10 +174,12 @@ class Race:
         cell.status, cell.rounds = "measured", found.rounds
         cell.forward_ms, cell.forward_ratio = found.median * 1000, found.ratio
         cell.forward_best_ms, cell.forward_best_ratio = found.best * 1000, found.best_ratio
+        cell.forward_low, cell.forward_high = found.low, found.high
         if training[name] and training[line]:
             found = measure.timing(training[name], training[line])
             cell.training_ms, cell.training_ratio = found.median * 1000, found.ratio
             cell.training_best_ms, cell.training_best_ratio = found.best * 1000, found.best_ratio
+            cell.training_low, cell.training_high = found.low, found.high
 
 
 def foretold(cells: list[Cell], name: str, order: float, length: int) -> tuple[float, float]:

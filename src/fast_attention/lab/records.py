@@ -34,10 +34,14 @@ class Cell:
     forward_best_ms: float | None = None
     forward_ratio: float | None = None  # to exact attention in the same round, median over rounds; < 1 is faster
     forward_best_ratio: float | None = None  # fastest against fastest
+    forward_low: float | None = None  # the ratio's quartiles over the rounds
+    forward_high: float | None = None
     training_ms: float | None = None  # forward and backward
     training_best_ms: float | None = None
     training_ratio: float | None = None
     training_best_ratio: float | None = None
+    training_low: float | None = None
+    training_high: float | None = None
     forward_bytes: int | None = None  # peak beyond the inputs
     training_bytes: int | None = None
     operations: int | None = None  # of the forward pass

@@ -9,10 +9,13 @@ from typing import Any
 
 from fast_attention import catalogue, files
 from fast_attention.lab import pictures, verdicts
+from fast_attention.lab.numbers import amount, bytes_of, digits, factor, milliseconds, percent
 from fast_attention.lab.pictures import Picture, Quantity
 from fast_attention.lab.records import EXACT, Cell, Record
-from fast_attention.lab.tables import amount, bytes_of, factor, footnotes, milliseconds
+from fast_attention.lab.tables import footnotes
+from fast_attention.lab.tradeoff import scatter, tradeoff
 
+PASSES: tuple[verdicts.Pass, ...] = ("forward", "training")
 _PAGE = Path(__file__).with_name("report.html")
 
 
@@ -27,8 +30,8 @@ def save(record: Record, folder: Path) -> tuple[Path, Path]:
 def html(record: Record) -> str:
     """The page."""
     body = "\n".join([
-        _run(record), _verdict(record), _table(record), _growth(record), _errors(record), _matrices(record),
-        _cannot(record), _notes(record), _again(record),
+        _warnings(record), _verdict(record), _table(record), _sizes(record), _growth(record), _errors(record),
+        _matrices(record), _each(record), _cannot(record), _notes(record), _run(record), _again(record),
     ])  # fmt: skip
     return page("compare", body)
 
@@ -60,63 +63,105 @@ def _run(record: Record) -> str:
         f"torch {meta['torch']}, Python {meta['python']}, {meta['platform']}",
         "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}, seed {meta['seed']}",
     }
-    status = meta["status"]
+    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())
+    return section("What was run", f"<dl>{cells}</dl>")
+
+
+def _warnings(record: Record) -> str:
+    meta, status = record.meta, record.meta["status"]
     warning = "" if status == "complete" else f"<p class=warn>This comparison was {escape(status)}: it is partial.</p>"
     load = max((meta[when] or [0.0])[0] for when in ("load_average", "load_average_after"))
     if load > meta["cores"] + 0.5:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
         warning += f"<p class=warn>{escape(busy)}</p>"
-    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())
-    return warning + section("What was run", f"<dl>{cells}</dl>")
+    return f"{warning}<p>{escape(meta['source'])}; {escape(meta['hardware'])}, {meta['threads']} threads.</p>"
 
 
 def _verdict(record: Record) -> str:
     said = "".join(f"<p class=lead>{escape(words)}</p>" for words in verdicts.headline(record))
-    each = "".join(
-        f"<li><code>{escape(name)}</code> {escape(verdicts.sentence(record, catalogue.parse(name)))}</li>"
-        for name in record.mechanisms
+    found = tradeoff(record)
+    if found is None:
+        return section("Verdict", said)
+    caption = (
+        f"Error against speed, {found.where}, a forward pass. The green line joins what is worth having: whatever lies "
+        "off it is beaten in both by something on it. What must be trained first has no error to show."
     )
-    return section("Verdict", said, f"<ul class=each>{each}</ul>")
+    return section("Verdict", figure(scatter(found), caption, "small"), said)
 
 
-_READING = """<p>Speed is exact attention's time divided by the mechanism's, forward pass, median over interleaved
-rounds: above 1 is faster (green), below 1 slower (red). Errors are relative RMS against exact attention, at the
-greatest length the model reads. A whole-token mixer has no queries, keys and values: it is timed on tokens of the same
-width against the same exact attention, whose projections are not counted. Peak memory is what one pass holds beyond its
-inputs (forward and backward where that was measured). Hover over a dash for its reason, over a speed for its
-time.</p>"""
+def _each(record: Record) -> str:
+    names = [name for name in verdicts.order(record) if name != EXACT]
+    rows = "".join(
+        f"<li><code>{escape(name)}</code> {escape(verdicts.sentence(record, catalogue.parse(name)))}</li>"
+        for name in names
+    )
+    return section("Each in a sentence", f"<ul class=each>{rows}</ul>")
+
+
+_READING = """<p>The fastest at the greatest length stand first, exact attention where its own time puts it. Speed is
+exact attention's time divided by the mechanism's, forward pass, median over interleaved rounds, and below it the middle
+half of the rounds: above 1 is faster (green), below 1 slower (red), and grey is about equal, within noise. Errors are
+relative RMS against exact attention, at the greatest length the model reads. A whole-token mixer has no queries, keys
+and values: it is timed on tokens of the same width against the same exact attention, whose projections are not counted.
+Hover over a dash for its reason, over a speed for its time.</p>"""
 
 
 def _table(record: Record) -> str:
     lengths = record.meta["lengths"]
-    heads = ["mechanism", "error, median head", "error, worst head", f"matrix error at {_matrix_length(record)}"]
-    heads += [f"speed at {length:,}" for length in lengths] + ["wins forward", "wins training"]
-    heads += [f"peak memory at {lengths[-1]:,}", "operations", "decoding state", "weights"]
+    heads = ["mechanism", "error, median head", "error, worst head"]
+    heads += [f"speed at {length:,}" for length in lengths] + ["faster", "faster in training"]
+    rows = []
+    for name in verdicts.order(record):
+        cells = "".join(_speed(record.cell(name, length) or Cell(name, length)) for length in lengths)
+        if name == EXACT:
+            start = f"<tr class=exact><th scope=row>{EXACT}</th><td colspan=2>the reference</td>"
+            rows.append(f"{start}{cells}<td></td><td></td></tr>")
+        else:
+            wins = "".join(f"<td class=words>{escape(verdicts.wins(record, name, which))}</td>" for which in PASSES)
+            rows.append(f"<tr><th scope=row>{escape(name)}</th>{_error_cells(record, name)}{cells}{wins}</tr>")
+    return section("Error and speed", _READING, _wide(heads, rows))
+
+
+def _sizes(record: Record) -> str:
+    """Memory and the like, at the greatest length."""
+    last = record.meta["lengths"][-1]
+    heads = ["mechanism", "peak memory", "operations", "decoding state", "weights"]
+    heads.append(f"error of the matrix at {_matrix_length(record)}")
+    rows = []
+    cells = [record.cell(name, last) or Cell(name, last) for name in verdicts.order(record)]
+    for cell in sorted(cells, key=lambda cell: cell.peak_bytes or float("inf")):
+        costs = [
+            bytes_of(cell.peak_bytes),
+            amount(cell.operations),
+            bytes_of(cell.state_bytes),
+            bytes_of(cell.weight_bytes),
+        ]
+        costs.append(_matrix_error(record, cell.mechanism))
+        said = "".join(f"<td>{escape(text)}</td>" for text in costs)
+        kind = " class=exact" if cell.mechanism == EXACT else ""
+        rows.append(f"<tr{kind}><th scope=row>{escape(cell.mechanism)}</th>{said}</tr>")
+    reading = (
+        f"<p>At {last:,} tokens, the least memory first. Peak memory is what one pass holds beyond its inputs"
+        f"{' (forward and backward)' if record.meta['backward'] else ''}; the state is what decoding keeps.</p>"
+    )
+    return section("Memory and work", reading, _wide(heads, rows))
+
+
+def _wide(heads: list[str], rows: list[str]) -> str:
+    """A table that scrolls where the page is narrower."""
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in heads)
-    rows = "".join(_row(record, name) for name in (EXACT, *record.mechanisms))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return section("Table", _READING, f"<div class=wide>{table}</div>")
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<div class=wide tabindex=0>{table}</div>"
 
 
 def _matrix_length(record: Record) -> str:
     return next((f"{error.length:,}" for error in record.errors if error.matrix), "-")
 
 
-def _row(record: Record, name: str) -> str:
-    cells = [record.cell(name, length) or Cell(name, length) for length in record.meta["lengths"]]
-    speeds, last = "".join(map(_speed, cells)), cells[-1]
-    known = (
-        bytes_of(last.peak_bytes),
-        amount(last.operations),
-        bytes_of(last.state_bytes),
-        bytes_of(last.weight_bytes),
-    )
-    costs = "".join(f"<td>{escape(text)}</td>" for text in known)
-    if name == EXACT:
-        start = f"<tr class=exact><th scope=row>{EXACT}</th><td colspan=3>the reference</td>"
-        return f"{start}{speeds}<td></td><td></td>{costs}</tr>"
-    wins = "".join(f"<td>{escape(verdicts.wins(record, name, which))}</td>" for which in ("forward", "training"))
-    return f"<tr><th scope=row>{escape(name)}</th>{_error_cells(record, name)}{speeds}{wins}{costs}</tr>"
+def _matrix_error(record: Record, name: str) -> str:
+    measured = [e for e in record.errors if e.mechanism == name and e.matrix]
+    found = measured[-1].summary("matrix") if measured else None
+    return percent(found[0]) if found else "-"
 
 
 def _error_cells(record: Record, name: str) -> str:
@@ -124,14 +169,11 @@ def _error_cells(record: Record, name: str) -> str:
     error = record.error(name)
     output = error.summary() if error else None
     if mechanism.traits.approximates is None:
-        return f"<td colspan=3 class=none>{escape(verdicts.kind(mechanism))}</td>"
+        return f"<td colspan=2 class=none>{escape(verdicts.kind(mechanism))}</td>"
     if error is None or output is None:
-        return "<td colspan=3 class=none>not measured</td>"
-    measured = [e for e in record.errors if e.mechanism == name and e.matrix]
-    matrix = measured[-1].summary("matrix") if measured else None
+        return "<td colspan=2 class=none>not measured</td>"
     against = "" if error.against == "Softmax" else f" vs {error.against}"
-    said = [verdicts.percent(output[0]) + against, verdicts.percent(output[1])]
-    said.append(verdicts.percent(matrix[0]) if matrix else "-")
+    said = [percent(output[0]) + against, percent(output[1])]
     return "".join(f"<td>{escape(text)}</td>" for text in said)
 
 
@@ -140,14 +182,19 @@ def _speed(cell: Cell) -> str:
         return f'<td title="{escape(f"{cell.status}: {cell.note}")}">-</td>'
     if cell.mechanism == EXACT:
         return f"<td>{milliseconds(cell.forward_ms)}</td>"
-    kind = "fast" if cell.forward_ratio < 1 else "slow"
-    details = f"{milliseconds(cell.forward_ms)}, {cell.rounds} rounds"
-    return f'<td class={kind} title="{details}">{factor(cell.forward_ratio)}</td>'
+    kind = "even" if verdicts.even(cell) else "fast" if cell.forward_ratio < 1 else "slow"
+    details = f"{milliseconds(cell.forward_ms)}, {cell.rounds} rounds{', about equal' if kind == 'even' else ''}"
+    spread = (
+        ""
+        if cell.forward_high is None or cell.forward_low is None
+        else (f"<small>{digits(1 / cell.forward_high)} to {digits(1 / cell.forward_low)}</small>")
+    )
+    return f'<td class={kind} title="{details}">{factor(cell.forward_ratio)}{spread}</td>'
 
 
-def figure(picture: Picture, caption: str) -> str:
-    """A picture with its caption."""
-    return f"<figure>{picture.svg}<figcaption>{escape(caption)}</figcaption></figure>"
+def figure(picture: Picture, caption: str, kind: str = "") -> str:
+    """A picture with its caption; ``"small"`` where it is no wider than a page of text."""
+    return f"<figure{kind and f' class={kind}'}>{picture.svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 _LINE = "The dark line is exact attention; green is where the mechanism beats it."
@@ -196,7 +243,7 @@ def _matrices(record: Record) -> str:
 
 def _cannot(record: Record) -> str:
     rows = ""
-    for name in record.mechanisms:
+    for name in sorted(record.mechanisms):
         denied = ", ".join(verdicts.cannot(catalogue.parse(name))) or "-"
         rows += f"<tr><th scope=row>{escape(name)}</th><td>{escape(denied)}</td></tr>"
     return section("What each cannot do", f"<table class=plain><tbody>{rows}</tbody></table>")

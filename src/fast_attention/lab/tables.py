@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the table on the terminal."""
+"""The tables on the terminal."""
 
 from __future__ import annotations
 
@@ -10,43 +10,9 @@ from rich.text import Text
 from fast_attention import catalogue
 from fast_attention.conformance import Report
 from fast_attention.lab import verdicts
+from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
 from fast_attention.lab.records import EXACT, Record
 from fast_attention.mechanism import Mixer
-
-
-def bytes_of(size: int | None) -> str:
-    """1536 as ``1.5 KiB``."""
-    if size is None:
-        return "-"
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.3g} {unit}"
-        amount /= 1024
-    return f"{amount:.3g} GiB"
-
-
-def amount(number: int | None) -> str:
-    """1500000 as ``1.5 M``."""
-    if number is None:
-        return "-"
-    value = float(number)
-    for unit in ("", " k", " M"):
-        if value < 1000:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g} G"
-
-
-def milliseconds(value: float) -> str:
-    """12.3456 as ``12.3 ms``."""
-    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
-
-
-def factor(ratio: float) -> str:
-    """A time ratio as a speed: 0.5 as ``2x``."""
-    speed = 1 / ratio
-    return f"{speed:.0f}x" if speed >= 10 else f"{speed:.2g}x"
 
 
 def footnotes(record: Record) -> list[str]:
@@ -71,7 +37,7 @@ def summary(record: Record) -> Table:
         table.add_column(f"speed at {length:,}", justify="right")
     for title in ("wins", "wins training", f"memory at {lengths[-1]:,}", "state"):
         table.add_column(title, justify="right")
-    for name in [EXACT, *record.mechanisms]:
+    for name in verdicts.order(record):
         last = record.cell(name, lengths[-1])
         peak, held = (None, None) if last is None else (last.peak_bytes, last.state_bytes)
         wins = [verdicts.wins(record, name, which) for which in ("forward", "training")] if name != EXACT else ["", ""]
@@ -89,7 +55,7 @@ def _error(record: Record, name: str) -> Text:
         return Text(words + (", mixer" if isinstance(mechanism, Mixer) else ""), style="dim")
     error = record.error(name)
     found = error.summary() if error else None
-    return Text(f"{verdicts.percent(found[0])} / {verdicts.percent(found[1])}" if found else "not measured")
+    return Text(f"{percent(found[0])} / {percent(found[1])}" if found else "not measured")
 
 
 def _speed(record: Record, name: str, length: int) -> Text:
@@ -98,7 +64,8 @@ def _speed(record: Record, name: str, length: int) -> Text:
         return Text(cell.status if cell else "-", style="dim")
     if name == EXACT:
         return Text(milliseconds(cell.forward_ms), style="bold")
-    return Text(factor(cell.forward_ratio), style="green" if cell.forward_ratio < 1 else "red")
+    colour = "dim" if verdicts.even(cell) else "green" if cell.forward_ratio < 1 else "red"
+    return Text(factor(cell.forward_ratio), style=colour)
 
 
 def catalogue_table(chosen: list[Any]) -> Table:

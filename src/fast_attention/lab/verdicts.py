@@ -5,32 +5,52 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from fast_attention.lab.records import EXACT, Record
+from fast_attention.lab.numbers import bytes_of, digits, percent
+from fast_attention.lab.records import EXACT, Cell, Record
 from fast_attention.mechanism import Mixer
 
 Pass = Literal["forward", "training"]
 TRAIN_IT = "not an approximation: train it"
+NOISE = 0.05
 
 
 def ratios(record: Record, name: str, which: Pass = "forward") -> dict[int, float]:
     """Time relative to exact attention by length, where it was measured."""
-    found = {}
-    for cell in sorted((c for c in record.cells if c.mechanism == name), key=lambda c: c.length):
-        ratio = cell.forward_ratio if which == "forward" else cell.training_ratio
-        if ratio is not None:
-            found[cell.length] = ratio
-    return found
+    cells = sorted((c for c in record.cells if c.mechanism == name), key=lambda c: c.length)
+    found = {cell.length: cell.forward_ratio if which == "forward" else cell.training_ratio for cell in cells}
+    return {length: ratio for length, ratio in found.items() if ratio is not None}
+
+
+def even(cell: Cell, which: Pass = "forward") -> bool:
+    """Whether a time is exact attention's within noise: by the middle half of the rounds, or within 5 %."""
+    spread = (cell.forward_low, cell.forward_high) if which == "forward" else (cell.training_low, cell.training_high)
+    ratio = cell.forward_ratio if which == "forward" else cell.training_ratio
+    low, high = (ratio if edge is None else edge for edge in spread)
+    return ratio is not None and (abs(ratio - 1) < NOISE or (low or 0.0) <= 1.0 <= (high or 0.0))
+
+
+def order(record: Record) -> list[str]:
+    """Exact attention and all others, the fastest first: at the greatest length, then those measured up to less."""
+
+    def place(name: str) -> tuple[float, float]:
+        measured = ratios(record, name)
+        last = max(measured, default=0)
+        return -last, measured.get(last, math.inf)
+
+    return sorted([EXACT, *record.mechanisms], key=place)
 
 
 def crossover(record: Record, name: str, which: Pass = "forward") -> int | None:
     """The shortest measured length from which it beats exact attention there and at every greater length asked for.
 
-    A greater length at which it was not measured (over budget, failed) counts as not beaten.
+    A greater length at which it was not measured (over budget, failed) counts as not beaten, and so does a time within
+    noise.
     """
     measured, won = ratios(record, name, which), None
     reached = {cell.length for cell in record.cells if cell.mechanism == EXACT and cell.forward_ratio is not None}
     for length in sorted(reached, reverse=True):
-        if measured.get(length, math.inf) >= 1.0:
+        cell = record.cell(name, length)
+        if cell is None or measured.get(length, math.inf) >= 1.0 or even(cell, which):
             break
         won = length
     return won
@@ -43,7 +63,7 @@ def crossing(record: Record, name: str, which: Pass = "forward") -> float | None
     if won is None or not shorter:
         return None if won is None else float(won)
     before = max(shorter)
-    above, below = math.log(measured[before]), -math.log(measured[won])
+    above, below = max(math.log(measured[before]), 0.0), -math.log(measured[won])
     return math.exp(math.log(before) + above / (above + below) * math.log(won / before))
 
 
@@ -117,9 +137,9 @@ def _speed(record: Record, name: str) -> str:
 
 def speed(ratio: float) -> str:
     """A time ratio in words."""
-    if 0.95 < ratio < 1.05:
+    if abs(ratio - 1) < NOISE:
         return "about as fast"
-    return f"{1 / ratio:.2g} times as fast" if ratio < 1 else f"{ratio:.2g} times as slow"
+    return f"{digits(1 / ratio)} times as fast" if ratio < 1 else f"{digits(ratio)} times as slow"
 
 
 def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
@@ -130,21 +150,15 @@ def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
     return f"output error {percent(summary[0])} in the median head and {percent(summary[1])} in the worst"
 
 
-def percent(value: float) -> str:
-    """A relative error as a percentage of two digits."""
-    if not math.isfinite(value):
-        return "not finite"
-    hundredths = 100 * value
-    if hundredths < 1e-3:
-        return "0 %" if value == 0 else f"{hundredths:.0e} %"
-    return f"{float(f'{hundredths:.2g}'):,.10g} %"
-
-
 def headline(record: Record) -> list[str]:
     """What to take away, in a few sentences."""
     end = longest(record)
     if end is None:
         return ["Nothing was timed."]
+    return [*_fastest(record, end), *_leanest(record, end)]
+
+
+def _fastest(record: Record, end: int) -> list[str]:
     approximate = [name for name in record.mechanisms if record.error(name) is not None]
     firsts = {name: crossover(record, name) for name in record.mechanisms}
     won = {name: length for name, length in firsts.items() if length is not None}
@@ -167,3 +181,19 @@ def headline(record: Record) -> list[str]:
     elif approximate:
         said.append("No approximation that needs no training is faster than exact attention at these lengths.")
     return said
+
+
+def _leanest(record: Record, end: int) -> list[str]:
+    """Memory's answer."""
+    cells = [cell for cell in record.cells if cell.length == end and cell.peak_bytes is not None]
+    sizes = {cell.mechanism: cell.peak_bytes or 0 for cell in cells}
+    exact = sizes.pop(EXACT, None)
+    if exact is None or not sizes:
+        return []
+    passes = "forward and backward" if record.meta.get("backward") else "a forward pass"
+    least = min(sizes, key=lambda name: sizes[name])
+    theirs = f"exact attention's fused kernel takes {bytes_of(exact)} at {end:,} tokens ({passes})"
+    if sizes[least] > exact * (1 - NOISE):
+        return [f"Nothing beats exact attention's memory: {theirs}, the least of all others {bytes_of(sizes[least])}."]
+    fewer = sum(size <= exact * (1 - NOISE) for size in sizes.values())
+    return [f"Less memory: {fewer} of {len(sizes)}, {least} the least with {bytes_of(sizes[least])}; {theirs}."]

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fast_attention.lab import capture, compare, inputs, measure, records, sources, verdicts
+from fast_attention.lab import capture, compare, inputs, measure, records, sources
 from fast_attention.lab.advice.measuring import Plan, investigate
 from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
 from fast_attention.lab.advice.transferring import candidates, transfer
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.loading import KINDS
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
 from fast_attention.lab.progress import progress_bar
 from fast_attention.lab.records import Record, plain
-from fast_attention.lab.tables import bytes_of, factor, milliseconds
 
 STAND_INS = "Gaussian stand-ins"
 NUMBERS = ("error: median / worst", "time", "speed", "memory")
@@ -162,7 +162,7 @@ def _transfers(record: Record, tried: dict[str, Any]) -> list[str]:
     """What the transfers did: the layers' outputs, behind their projections, on held-out text."""
     lines = [f"Error of the median layer's output, before and after {record.meta['transfer_minutes']:g} minutes:"]
     for name, found in tried.items():
-        said = found.get("note") or f"{verdicts.percent(found['before'])} -> {verdicts.percent(found['after'])}"
+        said = found.get("note") or f"{percent(found['before'])} -> {percent(found['after'])}"
         lines.append(f"  {name}: {said}")
     return lines
 
@@ -181,7 +181,7 @@ def table(rows: list[Row]) -> Table:
     for number, row in enumerate(rows, 1):
         error = "0" if row.kind == "exact" else "-"
         if row.kind != "exact" and row.median_error is not None and row.worst_error is not None:
-            error = f"{verdicts.percent(row.median_error)} / {verdicts.percent(row.worst_error)}"
+            error = f"{percent(row.median_error)} / {percent(row.worst_error)}"
         spent = "-" if row.milliseconds is None else milliseconds(row.milliseconds)
         speed = "-" if row.ratio is None else factor(row.ratio)
         said = (Text(row.note), Text(", ".join(row.cannot)))

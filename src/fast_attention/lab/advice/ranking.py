@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fast_attention.lab import verdicts
+from fast_attention.lab.numbers import percent
 from fast_attention.lab.records import EXACT, Cell, Error, Record
 from fast_attention.lab.verdicts import Pass
 
@@ -95,7 +96,7 @@ def _row(record: Record, mechanism: Any, question: Question) -> Row:
         unmeasured = notes[0] if notes else "its error was not measured: the time for errors was spent"
         return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else unmeasured)
     if not summary[0] <= question.budget:
-        return row("inexact", f"median error beyond {verdicts.percent(question.budget)}")
+        return row("inexact", f"median error beyond {percent(question.budget)}")
     if ratio >= WORTH:
         return row("slower", *_later(record, name, question))
     if error.length < question.length:
@@ -144,24 +145,24 @@ def _time(cell: Cell, question: Question) -> float | None:
 
 def advice(record: Record, rows: list[Row], question: Question) -> list[str]:
     """The answer in one to three sentences."""
-    at, best, budget = f"At {question.length:,} tokens", rows[0], verdicts.percent(question.budget)
+    at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
     if best.kind == "use":
         return [
-            f"{at} use {best.mechanism}: {best.note}, median error {verdicts.percent(best.median_error or 0.0)} "
-            f"(worst head {verdicts.percent(best.worst_error or 0.0)}; allowed {budget}).",
+            f"{at} use {best.mechanism}: {best.note}, median error {percent(best.median_error or 0.0)} "
+            f"(worst head {percent(best.worst_error or 0.0)}; allowed {budget}).",
             *_untrained(rows),
         ]
     if best.kind == "trained":
         return [
             f"{at} use {best.mechanism}, {best.note}: the median layer's error is then "
-            f"{verdicts.percent(best.transferred_error or 0.0)} (allowed {budget}).",
+            f"{percent(best.transferred_error or 0.0)} (allowed {budget}).",
             f'fast-attention convert --mechanism "{best.mechanism}" does that, and fine-tunes.',
         ]
     first = {kind: next((row for row in rows if row.kind == kind), None) for kind in ORDER}
     if unproven := first["unproven"]:
         return [
             f"{at} keep exact attention: no error is known there, as no more than {unproven.error_length:,} were read.",
-            f"Worth a look is {unproven.mechanism}: median error {verdicts.percent(unproven.median_error or 0.0)} at "
+            f"Worth a look is {unproven.mechanism}: median error {percent(unproven.median_error or 0.0)} at "
             f"{unproven.error_length:,} tokens, {verdicts.speed(unproven.ratio or 1.0)} as exact attention at "
             f"{question.length:,}.",
         ]
@@ -173,7 +174,7 @@ def advice(record: Record, rows: list[Row], question: Question) -> list[str]:
         return [said, f"Nor up to {end:,} tokens." if end > question.length else "Greater lengths were not measured."]
     said = [f"{at} keep exact attention: nothing that needs no training stays within a median error of {budget}."]
     if (nearest := first["inexact"]) and nearest.median_error is not None and nearest.ratio is not None:
-        error, speed = verdicts.percent(nearest.median_error), verdicts.speed(nearest.ratio)
+        error, speed = percent(nearest.median_error), verdicts.speed(nearest.ratio)
         said.append(f"The nearest, {nearest.mechanism}, has {error} and is {speed} as exact attention.")
     return [*said, *_untrained(rows)]
 

@@ -10,9 +10,9 @@ from fast_attention.lab.bench import drawings, figures, terminal
 from fast_attention.lab.bench.entrants import OURS
 from fast_attention.lab.bench.ledger import Ledger, Row
 from fast_attention.lab.bench.run import percent_of_ceiling
+from fast_attention.lab.numbers import bytes_of, milliseconds
 from fast_attention.lab.records import Cell
 from fast_attention.lab.report import figure, section
-from fast_attention.lab.tables import bytes_of, milliseconds
 
 _SPEED = """<p>Speed is the time of exact attention divided by the row's own, in the same interleaved rounds (median of
 the rounds' ratios): above 1 is faster (green), below slower (red). Exact attention is torch's fused

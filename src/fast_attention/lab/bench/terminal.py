@@ -12,8 +12,8 @@ from fast_attention.lab.bench.decoding import flatness
 from fast_attention.lab.bench.entrants import OURS
 from fast_attention.lab.bench.ledger import Ledger, Row
 from fast_attention.lab.bench.run import percent_of_ceiling
+from fast_attention.lab.numbers import bytes_of, milliseconds
 from fast_attention.lab.records import Cell
-from fast_attention.lab.tables import bytes_of, milliseconds
 
 MARKS = {"right": "", "faulty": " *", "wrong": " WRONG", "missing": " not installed", "not checked": " not checked"}
 

@@ -11,8 +11,8 @@ from rich.text import Text
 from fast_attention.lab import report
 from fast_attention.lab.converting import drawings
 from fast_attention.lab.converting.ledger import SPELT, STAGES, Ledger
+from fast_attention.lab.numbers import bytes_of, factor, milliseconds
 from fast_attention.lab.report import figure, section
-from fast_attention.lab.tables import bytes_of, factor, milliseconds
 
 Rows = list[list[str]]  # the head first
 

@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fast_attention.lab import report
+from fast_attention.lab.numbers import amount, bytes_of, milliseconds
 from fast_attention.lab.report import figure, section
 from fast_attention.lab.study import drawings
 from fast_attention.lab.study.ledger import Ledger
 from fast_attention.lab.study.plan import CONTROLS
-from fast_attention.lab.tables import amount, bytes_of, milliseconds
 
 HEADS = ("mechanism", "", "against exact", "seeds", "a step", "peak of a step", "parameters")
 
