@@ -45,6 +45,10 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(partial, path)
         if os.name == "posix":
             sync(path.parent)  # the new name too
+    except OSError as error:
+        if error.filename is None or Path(error.filename) == partial:
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -34,7 +34,7 @@ class Law:
         """Judge the subject; an attention that raises where the law calls it breaks the law."""
         try:
             finding = self.judge(subject, device)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             said = str(error).strip().splitlines()
             detail = f"raised {type(error).__name__}: {said[0] if said else ''}"[:200]
             finding = Finding("broken", float("inf"), 0.0, detail)

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from fast_attention.nn.bound import Bound
 
 Call = Callable[..., Tensor]
 MASKS = ("key_mask", "mask", "input_mask", "key_padding_mask", "attention_mask")
+STRANGERS = (Exception, SystemExit)  # what a stranger's code may raise
 CAUSAL = ("is_causal", "causal")
 
 
@@ -144,6 +146,8 @@ def stranger(
     """
     with torch.random.fork_rng():
         made = make()
+    if not callable(made):
+        raise ValueError(f"{name or made!r} gives {type(made).__name__}, which is no module and no function")
     forward = made.forward if isinstance(made, nn.Module) else made
     parameters = inspect.signature(forward).parameters
     required = [
@@ -198,12 +202,20 @@ def resolve(text: str, **options: Any) -> Subject:
         return of(text)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{text!r}: {error}") from error
+    except STRANGERS as error:
+        raise ValueError(f"{text!r}: {_said(error)}") from error
     if isinstance(found, Subject):
         return found
+    if not (inspect.isclass(found) or inspect.isfunction(inspect.unwrap(found)) or isinstance(found, partial)):
+        raise ValueError(f"{text!r} is no factory: write a Python function or a class that gives an attention")
     try:
         made = found()
-    except TypeError as error:
-        raise ValueError(f"{text!r} must be callable without arguments: {error}") from error
-    return made if isinstance(made, Subject) else stranger(found, name=text, **options)
+        return made if isinstance(made, Subject) else stranger(found, name=text, **options)
+    except STRANGERS as error:
+        raise ValueError(f"{text!r} called without arguments gives no attention: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """The first line of what a stranger's code raised."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, ImportError | AttributeError | ValueError) else f"{type(error).__name__}: {said}"

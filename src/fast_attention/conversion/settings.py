@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fast_attention.ops.value import Value, at_least, one_of
+from fast_attention.ops.value import Value, at_least, is_seed, one_of
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -46,8 +46,8 @@ class ConversionSettings(Value):
     save_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for setting in ("steps", "seed"):
-            at_least(self, setting, getattr(self, setting), 0)
+        at_least(self, "steps", self.steps, 0)
+        is_seed(self, "seed", self.seed)
         for setting in (
             "minutes", "share", "lr_maps", "lr_projections", "lr", "warmup", "weight_decay", "clip", "distil",
             "save_seconds",

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from fast_attention.data import reading
 from fast_attention.data.fasta import FastaError, Protein
 
 _LETTERS = b"-ABCDEFGHIKLMNPQRSTVWXYZU*OJ"  # what a byte of the residues stands for (NCBIstdaa); 0 ends a sequence
@@ -26,10 +27,10 @@ def read_blast(index: str | os.PathLike[str]) -> Iterator[Protein]:
     """
     path = Path(index)
     try:
-        starts = _starts(path.read_bytes())
+        starts = _starts(reading.raw(path))
     except (struct.error, ValueError) as error:
         raise FastaError(f"{path}: no index of a BLAST protein database in format 4 ({error})") from None
-    residues = path.with_suffix(".psq").read_bytes()
+    residues = reading.raw(path.with_suffix(".psq"))
     if starts[-1] > len(residues):
         raise FastaError(f"{path.with_suffix('.psq')}: {len(residues)} bytes; its index ends at {starts[-1]}")
     for number, (first, after) in enumerate(itertools.pairwise(starts), 1):

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-_GZIP = b"\x1f\x8b"
+from fast_attention.data import reading
+
 _RESIDUES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
@@ -37,7 +38,8 @@ def read_fasta(path: str | os.PathLike[str]) -> Iterator[Protein]:
     dropped, blank lines are skipped.
 
     Raises:
-        FastaError: The file is empty, cut off, or holds something else; the message names the line.
+        FastaError: The file is empty, cut off, beyond ``reading.LIMIT``, or holds something else; the message names the
+            line.
         OSError: The file cannot be opened.
     """
     with Path(path).open("rb") as file:
@@ -86,12 +88,15 @@ def _residues(line: bytes, name: str, number: int) -> str:
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines without blank ones, unpacked where the file is gzip."""
-    start = file.read(2)
-    file.seek(0)
-    source: Any = gzip.GzipFile(fileobj=file) if start == _GZIP else file
-    number = 0
+    given: Any = file
+    buffered = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
+    source: Any = gzip.GzipFile(fileobj=buffered) if buffered.peek(2)[:2] == reading.GZIP else buffered
+    number, room = 0, reading.LIMIT.get()
     try:
-        for number, line in enumerate(source, 1):
+        for number, line in enumerate(iter(lambda: source.readline(room + 1), b""), 1):
+            room -= len(line)
+            if room < 0:
+                raise FastaError(reading.too_long(name))
             if line.strip():
                 yield number, line.strip()
     except EOFError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -16,6 +17,8 @@ from fast_attention import __version__
 from fast_attention.lab import refusals
 
 MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
+EVERYWHERE = "--max-bytes"
+LONGEST = 2000  # characters of what is said when a command fails
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -97,7 +100,8 @@ def prepare(arguments: list[str]) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command; the exit code. What cannot be had is said in one line on stderr."""
     try:
-        return _app(arguments)(args=_repeat(arguments), prog_name="fast-attention", standalone_mode=False) or 0
+        app, words = _app(arguments), _repeat(_ahead(arguments))
+        return copy_context().run(app, args=words, prog_name="fast-attention", standalone_mode=False) or 0
     except _UsageError as error:
         return refuse(2, f"{error.format_message()} (see fast-attention --help)")
     except (typer.Abort, KeyboardInterrupt):
@@ -111,8 +115,11 @@ def run(arguments: list[str]) -> int:
 
 def refuse(code: int, message: str) -> int:
     """Say why, if there is anything to say; the exit code."""
-    if message:
-        print(f"fast-attention: {' '.join(message.split())}", file=sys.stderr)
+    words = " ".join(message.split())
+    if len(words) > LONGEST:  # it holds what was given, at any length
+        words = f"{words[: LONGEST // 2]} ... {words[-LONGEST // 2 :]}"
+    if words:
+        print(f"fast-attention: {words}", file=sys.stderr)
     return code
 
 
@@ -137,7 +144,7 @@ def _app(arguments: list[str]) -> typer.Typer:
 
 
 def _asked(arguments: list[str]) -> str:
-    return next((word for word in arguments if not word.startswith("-")), "")
+    return next((word for word in _ahead(arguments) if word in COMMANDS), "")
 
 
 def load(command: Command) -> Callable[..., Any]:
@@ -151,12 +158,34 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _limit(size: int | None) -> None:
+    if size is not None:
+        importlib.import_module("fast_attention.data.reading").LIMIT.set(size)
+
+
 def _any_command(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
     ] = False,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The longest file to read, unpacked, for every command. Default: 2**30.", callback=_limit
+        ),
+    ] = None,
 ) -> None:
     """What all commands share."""
+
+
+def _ahead(arguments: list[str]) -> list[str]:
+    """What belongs to all commands stands before the command, wherever it was written."""
+    first, rest, given = [], [], iter(arguments)
+    for word in given:
+        is_first = word.split("=")[0] == EVERYWHERE
+        (first if is_first else rest).append(word)
+        if word == EVERYWHERE:
+            first += [value for value in [next(given, None)] if value is not None]
+    return [*first, *rest]
 
 
 def _repeat(arguments: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -53,7 +52,9 @@ def compare_command(
     ] = None,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 240,
     head: Annotated[str | None, typer.Option(help="LAYER,HEAD whose attention matrices are drawn.")] = None,
-    seed: Annotated[int, typer.Option(help="For weights, random features and Gaussian tensors.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=inputs.SEED, help="For weights, random features and Gaussian tensors.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON instead of the table.")] = False,
 ) -> int:
@@ -61,7 +62,7 @@ def compare_command(
 
     [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
     """
-    torch.set_num_threads(threads or measure.useful_threads())
+    inputs.threads(threads or measure.useful_threads())
     where, kind = inputs.device(device), inputs.dtype(dtype)
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
     sizes, drawn = inputs.lengths(lengths or list(compare.LENGTHS)), inputs.head(head)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import data
+from fast_attention.data import reading
 from fast_attention.lab.inputs import InputError
 
 SAMPLE = "sample"
@@ -81,13 +82,14 @@ def _proteins(path: str) -> Corpus:
 def _text(path: Path) -> str:
     raw = b""
     try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        raw = reading.unpacked(path)
         found = raw.decode("utf-8")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"--text {path}: the gzip data are cut off or damaged") from error
     except OSError as error:
         raise InputError(f"--text {path}: {error.strerror or error}") from error
+    except reading.TooLong as error:
+        raise InputError(f"--text {error}") from error
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise InputError(f"--text {path}, line {line}: not UTF-8 text") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,10 @@ import torch
 
 from fast_attention import catalogue, files
 from fast_attention.lab.refusals import InputError as InputError
+from fast_attention.ops.value import SEEDS
+from fast_attention.training import processes
 
+SEED = SEEDS - 1  # the highest
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,7 +56,7 @@ def _split(text: str) -> list[str]:
     """``"A, B(x=1)"`` as ``["A", "B(x=1)"]``; what is no list is left for ``parse`` to judge."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # nested too deeply, or holding a null byte
         return [text]
     return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) else [text]
 
@@ -155,10 +159,20 @@ def device(name: str) -> torch.device:
         InputError: There is no such device here.
     """
     try:
-        chosen = torch.device(name)
-        torch.zeros(1, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return processes.usable(name)
+    except ValueError as error:
         others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         others += ["mps"] if torch.backends.mps.is_available() else []
         raise InputError(f"--device {name}: not available here; there is: {', '.join(['cpu', *others])}") from error
-    return chosen
+
+
+def threads(count: int) -> None:
+    """Have torch compute with so many threads.
+
+    Raises:
+        InputError: More than any machine has: they would all be started.
+    """
+    most = max(1024, 2 * (os.cpu_count() or 1))
+    if count > most:
+        raise InputError(f"--threads {count}: this machine has {os.cpu_count()} cores; at most {most} can be asked for")
+    torch.set_num_threads(count)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
+SEEDS = 1 << 32  # how many there are
+
 
 class Value:
     """Base of every setting object. Subclasses are ``@dataclass(frozen=True, repr=False)``.
@@ -66,4 +68,11 @@ def at_least(owner: object, setting: str, value: object, least: int | float) -> 
         raise ValueError(f"{said}: {setting} must be at least {least}, a {words}")
 
 
-__all__ = ["Value", "at_least", "one_of"]
+def is_seed(owner: object, setting: str, value: object) -> None:
+    """Raise a ``ValueError`` unless every generator takes ``value`` for its seed."""
+    at_least(owner, setting, value, 0)
+    if isinstance(value, int) and value >= SEEDS:
+        raise ValueError(f"{type(owner).__name__}({setting}={value}): a seed is below {SEEDS}")
+
+
+__all__ = ["SEEDS", "Value", "at_least", "is_seed", "one_of"]

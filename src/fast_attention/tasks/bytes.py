@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from fast_attention.data import reading
 from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
 
@@ -88,10 +89,10 @@ def read(path: Path) -> bytes:
     """A file's bytes.
 
     Raises:
-        ValueError: It cannot be read.
+        ValueError: It cannot be read, or goes on beyond ``reading.LIMIT``.
     """
     try:
-        return path.read_bytes()
+        return reading.raw(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
 

@@ -84,6 +84,20 @@ class Group:
         return contextlib.nullcontext()
 
 
+def usable(name: str) -> torch.device:
+    """The device called ``name``, tried with one number.
+
+    Raises:
+        ValueError: There is none that computes.
+    """
+    try:
+        where = torch.device(name)
+        torch.zeros(1, device=where).item()
+    except Exception as error:  # every backend has its own kinds
+        raise ValueError(f"device={name!r}: that device is not available here") from error
+    return where
+
+
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Group]:
     """The group that ``torchrun`` has started this process in, or this process alone.
@@ -92,14 +106,10 @@ def join(device: str) -> Iterator[Group]:
         ValueError: There is no such device.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    where = torch.device(device)
+    where = usable(device)
     if size > 1 and where.type == "cuda" and where.index is None:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
-    try:
-        torch.zeros(1, device=where)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"TrainingSettings(device={device!r}): that device is not available here") from error
     if size == 1:
         yield Group(0, 1, where)
         return

@@ -7,11 +7,11 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
+from fast_attention.data import reading
 from fast_attention.nn.models import ModelConfig
-from fast_attention.ops.value import Value, at_least, one_of
+from fast_attention.ops.value import Value, at_least, is_seed, one_of
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -65,8 +65,10 @@ class TrainingSettings(Value):
     fsdp: bool = False
 
     def __post_init__(self) -> None:
-        for setting in ("steps", "patience", "seed", "order", "save_every"):
+        for setting in ("steps", "patience", "save_every"):
             at_least(self, setting, getattr(self, setting), 0)
+        for setting in ("seed", "order"):
+            is_seed(self, setting, getattr(self, setting))
         for setting in ("batch_size", "accumulate", "evaluate_every", "evaluation_batches", "log_every"):
             at_least(self, setting, getattr(self, setting), 1)
         for setting in ("minutes", "lr", "weight_decay", "clip", "save_seconds"):
@@ -92,8 +94,8 @@ def from_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, A
         ValueError: The file cannot be read, is no TOML, or names a setting that does not exist; the nearest is named.
     """
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        found = tomllib.loads(reading.raw(path).decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from error
     _known(path, "table", found, ("training", "model"))
     parts = [found.get(name, {}) for name in ("training", "model")]

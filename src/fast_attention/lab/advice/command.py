@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -59,14 +58,16 @@ def advise_command(
     transfer_minutes: Annotated[
         float, typer.Option(min=0.0, help="Attention transfer for each of the first three that are fast but inexact.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="For weights, random features and Gaussian tensors.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=inputs.SEED, help="For weights, random features and Gaussian tensors.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice and all numbers as JSON.")] = False,
 ) -> int:
     """Advise what to use at one length: error on a model's real tensors, time and memory here, ranked; or keep exact.
 
     [dim]fast-attention advise MODEL_DIR --length 4096 --budget 0.05[/dim]
     """
-    torch.set_num_threads(threads or measure.useful_threads())
+    inputs.threads(threads or measure.useful_threads())
     where, kind = inputs.device(device), inputs.dtype(dtype)
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
     source = sources.source(model, text, fasta, seed)

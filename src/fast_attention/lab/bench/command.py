@@ -49,7 +49,7 @@ def bench_command(
     vs_peers: Annotated[bool, typer.Option("--vs-peers", help="Run published packages beside ours.")] = False,
     peers_to: Annotated[int | None, typer.Option(min=1, help="Longest sequence for peers. Default: all.")] = None,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 900,
-    seed: Annotated[int, typer.Option(help="For weights and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=inputs.SEED, help="For weights and inputs.")] = 0,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
     go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped benchmark in the folder.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the benchmark in the folder.")] = False,
@@ -59,7 +59,7 @@ def bench_command(
 
     [dim]fast-attention bench --mechanisms LinearAttention "Local(window=64)" --lengths 512 4096[/dim]
     """
-    torch.set_num_threads(threads or torch.get_num_threads())
+    inputs.threads(threads or torch.get_num_threads())
     where, kind = inputs.device(device), inputs.dtype(dtype)
     chosen = inputs.mechanisms(mechanisms) if mechanisms else lineup.default_mechanisms()
     sizes = inputs.lengths(lengths or list(lineup.LENGTHS))

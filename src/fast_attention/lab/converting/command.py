@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -54,7 +53,9 @@ def convert_command(
     lengths: Annotated[list[int] | None, typer.Option(help="Where time and memory are measured.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as many as help.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Of the mechanism's weights and the order of passages.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=inputs.SEED, help="Of the mechanism's weights and the order of passages.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the model and the report.")] = Path("out/convert"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the conversion in the folder.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the conversion in the folder.")] = False,
@@ -68,7 +69,7 @@ def convert_command(
         if (found := _begun(out, resume, restart)) is not None:
             _show(found, out, as_json)
             return 0
-        torch.set_num_threads(threads or measure.useful_threads())
+        inputs.threads(threads or measure.useful_threads())
         given: dict[str, Any] = {"share": share, "lr": lr, "precision": precision}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)

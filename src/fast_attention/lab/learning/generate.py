@@ -31,7 +31,7 @@ def generate_command(
     top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0 for all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens with this probability together.")] = 1.0,
     beams: Annotated[int, typer.Option(min=1, help="Follow so many sequences and print the likeliest.")] = 1,
-    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=inputs.SEED, help="For sampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
 ) -> int:
     """Let a trained decoder go on from a prompt, token by token as they come.

@@ -40,7 +40,7 @@ def maps_command(
     rows: Annotated[
         str | None, typer.Option(help="Queries whose rows are drawn as curves, such as 0,100. Default: two.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="For random features.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=inputs.SEED, help="For random features.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for maps.html and maps.json.")] = Path("maps"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> int:
