@@ -144,10 +144,7 @@ def stranger(
     Raises:
         ValueError: It takes neither one tensor nor three.
     """
-    with torch.random.fork_rng():
-        made = make()
-    if not callable(made):
-        raise ValueError(f"{name or made!r} gives {type(made).__name__}, which is no module and no function")
+    made = _made(make, name)
     forward = made.forward if isinstance(made, nn.Module) else made
     parameters = inspect.signature(forward).parameters
     required = [
@@ -186,6 +183,14 @@ def stranger(
         padding=mask is not None,
         dtype=dtype,
     )
+
+
+def _made(make: Callable[[], Any], name: str | None) -> Any:
+    with torch.random.fork_rng():
+        made = make()
+    if not callable(made):
+        raise ValueError(f"{name or made!r} gives {type(made).__name__}, which is no module and no function")
+    return made
 
 
 def resolve(text: str, **options: Any) -> Subject:
