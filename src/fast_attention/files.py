@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -75,6 +76,12 @@ def together(path: str | os.PathLike[str]) -> Iterator[Path]:
             sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

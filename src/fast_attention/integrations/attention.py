@@ -87,12 +87,6 @@ def recorded() -> Iterator[list[Call]]:
         _calls.reset(token)
 
 
-def install() -> None:
-    """Make attention and masks known to transformers."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-
-
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
     mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
@@ -278,3 +272,7 @@ def window_words(mechanism: Any, back: int | None, ahead: int | None) -> str:
         f"the layer sees {' and '.join(sides)} only, and {mechanism!r} would see more. What would work: "
         f"Local(window={least}) or less, Softmax(), or keeping the layer"
     )
+
+
+AttentionInterface.register(NAME, attention)  # a swapped model that was pickled finds them in any process
+AttentionMaskInterface.register(NAME, mask)

@@ -35,7 +35,6 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
     Raises:
         Unsupported: The model does not call its attention through transformers' interface, or no layer can be swapped.
     """
-    attention.install()
     _check(model)
     swap_back(model)
     before = str(model.config._attn_implementation)
@@ -46,17 +45,30 @@ def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Laye
         if not any(layer.replaced for layer, _ in layers):
             raise Unsupported(nothing(model, [layer for layer, _ in layers]))
         for layer, bound in layers:
-            _install(model.get_submodule(layer.name), bound, kept=not layer.replaced)
+            _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
         done = _probed(model, [layer for layer, _ in layers])
     except BaseException:
         _remove(model)
         model.set_attn_implementation(before)
         raise
+    settle(model, before)
+    return done
+
+
+def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
+    """Put mechanisms, by name, into a model whose weights are about to be loaded; ``settle`` ends it."""
+    _check(model)
+    model.set_attn_implementation(NAME)
+    for name, swapped in layers.items():
+        _install(model.get_submodule(name), swapped)
+
+
+def settle(model: PreTrainedModel, before: str) -> None:
+    """Make a model with mechanisms in it a swapped one, which had the implementation ``before``."""
     setattr(model, BEFORE, before)
     weights.listen(model)
     kept: Any = model
     kept.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
-    return done
 
 
 def swap_back(model: PreTrainedModel) -> bool:
@@ -160,8 +172,7 @@ def _dropout(module: nn.Module) -> float:
     return 0.0
 
 
-def _install(module: nn.Module, bound: Bound, *, kept: bool) -> None:
-    swapped = Swapped(bound, kept=kept)
+def _install(module: nn.Module, swapped: Swapped) -> None:
     module.add_module(CHILD, swapped)
     swapped.hooks = (
         module.register_forward_pre_hook(_enter, with_kwargs=True),
@@ -267,7 +278,6 @@ def register() -> None:
     The same as ``swap(model, "FavorPlus(num_features=128)")``, for code that sets implementations by name; any other
     name puts a swapped model back first. Done once, it stays for this process.
     """
-    attention.install()
     before = PreTrainedModel.set_attn_implementation
     if getattr(before, "swaps", False):
         return

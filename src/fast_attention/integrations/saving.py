@@ -1,110 +1,135 @@
-"""A swapped Hugging Face model as a folder, which no library but this one takes for an ordinary model.
+"""A swapped Hugging Face model as a folder that transformers itself reads once ``fast_attention`` was imported.
 
-The weights do not lie under the name that transformers looks for: where this library is absent, loading fails instead
-of quietly running exact attention on weights that were trained for another.
+transformers writes the folder; ``config.json`` says besides which layer runs what, and the SHA-256 of every file of
+weights. It names an attention implementation that transformers does not know: where this library was not imported,
+loading fails instead of quietly running exact attention on weights that were trained for another.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from fast_attention import __version__, catalogue, files
-from fast_attention.integrations.attention import layers_of
+from fast_attention import __version__, files
+from fast_attention.integrations.attention import NAME, Swapped, layers_of
+from fast_attention.mechanism import Unsupported
 
-RECORD, WEIGHTS = "fast_attention.json", "fast_attention.safetensors"
-FORMAT = "fast-attention swapped model 1"
+FORMAT = "fast-attention swapped model 2"
+RECORD = "quantization_config"  # the place in config.json from which transformers calls another library while loading
+FORMER = "fast_attention.safetensors"  # the weights of folders written before the first release
+HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+PUSH = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
 def save_pretrained(
     model: PreTrainedModel,
-    folder: str | os.PathLike[str],
-    *,
+    save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     state_dict: dict[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    **settings: Any,
 ) -> None:
-    """Write a swapped model: transformers' config, all weights and buffers, and which layer runs what.
+    """Write a swapped model by transformers' own ``save_pretrained``, its mechanisms and hashes in ``config.json``.
+
+    All files are written under another name, brought to the disk and put in place together, ``config.json`` last.
 
     Args:
         model: The model. After a swap this is also its own ``save_pretrained``.
-        folder: Where to.
+        save_directory: Where to.
         is_main_process: Only then anything is written.
         state_dict: Other weights than the model's present ones.
+        push_to_hub: Afterwards the same as ``model.push_to_hub(repo_id or the folder's name)``.
+        settings: What transformers' ``save_pretrained`` takes besides, such as ``max_shard_size`` and ``variant``.
 
     Raises:
         ValueError: The model is not swapped.
+        Unsupported: It is quantized too, or ``distributed_checkpoint=True``.
     """
-    from safetensors.torch import save_file
-
     layers = layers_of(model)
     if not is_main_process:
         return
     if not layers:
         raise ValueError(f"{type(model).__name__} is not swapped: save it by its own save_pretrained")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with files.whole(folder / WEIGHTS) as partial:
-        save_file(
-            _tensors(model.state_dict() if state_dict is None else state_dict), partial, metadata={"format": "pt"}
+    write = type(model).save_pretrained
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers then writes the adapters and nothing else
+        write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
+        return
+    _check(model, settings)
+    hub = {name: settings.pop(name) for name in PUSH if name in settings}
+    folder = Path(save_directory)
+    with files.together(folder / "config.json") as place:
+        write(model, place.parent, state_dict=state_dict, **settings)
+        weights = sorted(
+            path for path in place.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
         )
-    model.config.save_pretrained(folder)
-    record = {
-        "format": FORMAT,
-        "version": __version__,
-        "architecture": type(model).__name__,
-        "layers": {name: repr(part.bound.mechanism) for name, part in layers.items() if not part.kept},
-        "max_len": max(part.bound.shape.max_len for part in layers.values()),
-    }
-    files.write(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        record = {"quant_method": NAME, "format": FORMAT, "version": __version__, "layers": _spelt(layers)}
+        record["sha256"] = {path.name: files.sha256(path) for path in weights}
+        config = json.loads(place.read_text(encoding="utf-8"))
+        config = {**config, "attn_implementation": NAME, RECORD: record}
+        place.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    former = _names(settings.get("variant"))
+    for left in folder.iterdir():
+        if left.name not in record["sha256"] and re.fullmatch(former, left.name):
+            left.unlink()
+    if push_to_hub:
+        model.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
 
 
-def from_pretrained(folder: str | os.PathLike[str], *, architecture: type[PreTrainedModel] | None = None) -> Any:
+def from_pretrained(
+    folder: str | os.PathLike[str], *, architecture: type[PreTrainedModel] | None = None, **settings: Any
+) -> Any:
     """See ``fast_attention.from_pretrained``."""
-    from safetensors.torch import load_file
-
-    from fast_attention.integrations import hugging_face
-
-    folder = Path(folder)
+    place = Path(folder) / settings.get("subfolder", "")
+    if place.is_dir() and (place / FORMER).exists():
+        raise ValueError(f"{place} was written before the first release, in another form: save its model again")
+    if place.is_dir() and not (place / "config.json").exists():
+        raise FileNotFoundError(errno.ENOENT, f"{place} holds no swapped model", "config.json")
+    asked = {name: settings[name] for name in HUB if name in settings}
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
-            raise ValueError(f"its format is {record['format']!r}")
-        kind: Any = architecture or getattr(transformers, record["architecture"])
-        model = kind(AutoConfig.from_pretrained(folder))
-        tensors = load_file(folder / WEIGHTS)
-        wanted: Any = {name: catalogue.parse(text) for name, text in record["layers"].items()}
-        model.to(next(x.dtype for x in tensors.values() if x.is_floating_point()))
-        hugging_face.swap(model, wanted, record["max_len"] or None)
-        missing, strange = model.load_state_dict(tensors, strict=False)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
+        config: Any = PreTrainedConfig.get_config_dict(folder, **asked)[0]
+        if config.get(RECORD, {}).get("quant_method") != NAME:
+            raise ValueError("config.json names no mechanisms; transformers loads exact models")
+        kind: Any = architecture or getattr(transformers, config["architectures"][0])
+        model, found = kind.from_pretrained(folder, output_loading_info=True, **settings)
+    except Exception as error:  # whatever damaged files make the libraries raise
+        if isinstance(error, OSError) and not place.is_dir():
+            raise  # the hub's
         raise ValueError(f"{os.fspath(folder)} holds no sound swapped model: {error}") from error
-    model.tie_weights()
-    absent = sorted({*missing} - {*_tied(model)})
-    if absent or strange:
-        raise ValueError(f"{os.fspath(folder)}: weights are missing ({absent}) or belong to another model ({strange})")
-    return model.eval()
+    if wrong := {why: sorted(map(str, names)) for why, names in found.items() if names}:
+        raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {wrong}")
+    return model
 
 
-def _tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All weights and buffers, those that several names share once."""
-    seen: dict[Any, str] = {}
-    found = {}
-    for name, x in state.items():
-        place = (x.data_ptr(), x.shape, x.stride()) if x.numel() else name
-        if seen.setdefault(place, name) == name:
-            found[name] = x.contiguous()
-    return found
+def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    quantized: Any = getattr(model.config, RECORD, None)
+    if quantized is not None:
+        method = getattr(quantized.quant_method, "value", quantized.quant_method)
+        raise Unsupported(
+            f"{type(model).__name__} is quantized ({method}), and a swapped model is saved with weights of its own. "
+            "What would work: loading it without quantization before it is swapped"
+        )
+    if settings.get("distributed_checkpoint"):
+        raise Unsupported("distributed_checkpoint=True: a swapped model is saved whole, with a hash of every file")
 
 
-def _tied(model: PreTrainedModel) -> list[str]:
-    """The names that share their weights with one before."""
-    state = model.state_dict()
-    return sorted({*state} - {*_tensors(state)})
+def _spelt(layers: dict[str, Swapped]) -> dict[str, Any]:
+    """What each attention module runs, and the shape that its weights are cut for."""
+    return {
+        name: {"mechanism": repr(part.bound.mechanism), **dataclasses.asdict(part.bound.shape), "kept": part.kept}
+        for name, part in layers.items()
+    }
+
+
+def _names(variant: str | None) -> str:
+    """A pattern of the names under which transformers writes weights."""
+    v = rf"\.{re.escape(variant)}" if variant else ""
+    return rf"model{v}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{v}\.json"

