@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fast_attention import arrival
+
 if TYPE_CHECKING:
     from fast_attention.contents import *  # noqa: F403
 
@@ -40,3 +42,6 @@ def __dir__() -> list[str]:
 def _contents() -> dict[str, Any]:
     found = vars(import_module(f"{__name__}.contents"))
     return {name: value for name, value in found.items() if not name.startswith("_")}
+
+
+arrival.watch()

@@ -1,4 +1,4 @@
-"""Registers with transformers as soon as that has been imported, and never imports it itself: it takes seconds."""
+"""Lets transformers load swapped models, whenever it is imported; it is never imported from here: that takes seconds."""
 
 from __future__ import annotations
 
