@@ -1,4 +1,4 @@
-"""Lets transformers load swapped models, whenever it is imported; it is never imported from here: that takes seconds."""
+"""Lets transformers load swapped models, whenever it is imported; it is never imported here: that takes seconds."""
 
 from __future__ import annotations
 
