@@ -34,7 +34,7 @@ def plain(
 ) -> Tensor:
     """One piece, in operations that autograd follows."""
     keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
-    return linear.normalise(linear.attend(lift.plain(q, heads).values, keys, v, is_causal=is_causal))
+    return linear.normalise(linear.attend(lift.plain(q, heads).free, keys, v, is_causal=is_causal))
 
 
 def some_heads(lift: Lift, biased: bool) -> Heads:

@@ -56,7 +56,7 @@ def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypat
 def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: Tensor) -> Tensor:
     """All weights at once: exact where ``near``, from features elsewhere."""
     queries, keys = bound.mechanism.far.maps(bound.w)
-    (fq, a), (fk, b) = queries(q), keys(k)
+    (fq, a), (fk, b) = queries(q).per_token(), keys(k).per_token()
     far = (fq @ fk.mT).log()
     far = far if a is None or b is None else far + a[..., None] + b[..., None, :]
     logits = torch.where(near, q @ k.mT * q.shape[-1] ** -0.5, far).masked_fill(~visible, float("-inf"))
@@ -111,7 +111,7 @@ class Gated(FeatureMap):
     gate: ClassVar[Tensor] = torch.zeros((), dtype=torch.float64, requires_grad=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        values, scale = self.features(x)
+        values, scale = self.features(x).per_token()
         return values if scale is None else values * scale.exp()[..., None]
 
     def features(self, x: Tensor) -> Features:

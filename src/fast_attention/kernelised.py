@@ -11,10 +11,11 @@ from fast_attention.mechanism import Attention, W
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.feature_map import Features
+from fast_attention.ops.maps.feature_map import Map as Map
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.trail import took
 
-Map = Callable[[Tensor], Features]
+TokenMap = Callable[[Tensor], Features]
 
 
 class Kernelised(Attention[W, LinearState]):
@@ -31,6 +32,11 @@ class Kernelised(Attention[W, LinearState]):
         its own normaliser would cancel included; other kernels are in units of their own.
         """
 
+    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
+        """``maps`` in units of each token's largest feature, for sums with other weights than products of features."""
+        queries, keys = self.maps(w)
+        return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
+
     @property
     def signed(self) -> bool:
         """Whether a weight can be negative."""
@@ -42,7 +48,7 @@ class Kernelised(Attention[W, LinearState]):
         took("features, then two products", "plain operations carry the gradient of any map")
         queries, keys = self.maps(w)
         keys = linear.masked_keys(keys, k, key_mask)
-        return linear.normalise(linear.attend(queries(q).values, keys, v, is_causal=is_causal))
+        return linear.normalise(linear.attend(queries(q).free, keys, v, is_causal=is_causal))
 
     @in_float32
     def advance(
@@ -50,12 +56,12 @@ class Kernelised(Attention[W, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         queries, keys = self.maps(w)
-        sums, state = linear.advance(queries(q).values, linear.masked_keys(keys, k, key_mask), v, state)
+        sums, state = linear.advance(queries(q).free, linear.masked_keys(keys, k, key_mask), v, state)
         return linear.normalise(sums), state
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
-        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest feature."""
+        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest features."""
         return linear.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
 
     def merged(self, earlier: LinearState, later: LinearState) -> LinearState:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.combinations.spans import Plan
-from fast_attention.kernelised import Map
+from fast_attention.kernelised import TokenMap
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
@@ -28,7 +28,7 @@ class FarSums(NamedTuple):
     @staticmethod
     def of(states: LinearState) -> FarSums:
         """From the states of linear attention, one of each stretch."""
-        return FarSums(torch.cat([states.kv, states.k[..., None]], -1), states.top)
+        return FarSums(torch.cat([states.kv, states.k[..., None]], -1), states.top[..., 0])
 
     def part(self, start: int, number: int) -> FarSums:
         """Some of the stretches."""
@@ -50,7 +50,7 @@ def summed(
     k: Float[Tensor, "*batch keys width"],
     v: Float[Tensor, "*batch keys values"],
     seen: Bool[Tensor, "*#batch keys"] | None,
-    phi: Map,
+    phi: TokenMap,
     *,
     start: int,
     block: int,

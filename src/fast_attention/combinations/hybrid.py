@@ -139,7 +139,7 @@ class Hybrid(Attention[Any, HybridState]):
     ) -> tuple[Tensor, HybridState]:
         """Attend to the first tokens, the sums of far ones, the window and the stretch; what leaves the window joins
         the sums."""
-        phi, left = self.far.maps(w)[1], self._sides[0]
+        phi, left = self.far.per_token(w)[1], self._sides[0]
         held = 0 if state is None else state.first.present.sum(-1, keepdim=True)
         marks, seen = landmarks(k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0, before=held)
         far = linear.empty(phi(k[..., :1, :]), v) if state is None else state.far

@@ -20,7 +20,7 @@ from fast_attention.combinations.far_sums import FarSums, outside, summed
 from fast_attention.combinations.landmarks import Landmarks
 from fast_attention.combinations.near_far import Rows, Sight, nearest, rows
 from fast_attention.combinations.spans import Plan, Stretch, Window, alone, key_stretches, plan, query_stretches
-from fast_attention.kernelised import Kernelised, Map
+from fast_attention.kernelised import Kernelised, TokenMap
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
@@ -33,9 +33,9 @@ class Far(NamedTuple):
     mechanism: Kernelised[Any]
     layout: TreeSpec
 
-    def maps(self, leaves: Tensors) -> tuple[Map, Map]:
+    def maps(self, leaves: Tensors) -> tuple[TokenMap, TokenMap]:
         """The maps of queries and of keys."""
-        return self.mechanism.maps(tree_unflatten(leaves, self.layout))
+        return self.mechanism.per_token(tree_unflatten(leaves, self.layout))
 
     def closed(self, one: Tensor, leaves: Tensors) -> bool:
         """Whether the maps of a key have no other parameters than ``leaves``: a user's own may hold some."""

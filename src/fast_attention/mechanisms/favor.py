@@ -160,6 +160,6 @@ class Favor(Kernelised[TrigonometricWeights]):
         if self.clamp is not None:
             assert keys.log_scale is not None
             largest = keys.log_scale.cummax(-1).values
-            largest = largest if state is None else torch.maximum(largest, state.top[..., None])
+            largest = largest if state is None else torch.maximum(largest, state.top)
             sums = _clamped(sums, largest, *w, self.clamp)
         return linear.normalise(sums), after

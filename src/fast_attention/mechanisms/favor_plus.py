@@ -15,7 +15,7 @@ from fast_attention.ops.favor import favor_paths
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
-from fast_attention.ops.maps.features import FeatureMap, Features, as_feature_map
+from fast_attention.ops.maps.features import FeatureMap, as_feature_map
 from fast_attention.ops.maps.random_features import draw, generalised
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.value import at_least, one_of
@@ -64,15 +64,13 @@ def generalised_attention(
     return _attend(_generalised_map(projection, kernel, kernel_epsilon), q, k, v, is_causal, key_mask)
 
 
-def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Callable[[Tensor], Features]:
+def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
     return lambda x: generalised(x * x.shape[-1] ** -0.25, projection, kernel, epsilon)
 
 
-def _attend(
-    phi: Callable[[Tensor], Features], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
+def _attend(phi: Map, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> Tensor:
     keys = linear.masked_keys(phi, k, key_mask)
-    return linear.normalise(linear.attend(phi(q).values, keys, v, is_causal=is_causal))
+    return linear.normalise(linear.attend(phi(q).free, keys, v, is_causal=is_causal))
 
 
 class Projection(NamedTuple):
@@ -87,8 +85,7 @@ class FavorPlus(Kernelised[Projection]):
 
     The error falls as 1/m and grows fast with the norms of queries and keys: small where ``||q||^2`` stays near
     ``sqrt(width)``; at unit scale (``||q||^2`` near the width) 256 features do not beat uniform weights untrained.
-    Where logits reach several hundreds, a query whose features meet those of no key within floating-point range
-    gets zeros.
+    Whatever the scale, sums are taken in the units of their largest terms: the estimate neither overflows nor vanishes.
 
     Args:
         num_features: Rows of the projection, m; the official default. ``"hyperbolic"`` makes two features of each.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fast_attention.kernelised import Kernelised, Map
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.ops.maps.features import Features
+from fast_attention.ops.maps.feature_map import Logs
 from fast_attention.ops.maps.random_features import draw, positive
 from fast_attention.ops.value import at_least
 
@@ -65,5 +65,5 @@ class LearnedFeatures(Kernelised[Maps]):
         return (lambda x: _features(x, w.query)), (lambda x: _features(x, w.key))
 
 
-def _features(x: Tensor, W: Tensor) -> Features:
+def _features(x: Tensor, W: Tensor) -> Logs:
     return positive(x * x.shape[-1] ** -0.25, W, hyperbolic=True)

@@ -1,7 +1,8 @@
 """Random features block by block, in place, for loops that never hold the features of a whole sequence.
 
 Everything here works on flat heads: tokens (h, n, d), projections (h, m, d), features (h, n, C), in buffers that a
-``Scratch`` keeps between blocks. Keys' features are in units of the largest scale so far, or of one not far below it.
+``Scratch`` keeps between blocks. Keys' features are in units of the largest so far, or of one not far below it: each
+exponential in one of its own, so that no query's largest term vanishes; cosines, which share a key's scale, in one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.exponential import exp_
-from fast_attention.ops.maps.features import Features
+from fast_attention.ops.maps.feature_map import Features, Logs
 from fast_attention.ops.maps.random_features import positive, trigonometric
+from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.scratch import Scratch
 
 
@@ -34,7 +36,7 @@ class Heads(NamedTuple):
 class Lift:
     """From tokens to features and back: ``z = d^(-1/4) W x``, then ``kind``, exponents plus a bias.
 
-    A key's scale is ``top + sign ||x||^2 / (2 sqrt d)``: ``top`` is the largest exponent of a positive feature, 0 else.
+    A key's logarithms are ``z + sign ||x||^2 / (2 sqrt d)``; cosines have but the second part.
     """
 
     kind: Literal["positive", "hyperbolic", "sincos"]
@@ -58,67 +60,68 @@ class Lift:
         """Features of rows (..., m, d)."""
         return rows.shape[-2] * (2 if self.pairs else 1)
 
-    def constant(self, rows: Tensor) -> float:
-        """What ``plain`` and ``keys`` leave out of the scale: it is the same for all keys."""
-        return -math.log(rows.shape[-2] if self.kind == "sincos" else self.width(rows)) / 2
+    def units(self, like: Tensor, rows: Tensor) -> Tensor:
+        """Those before the first key: (h, 1, C), or (h, 1, 1) for cosines."""
+        return like.new_full((len(rows), 1, self.width(rows) if self.exponential else 1), FLOOR)
 
-    def plain(self, x: Tensor, heads: Heads) -> Features:
-        """The same features in operations that autograd follows."""
+    def plain(self, x: Tensor, heads: Heads, factor: float = 0.0) -> Features | Logs:
+        """The same features, times ``e^factor``, in operations that autograd follows."""
         x = x * x.shape[-1] ** -0.25
-        if self.kind == "sincos":
-            values, scale = trigonometric(x, heads.rows)
-        else:
-            values, scale = positive(x, *heads, hyperbolic=self.kind == "hyperbolic")
+        if self.exponential:
+            return positive(x, *heads, hyperbolic=self.kind == "hyperbolic", factor=factor)
+        values, scale = trigonometric(x, heads.rows)
         assert scale is not None
-        return Features(values, scale - self.constant(heads.rows))
+        return Features(values, scale + (math.log(heads.rows.shape[-2]) / 2 + factor))
 
-    def whole(self, x: Tensor, heads: Heads) -> Features:
+    def whole(self, x: Tensor, heads: Heads) -> Features | Logs:
         """``plain`` of queries, with what ``plain`` leaves out of both: times ``plain`` of keys it estimates exp."""
-        values, scale = self.plain(x, heads)
-        assert scale is not None
-        return Features(values, scale + 2 * self.constant(heads.rows))
+        count = self.width(heads.rows) if self.exponential else heads.rows.shape[-2]
+        return self.plain(x, heads, -math.log(count))
 
-    def raw(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> tuple[Tensor, Tensor | None]:
-        """Exponents, or finished cosines, in a buffer called ``name``, and each token's largest exponent (h, n)."""
+    def raw(self, x: Tensor, heads: Heads, desk: Scratch, name: str, unit: Tensor | None = None) -> Tensor:
+        """Exponents plus ``unit`` (h, 1, C), or finished cosines, in a buffer called ``name``."""
         W, bias = heads
         h, n, m = len(x), x.shape[1], W.shape[1]
         z = desk("rows" if self.pairs else name, h, n, m)
-        z.baddbmm_(x, W.mT, beta=0, alpha=x.shape[-1] ** -0.25)
+        added = bias if unit is None else unit if bias is None else unit + bias
+        if added is None or self.pairs:
+            z.baddbmm_(x, W.mT, beta=0, alpha=x.shape[-1] ** -0.25)
+        else:  # the product begins with it
+            return torch.baddbmm(added, x, W.mT, alpha=x.shape[-1] ** -0.25, out=z)
         values = desk(name, h, n, 2 * m) if self.pairs else z
         if self.kind == "sincos":
             torch.cos(z, out=values[..., :m])
             torch.sin(z, out=values[..., m:])
-            return values, None
+            return values
         if self.kind == "hyperbolic":
             torch.neg(z, out=values[..., m:])
             values[..., :m] = z
-        if bias is not None:
-            values.add_(bias)
-        return values, values.amax(-1)
+        return values if added is None else values.add_(added)
 
-    def queries(self, x: Tensor, heads: Heads, desk: Scratch, name: str) -> Tensor:
-        """Features up to one factor per query."""
-        values, top = self.raw(x, heads, desk, name)
-        return values if top is None else exp_(values.sub_(top[..., None]))
+    def queries(self, x: Tensor, heads: Heads, unit: Tensor, desk: Scratch, name: str) -> Tensor:
+        """Features up to one factor per query; they meet keys in units ``e^unit`` (h, 1, C)."""
+        values = self.raw(x, heads, desk, name, unit if self.exponential else None)
+        if not self.exponential:
+            return values
+        return exp_(values.sub_(values.amax(-1, keepdim=True)))
 
-    def keys(
-        self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Scratch, name: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``raw``, the scale of every key (-inf where masked), and half its squared norm with the sign (h, n)."""
+    def keys(self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Scratch, name: str) -> tuple[Tensor, Tensor]:
+        """Logarithms of features, or finished cosines, and half the squared norm with its sign (h, n); masked: -inf."""
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0.0)
-        values, top = self.raw(x, heads, desk, name)
+        values = self.raw(x, heads, desk, name)
         half = torch.linalg.vecdot(x, x).mul_(self.sign * 0.5 * x.shape[-1] ** -0.5)
-        scale = half.clone() if top is None else top.add_(half)
         if mask is not None:
-            scale.masked_fill_(~mask, float("-inf"))
-            half = half.masked_fill(~mask, float("-inf"))
-        return values, scale, half
+            half.masked_fill_(~mask, float("-inf"))
+        return (values.add_(half[..., None]) if self.exponential else values), half
+
+    def scales(self, values: Tensor, half: Tensor) -> Tensor:
+        """What units are chosen from, given what ``keys`` made: (h, n, C), or (h, n, 1) for cosines."""
+        return values if self.exponential else half[..., None]
 
     def finish(self, values: Tensor, half: Tensor, unit: Tensor) -> Tensor:
-        """Keys' features in units of ``e^unit`` (h, 1), in place."""
-        shift = (half - unit)[..., None]
-        return exp_(values.add_(shift)) if self.exponential else values.mul_(shift.exp_())
+        """Keys' features in units ``e^unit`` (h, 1, C), in place."""
+        return exp_(values.sub_(unit)) if self.exponential else values.mul_((half[..., None] - unit).exp_())
 
     def pull(
         self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Scratch, out: Tensor, is_key: bool

@@ -1,8 +1,8 @@
-"""Causal attention from random features in chunks, the state before each chunk in the unit of its first key.
+"""Causal attention from random features in chunks, the state before each chunk in the units of its first key.
 
-Query i's proper unit is the largest scale among the keys it sees. Any unit will do that is not above it, nor more than
-``SLACK`` below: so that of a chunk's first key serves for the whole chunk, no later key can make an earlier one
-vanish, and none overflows. Where a chunk holds a far larger key, ``linear.advance`` takes it pair by pair.
+Query i's proper unit for a feature is the largest among the keys it sees. Any will do that is not above it, nor more
+than ``SLACK`` below: so those of a chunk's first key serve for the whole chunk, no later key can make an earlier one
+vanish, and none overflows. Where a chunk holds a far larger feature, ``linear.advance`` takes it by halves.
 Arguments are flat, as in ``favor_whole``; there may be more keys than queries: the first ones are seen by all.
 """
 
@@ -18,9 +18,8 @@ from fast_attention.ops.favor.favor_sums import Kept, Running
 from fast_attention.ops.favor.favor_whole import inverse, scatter
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.linear.linear_logs import SLACK
 from fast_attention.ops.scratch import Scratch
-
-SLACK = 20.0
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class Part:
     lift: Lift
     desk: Scratch
 
-    def keys(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def keys(self, at: slice) -> tuple[Tensor, Tensor]:
         """``Lift.keys`` of a block."""
         return self.lift.keys(self.k[:, at], self.heads, self.seen(at), self.desk, "keys")
 
-    def queries(self, at: slice) -> Tensor:
+    def queries(self, at: slice, unit: Tensor) -> Tensor:
         """``Lift.queries`` of a block."""
-        return self.lift.queries(self.q[:, at], self.heads, self.desk, "queries")
+        return self.lift.queries(self.q[:, at], self.heads, unit, self.desk, "queries")
 
     def seen(self, at: slice) -> Tensor | None:
         """The mask of a block of keys."""
@@ -54,9 +53,9 @@ class Part:
     def pairwise(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
-        """Outputs and the state after a chunk whose keys differ too much for one unit."""
+        """Outputs and the state after a chunk whose keys differ too much for one unit each feature."""
         keys = linear.masked_keys(lambda x: self.lift.plain(x, self.heads), k, mask)
-        sums, state = linear.advance(self.lift.plain(q, self.heads).values, keys, v, state)
+        sums, state = linear.advance(self.lift.plain(q, self.heads).free, keys, v, state)
         return linear.normalise(sums), state
 
 
@@ -67,9 +66,10 @@ def forward(
     """Write outputs (h, L, Ev) and 1 / denominators (h, L), and carry ``sums`` in ``unit`` to the end's, returned."""
     top = unit
     for index, (at, of) in enumerate(order):
-        values, scale, half = part.keys(at)
-        highest = torch.maximum(top, scale.amax(-1, keepdim=True))
-        level = highest if of is None else torch.maximum(top, scale[:, :1])
+        values, half = part.keys(at)
+        scales = part.lift.scales(values, half)
+        highest = torch.maximum(top, scales.amax(1, keepdim=True))
+        level = highest if of is None else torch.maximum(top, scales[:, :1])
         steep = of is not None and bool((highest - level > SLACK).any())
         level = top if steep else level
         sums.fade((unit - level).exp_())
@@ -83,6 +83,7 @@ def forward(
             unit = top = state.top[:, None]
         else:
             part.lift.finish(values, half, level)
+            here.enters.copy_(level)
             if of is not None:
                 _chunk(part, values, at, of, here, out[:, of], over[:, of])
             sums.add(values, part.v[:, at])
@@ -93,7 +94,7 @@ def forward(
 
 
 def _chunk(part: Part, values: Tensor, at: slice, of: slice, before: Kept, out: Tensor, over: Tensor) -> None:
-    queries = part.queries(of)
+    queries = part.queries(of, before.enters)
     pairs = part.product("pairs", queries, values)
     found = torch.bmm(pairs, part.v[:, at]).baddbmm_(queries, before.G)
     over.copy_(inverse(queries.mul_(before.g).sum(-1).add_(pairs.sum(-1))))
@@ -130,9 +131,9 @@ def _chunk_back(
     back: Running, found: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     (dn, dd), v, lift, desk = given, part.v[:, at], part.lift, part.desk
-    values, _, half = part.keys(at)
+    values, half = part.keys(at)
     lift.finish(values, half, here.enters)
-    queries = part.queries(of)
+    queries = part.queries(of, here.enters)
     pairs = part.product("pairs", queries, values)
     d_pairs = torch.bmm(dn, v.mT, out=desk("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
     d = torch.bmm(dn, here.G.mT, out=desk("d", *values.shape))

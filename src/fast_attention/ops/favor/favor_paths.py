@@ -13,7 +13,7 @@ from fast_attention.ops.favor.favor_causal import Part
 from fast_attention.ops.favor.favor_sums import Kept, Running, blocks, chunk_of
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
-from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.maps.random_features import bounded
 from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.trail import took
 
@@ -50,31 +50,25 @@ def advance(
         if q.shape[-2] == 1 and state is not None and key_mask is None:
             return _step(lift, q, k, v, heads, state)
         keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
-        sums, state = linear.advance(lift.plain(q, heads).values, keys, v, state)
+        sums, state = linear.advance(lift.plain(q, heads).free, keys, v, state)
         return linear.normalise(sums), state
     lead, flat = _flat(q, k, v, heads, key_mask)
     count, width, values = flat[0].shape[0], lift.width(heads.rows), v.shape[-1]
-    G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), q.new_full((count, 1), FLOOR)
+    G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), lift.units(q, flat[3])
     if state is not None:
         G.copy_(state.kv.reshape(G.shape))
         g.copy_(state.k.reshape(g.shape))
         unit.copy_(state.top.reshape(unit.shape))
     out = _chunks(*flat, lift=lift, keep=False, carry=(G, g, unit))[0]
-    after = LinearState(G.view(*lead, width, values), g.view(*lead, width), unit.view(lead))
+    after = LinearState(G.view(*lead, width, values), g.view(*lead, width), unit.view(*lead, -1))
     return out.reshape(*lead, *out.shape[-2:]), after
 
 
 def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState) -> tuple[Tensor, LinearState]:
     """One token: features of query and key together, one pass over the state to fade it and add to it, one to read."""
-    both, scale = lift.plain(torch.cat([q, k], -2), heads)
-    assert scale is not None
-    level = scale[..., 1]
-    top = torch.maximum(state.top, level.detach())
-    fading = (state.top - top).exp()[..., None]
-    values = both[..., 1, :] * (level - top).exp()[..., None]
-    kv = torch.addcmul(values[..., None] * v, state.kv, fading[..., None])
-    state = LinearState(kv, torch.addcmul(values, state.k, fading), top)
-    return linear.normalise(linear.read(both[..., :1, :], state)), state
+    both = lift.plain(torch.cat([q, k], -2), heads)
+    sums, state = linear.step(linear.part(both, slice(0, 1)).free, linear.part(both, slice(1, 2)), v, state)
+    return linear.normalise(sums), state
 
 
 def _against(lift: Lift, q: Tensor, k: Tensor, heads: Heads, *, is_causal: bool) -> str:
@@ -97,6 +91,8 @@ def _flat(
     rows, bias = heads
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, rows)))
 
+    q, k = bounded(q), bounded(k)
+
     def flat(x: Tensor) -> Tensor:
         return x.expand(*lead, -1, -1).reshape(-1, *x.shape[-2:])
 
@@ -110,7 +106,7 @@ def _plain(
 ) -> Tensor:  # fmt: skip
     heads = Heads(rows, bias)
     keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, mask)
-    return linear.normalise(linear.attend(lift.plain(q, heads).values, keys, v, is_causal=is_causal))
+    return linear.normalise(linear.attend(lift.plain(q, heads).free, keys, v, is_causal=is_causal))
 
 
 def _groups(count: int, size: int) -> list[slice]:
@@ -123,12 +119,12 @@ def _chunks(
     keep: bool, carry: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """All groups of heads forward; ``carry`` (G, g, unit) is where they begin, and is left where they end."""
-    size, count, width = chunk_of(lift, rows), len(q), lift.width(rows)
+    size, count, width, units = chunk_of(lift, rows), len(q), lift.width(rows), lift.units(q, rows)
     order = blocks(size, q.shape[1], k.shape[1])
     places, held = (len(order), count) if keep else (1, count)
     kept = Kept(
         q.new_empty(held, places, width, v.shape[-1]), q.new_empty(held, places, 1, width),
-        q.new_empty(held, places, 1), q.new_empty(held, places, 1),
+        q.new_empty(held, places, 1, units.shape[-1]), q.new_empty(held, places, 1, units.shape[-1]),
     )  # fmt: skip
     out, over, desk = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]), Scratch(q)
     for some in _groups(count, size):
@@ -136,7 +132,7 @@ def _chunks(
                     lift, desk)  # fmt: skip
         G, g, unit = (x[some] for x in carry) if carry else (
             q.new_zeros(len(part.q), width, v.shape[-1]), q.new_zeros(len(part.q), 1, width),
-            q.new_full((len(part.q), 1), FLOOR),
+            units[some],
         )  # fmt: skip
         sums = Running(G, g)
         end = favor_causal.forward(part, order, kept.some(some), sums, unit, out[some], over[some])

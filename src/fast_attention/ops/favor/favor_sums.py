@@ -24,9 +24,11 @@ class Running:
         self.part, self.few, self.count = torch.zeros_like(self.G), torch.zeros_like(self.g), 0
 
     def fade(self, by: Tensor) -> None:
-        """Change of units: factors (h, 1)."""
-        for total in (self.G, self.g, self.part, self.few):
-            total.mul_(by[..., None])
+        """Change of units: factors (h, 1, C) of each feature, or (h, 1, 1)."""
+        for total in (self.G, self.part):
+            total.mul_(by.mT)
+        for total in (self.g, self.few):
+            total.mul_(by)
 
     def add(self, values: Tensor, v: Tensor, ones: Tensor | None = None) -> None:
         """``values^T v``, and ``values^T ones``."""
@@ -53,7 +55,8 @@ class Running:
 
 
 class Kept(NamedTuple):
-    """For every block: the state before it (N, n, C, Ev), (N, n, 1, C), and the units it enters and leaves in."""
+    """For every block: the state before it (N, n, C, Ev), (N, n, 1, C), and the units (N, n, 1, C) it enters and leaves
+    in, or (N, n, 1, 1)."""
 
     G: Tensor
     g: Tensor

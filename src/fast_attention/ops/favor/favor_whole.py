@@ -1,6 +1,6 @@
-"""Attention from random features without a causal order: two loops over blocks, one unit for all keys.
+"""Attention from random features without a causal order: two loops over blocks, a unit for each feature of the keys.
 
-Where a block holds a larger key than all before it, the sums so far are brought into its unit. Arguments are flat:
+Where a block holds a larger feature than all before it, the sums so far are brought into its unit. Arguments are flat:
 q (N, L, d), k (N, S, d), v (N, S, Ev), rows (N, m, d), bias (N, 1, m) or None, mask (N, S) or None.
 """
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
-from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.scratch import Scratch
 
 BLOCK = 2048  # tokens, of one head or of several short ones: enough for two threads to share each call
@@ -37,18 +36,18 @@ def inverse(denominator: Tensor) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Outputs (N, L, Ev), and for the way back G (N, C, Ev), g (N, 1, C), the unit (N, 1), 1 / denominators (N, L)."""
-    width, heads = rows.shape[1] * (2 if lift.pairs else 1), Heads(rows, bias)
+    """Outputs (N, L, Ev), and for the way back G (N, C, Ev), g and the units (N, 1, C), 1 / denominators (N, L)."""
+    width, heads = lift.width(rows), Heads(rows, bias)
     desk, count = Scratch(q), len(q)
     G, g = q.new_zeros(count, width, v.shape[-1]), q.new_zeros(count, 1, width)
-    unit = q.new_full((count, 1), FLOOR)
+    unit = lift.units(q, rows)
     for some, blocks in _blocks(count, k.shape[1]):
         unit[some] = _gather(k[some], v[some], heads.some(some), None if mask is None else mask[some], lift, desk,
                              blocks, G[some], g[some])  # fmt: skip
     out, over = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
     for some, blocks in _blocks(count, q.shape[1]):
         for at in blocks:
-            values = lift.queries(q[some, at], heads.some(some), desk, "queries")
+            values = lift.queries(q[some, at], heads.some(some), unit[some], desk, "queries")
             found = torch.bmm(values, G[some])
             scale = over[some, at]
             scale.copy_(inverse(values.mul_(g[some]).sum(-1)))
@@ -60,17 +59,17 @@ def _gather(
     k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Scratch, blocks: list[slice],
     G: Tensor, g: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Add the keys' sums to G and g, and return their unit (h, 1)."""
-    unit = k.new_full((len(k), 1), FLOOR)
+    """Add the keys' sums to G and g, and return their units (h, 1, C)."""
+    unit = lift.units(k, heads.rows)
     part, few = torch.zeros_like(G), torch.zeros_like(g)
     for index, at in enumerate(blocks):
-        values, scale, half = lift.keys(k[:, at], heads, None if mask is None else mask[:, at], desk, "keys")
-        higher = torch.maximum(unit, scale.amax(-1, keepdim=True))
-        fading = (unit - higher).exp_()[..., None]
+        values, half = lift.keys(k[:, at], heads, None if mask is None else mask[:, at], desk, "keys")
+        higher = torch.maximum(unit, lift.scales(values, half).amax(1, keepdim=True))
+        fading = (unit - higher).exp_()
         unit = higher
         lift.finish(values, half, unit)
-        for total in (G, g, part, few):
-            total.mul_(fading)
+        for total, factor in ((G, fading.mT), (g, fading), (part, fading.mT), (few, fading)):
+            total.mul_(factor)
         part.baddbmm_(values.mT, v[:, at])
         few.add_(values.sum(1, keepdim=True))
         if index % SUMMED == SUMMED - 1 or index == len(blocks) - 1:
@@ -98,7 +97,7 @@ def backward(
     for some, blocks in _blocks(len(q), q.shape[1]):
         for at in blocks:
             own = heads.some(some)
-            values = lift.queries(q[some, at], own, desk, "queries")
+            values = lift.queries(q[some, at], own, unit[some], desk, "queries")
             dn = grad[some, at] * over[some, at, None]
             dd = torch.linalg.vecdot(dn, out[some, at]).neg_()
             d = torch.bmm(dn, G[some].mT, out=desk("d", *values.shape)).addcmul_(dd[..., None], g[some])
@@ -118,7 +117,7 @@ def scatter(
 ) -> None:  # fmt: skip
     """Gradients of a block of keys and values, from those of G and g in units ``e^-unit``."""
     (dG, dg), (dk, dv) = sums, out
-    values, _, half = lift.keys(k, heads, mask, desk, "keys")
+    values, half = lift.keys(k, heads, mask, desk, "keys")
     lift.finish(values, half, unit)
     d = torch.bmm(v, dG.mT, out=desk("d", *values.shape)).add_(dg)
     dv.copy_(torch.bmm(values, dG, out=desk("dv", *v.shape)))

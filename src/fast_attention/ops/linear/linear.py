@@ -2,13 +2,14 @@
 
 Everything here is unnormalised: sums ``phi(q_i) . phi(k_j) v_j`` (numerators) and ``phi(q_i) . phi(k_j)``
 (denominators). Keys may carry a logarithmic scale s_j. Query i then works in units of e^(c_i), where c_i is the largest
-scale among the keys it sees: every exponent that is taken is at most zero, and no key moves a query before it.
+scale among the keys it sees: every exponent that is taken is at most zero, and no key moves a query before it. Where
+features come as logarithms, every feature has a unit of its own: see ``linear_logs``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,105 +18,120 @@ from torch.nn import functional as F
 
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import join, split, split_row
-from fast_attention.ops.maps.features import Features
+from fast_attention.ops.linear import linear_logs
+from fast_attention.ops.linear.linear_state import LinearState as LinearState
+from fast_attention.ops.linear.linear_state import Sums as Sums
+from fast_attention.ops.linear.linear_state import prefixes
+from fast_attention.ops.linear.linear_state import read as read
+from fast_attention.ops.maps.feature_map import Features, Logs
 from fast_attention.ops.scan import FLOOR, cummax
-from fast_attention.ops.states import state_sums
 
+Kind = TypeVar("Kind", Features, Logs, Features | Logs)
 CHUNK = 128  # tokens per block of the causal form
 
 
-class LinearState(NamedTuple):
-    """What a stretch of keys and values leaves behind; the true sums are ``exp(top)`` times ``kv`` and ``k``."""
-
-    kv: Float[Tensor, "*batch C values"]  # sum_j phi(k_j) v_j^T
-    k: Float[Tensor, "*batch C"]  # sum_j phi(k_j)
-    top: Float[Tensor, "*batch"]  # the largest logarithmic scale of a key; 0 for features without one
-
-
-class Sums(NamedTuple):
-    """Numerators (..., L, Ev) and denominators (..., L) of the outputs, up to one factor per query."""
-
-    numerator: Float[Tensor, "*batch length values"]
-    denominator: Float[Tensor, "*batch length"]
-
-
-def masked_keys(phi: Callable[[Tensor], Features], k: Tensor, key_mask: Tensor | None) -> Features:
+def masked_keys(phi: Callable[[Tensor], Kind], k: Tensor, key_mask: Tensor | None) -> Kind:
     """``phi(k)``, the keys masked by (..., 1, S) without features and out of every maximum.
 
     They are dropped before the map too, which might overflow on what they hold.
     """
-    if key_mask is None:
-        return phi(k)
-    keys = phi(masks.drop(k, key_mask))
+    return phi(k) if key_mask is None else _masked(phi(masks.drop(k, key_mask)), key_mask)
+
+
+def _masked(keys: Any, key_mask: Tensor) -> Any:
+    if isinstance(keys, Logs):
+        return Logs(keys.logs.masked_fill(~key_mask[..., None], float("-inf")))
     values = masks.drop(keys.values, key_mask)
     if keys.log_scale is None:
         return Features(values)
     return Features(values, keys.log_scale.masked_fill(~key_mask, FLOOR))
 
 
-def empty(keys: Features, v: Tensor) -> LinearState:
+def empty(keys: Features | Logs, v: Tensor) -> LinearState:
     """The state before the first key."""
+    if isinstance(keys, Logs):
+        k = torch.zeros_like(keys.logs[..., 0, :])
+        return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, torch.full_like(k, FLOOR))
     k = torch.zeros_like(keys.values[..., 0, :])
-    top = k[..., 0] if keys.log_scale is None else torch.full_like(k[..., 0], FLOOR)
+    top = k[..., :1] if keys.log_scale is None else torch.full_like(k[..., :1], FLOOR)
     return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, top)
 
 
-def summarise(keys: Features, v: Tensor) -> LinearState:
+def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
     """The state after a stretch of keys (..., S, C) and values (..., S, Ev)."""
-    values = keys.values
-    top = torch.zeros_like(values[..., 0, 0])
-    if keys.log_scale is not None:
-        top = keys.log_scale.detach().amax(-1)
-        values = values * (keys.log_scale - top[..., None]).exp()[..., None]
+    if isinstance(keys, Logs):
+        top = keys.logs.detach().amax(-2).clamp_min(FLOOR)
+        values = (keys.logs - top[..., None, :]).exp_()
+    else:
+        values, top = keys.values, torch.zeros_like(keys.values[..., 0, :1])
+        if keys.log_scale is not None:
+            top = keys.log_scale.detach().amax(-1, keepdim=True)
+            values = values * (keys.log_scale - top).exp()[..., None]
     return LinearState(values.mT @ v, values.sum(-2), top)
 
 
 def combine(earlier: LinearState, later: LinearState) -> LinearState:
     """The state of two neighbouring stretches; associative."""
     top = torch.maximum(earlier.top, later.top)
-    a, b = (earlier.top - top).exp()[..., None], (later.top - top).exp()[..., None]
+    a, b = (earlier.top - top).exp(), (later.top - top).exp()
     kv = a[..., None] * earlier.kv + b[..., None] * later.kv
     return LinearState(kv, a * earlier.k + b * later.k, top)
 
 
-def read(q: Float[Tensor, "*batch length C"], state: LinearState) -> Sums:
-    """What the queries' features find in a state, in units of ``exp(state.top)``."""
-    return Sums(q @ state.kv, (q @ state.k[..., None])[..., 0])
-
-
 def advance(
-    q: Float[Tensor, "*batch n C"],
-    keys: Features,
+    q: Float[Tensor, "*batch n C"] | Logs,
+    keys: Features | Logs,
     v: Float[Tensor, "*batch n values"],
     state: LinearState | None = None,
     *,
     chunk: int = CHUNK,
 ) -> tuple[Sums, LinearState]:
-    """Causal sums over a stretch that follows ``state``, and the state after it.
+    """Causal sums over a stretch that follows ``state``, and the state after it; ``q`` are features, free of a factor.
 
     Blocks of ``chunk`` tokens: a masked product inside each, the prefix of the blocks' states across them. Time
     O(n C (chunk + Ev)), memory O(n C Ev / chunk + n chunk); the result does not depend on ``chunk``.
     """
-    length = q.shape[-2]
+    length = v.shape[-2]
     if not torch.compiler.is_compiling():
         chunk = min(chunk, length)
+        if length == 1 and state is not None:
+            return step(q, keys, v, state)
     state = empty(keys, v) if state is None else state
+    if isinstance(keys, Logs):
+        assert isinstance(q, Logs)
+        return linear_logs.advance(q, keys, v, state, chunk=chunk)
+    assert isinstance(q, Tensor)
     q, k, v = split(q, chunk), split(keys.values, chunk), split(v, chunk)
     within, tops, carry = (q @ k.mT).masked_fill(_later(chunk, q), 0.0), None, None
     if keys.log_scale is not None:
         scale = split_row(keys.log_scale, chunk, value=FLOOR)
-        tops = torch.cat([state.top[..., None], scale.detach().amax(-1)], -1)
+        tops = torch.cat([state.top, scale.detach().amax(-1)], -1)
         tops = cummax(tops, -1)
         pairs, carry = _units(scale, tops[..., :-1])
         within, k = within * pairs, k * (scale - tops[..., 1:, None]).exp()[..., None]
-    kv, z = _prefixes(state, k.mT @ v, k.sum(-2), tops)
-    before = read(q, LinearState(kv[..., :-1, :, :], z[..., :-1, :], state.top))
+    kv, z = prefixes(state, k.mT @ v, k.sum(-2), tops)
+    before = read(q, LinearState(kv[..., :-1, :, :], z[..., :-1, :], state.top[..., None, :]))
     if carry is not None:
         before = Sums(before.numerator * carry[..., None], before.denominator * carry)
     numerator = join(within @ v + before.numerator, length)
     denominator = join((within.sum(-1) + before.denominator)[..., None], length)[..., 0]
-    top = state.top if tops is None else tops[..., -1]
+    top = state.top if tops is None else tops[..., -1:]
     return Sums(numerator, denominator), LinearState(kv[..., -1, :, :], z[..., -1, :], top)
+
+
+def step(q: Tensor | Logs, keys: Features | Logs, v: Tensor, state: LinearState) -> tuple[Sums, LinearState]:
+    """``advance`` by one token: a pass over the state to fade it and add to it, one to read."""
+    if isinstance(keys, Logs):
+        level, values = keys.logs[..., 0, :], torch.ones_like(state.k)
+    else:
+        level, values = keys.log_scale, keys.values[..., 0, :]
+    if level is None:
+        return read(q, after := LinearState(state.kv + values[..., None] * v, state.k + values, state.top)), after
+    top = torch.maximum(state.top, level.detach())
+    fading, values = (state.top - top).exp(), values * (level - top).exp()
+    kv = torch.addcmul(values[..., None] * v, state.kv, fading[..., None])
+    after = LinearState(kv, torch.addcmul(values, state.k, fading), top)
+    return read(q, after), after
 
 
 def _units(scale: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,18 +152,9 @@ def _later(size: int, like: Tensor) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1)
 
 
-def _prefixes(first: LinearState, kv: Tensor, k: Tensor, tops: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums up to before block 0, up to block 0, and so on (..., N + 1, C, Ev) and (..., N + 1, C), in units e^tops."""
-    begin = torch.cat([first.kv.flatten(-2), first.k], -1)[..., None, :]
-    sums = torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2)
-    sums = state_sums(sums, tops)
-    size = kv.shape[-2] * kv.shape[-1]
-    return sums[..., :size].unflatten(-1, kv.shape[-2:]), sums[..., size:]
-
-
 def attend(
-    q: Float[Tensor, "*batch length C"],
-    keys: Features,
+    q: Float[Tensor, "*batch length C"] | Logs,
+    keys: Features | Logs,
     v: Float[Tensor, "*batch keys values"],
     *,
     is_causal: bool,
@@ -156,16 +163,29 @@ def attend(
     """All sums at once; causal ones aligned to the bottom right where there are more or fewer queries than keys."""
     if not is_causal:
         return read(q, summarise(keys, v))
-    extra = v.shape[-2] - q.shape[-2]
+    extra = v.shape[-2] - (q.logs if isinstance(q, Logs) else q).shape[-2]
     if extra == 0:
+        if (
+            isinstance(keys, Logs)
+            and isinstance(q, Logs)
+            and not torch.compiler.is_compiling()
+            and v.shape[-2] <= chunk
+        ):
+            return linear_logs.alone(q, keys, v)
         return advance(q, keys, v, chunk=chunk)[0]
     if extra > 0:  # every query sees the first keys
-        log_scale = keys.log_scale
-        first = Features(keys.values[..., :extra, :], None if log_scale is None else log_scale[..., :extra])
-        rest = Features(keys.values[..., extra:, :], None if log_scale is None else log_scale[..., extra:])
+        first, rest = part(keys, slice(0, extra)), part(keys, slice(extra, None))
         return advance(q, rest, v[..., extra:, :], summarise(first, v[..., :extra, :]), chunk=chunk)[0]
-    seeing = advance(q[..., -extra:, :], keys, v, chunk=chunk)[0]
+    last = Logs(q.logs[..., -extra:, :]) if isinstance(q, Logs) else q[..., -extra:, :]
+    seeing = advance(last, keys, v, chunk=chunk)[0]
     return Sums(F.pad(seeing.numerator, (0, 0, -extra, 0)), F.pad(seeing.denominator, (-extra, 0)))
+
+
+def part(keys: Features | Logs, tokens: slice) -> Features | Logs:
+    """Those of some tokens."""
+    if isinstance(keys, Logs):
+        return Logs(keys.logs[..., tokens, :])
+    return Features(keys.values[..., tokens, :], None if keys.log_scale is None else keys.log_scale[..., tokens])
 
 
 def normalise(sums: Sums, eps: float = 0.0) -> Float[Tensor, "*batch length values"]:

@@ -185,7 +185,7 @@ def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor | None, z: Tensor | None,
     *, phi: Elementwise, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    state = None if kv is None or z is None else LinearState(kv, z, torch.zeros_like(z[..., 0]))
+    state = None if kv is None or z is None else LinearState(kv, z, torch.zeros_like(z[..., :1]))
     sums, state = linear.advance(phi(q), linear.masked_keys(phi.features, k, key_mask), v, state)
     return linear.normalise(sums, eps), state.kv, state.k
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fast_attention.ops.linear import linear, linear_causal, linear_short, linear_whole
 from fast_attention.ops.linear.linear import LinearState, Sums
 from fast_attention.ops.linear.linear_blocks import protected
-from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features
+from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features, Logs
 from fast_attention.ops.maps.features import Identity
 from fast_attention.ops.trail import took
 
@@ -32,14 +32,16 @@ def attend(
     if not _direct_passes(q, k, v):
         took("plain sums", "traced, or not on a CPU")
         keys = linear.masked_keys(phi.features, k, key_mask)
-        sums = linear.attend(phi.features(q).values, keys, v, is_causal=is_causal)
-        return linear.normalise(sums, eps if keys.log_scale is None else 0.0)
+        sums = linear.attend(phi.features(q).free, keys, v, is_causal=is_causal)
+        return linear.normalise(sums, 0.0 if _scaled(keys) else eps)
     if not isinstance(phi, Elementwise):
-        keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q).values
-        if keys.log_scale is not None:
+        keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q)
+        if _scaled(keys):
             took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
-            return linear.normalise(linear.attend(queries, keys, v, is_causal=is_causal))
-        q, k, key_mask, phi = queries, keys.values, None, Identity()
+            return linear.normalise(linear.attend(queries.free, keys, v, is_causal=is_causal))
+        assert isinstance(keys, Features)
+        assert isinstance(queries, Features)
+        q, k, key_mask, phi = queries.values, keys.values, None, Identity()
     length, extra = q.shape[-2], k.shape[-2] - q.shape[-2]
     few = SHORT if is_causal else PAIRS
     if max(length, length + extra) <= few:
@@ -73,20 +75,22 @@ def advance(
     """Outputs of a stretch that follows ``state``, and the state after it."""
     length, plain = q.shape[-2], not _direct_passes(q, k, v)
     if plain or length <= SHORT or not isinstance(phi, Elementwise):
-        keys, queries = linear.masked_keys(lambda x: _features(phi, x), k, key_mask), _features(phi, q).values
-        if plain or keys.log_scale is not None:
+        keys, queries = linear.masked_keys(lambda x: _features(phi, x), k, key_mask), _features(phi, q)
+        if plain or _scaled(keys):
             took("plain sums", "traced, or every key has a scale of its own", chunk=linear.CHUNK)
-            sums, state = linear.advance(queries, keys, v, state)
-            return linear.normalise(sums, eps if keys.log_scale is None else 0.0), state
+            sums, state = linear.advance(queries.free, keys, v, state)
+            return linear.normalise(sums, 0.0 if _scaled(keys) else eps), state
+        assert isinstance(keys, Features)
+        assert isinstance(queries, Features)
         if length <= SHORT:
             took("one masked product", f"no more than {SHORT} tokens")
-            sums, state = linear_short.advance(queries, keys.values, v, state)
-            return _quotient(sums, eps, phi, queries), state
-        q, k, key_mask, phi = queries, keys.values, None, Identity()
+            sums, state = linear_short.advance(queries.values, keys.values, v, state)
+            return _quotient(sums, eps, phi, queries.values), state
+        q, k, key_mask, phi = queries.values, keys.values, None, Identity()
     took("chunked causal sums, blocks in cache", "a long stretch", chunk=linear_causal.CHUNK)
     kv, z = (None, None) if state is None else state[:2]
     out, kv, z = linear_causal.attention(q, k, v, key_mask, kv, z, phi=phi, eps=eps)
-    return out, LinearState(kv, z, torch.zeros_like(z[..., 0]))
+    return out, LinearState(kv, z, torch.zeros_like(z[..., :1]))
 
 
 def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -96,7 +100,12 @@ def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return same and q.device.type == "cpu" and min(q.numel(), k.numel(), v.numel()) > 0
 
 
-def _features(phi: FeatureMap, x: Tensor) -> Features:
+def _scaled(keys: Features | Logs) -> bool:
+    """Whether keys have units, so that no ``eps`` protects their sums, nor need it."""
+    return isinstance(keys, Logs) or keys.log_scale is not None
+
+
+def _features(phi: FeatureMap, x: Tensor) -> Features | Logs:
     """``phi.features(x)``, in place where no gradient is asked for."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if traced or not isinstance(phi, Elementwise) or (x.requires_grad and torch.is_grad_enabled()):

@@ -83,7 +83,7 @@ def advance(
     if several and before is not None:
         sums = Sums(*(a + b for a, b in zip(sums, _read(queries, before), strict=True)))
     after, sum_of_keys = kv.view(*batch, width, values), z.view(*batch, width)
-    top = torch.zeros_like(sum_of_keys[..., 0]) if state is None else state.top
+    top = torch.zeros_like(sum_of_keys[..., :1]) if state is None else state.top
     return sums, LinearState(after, sum_of_keys, top)
 
 

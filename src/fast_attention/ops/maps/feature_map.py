@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 from jaxtyping import Float
@@ -21,6 +22,38 @@ class Features(NamedTuple):
     values: Float[Tensor, "*batch n C"]
     log_scale: Float[Tensor, "*batch n"] | None = None
 
+    @property
+    def free(self) -> Tensor:
+        """Those of queries, whose own factor every normaliser cancels."""
+        return self.values
+
+    def per_token(self) -> Features:
+        """As they are."""
+        return self
+
+
+class Logs(NamedTuple):
+    """Positive features by their logarithms: ``phi(x_i)_c = exp(logs_ic)``, none of which need fit into a number.
+
+    A feature may be far below a token's largest one and yet be the one that meets the other token's: so the unit of a
+    sum is chosen feature by feature, from the keys, and the largest term of a query is always one.
+    """
+
+    logs: Float[Tensor, "*batch n C"]
+
+    @property
+    def free(self) -> Logs:
+        """Those of queries: the unit of their largest term comes with the keys."""
+        return self
+
+    def per_token(self) -> Features:
+        """In units of each token's largest feature, where that is enough."""
+        top = self.logs.detach().amax(-1)
+        return Features((self.logs - top[..., None]).exp_(), top)
+
+
+Map = Callable[[Tensor], Features | Logs]
+
 
 class FeatureMap(Value, ABC):
     """A feature map; linear attention applies the same one to queries and keys.
@@ -37,7 +70,7 @@ class FeatureMap(Value, ABC):
     def __call__(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n C"]:
         """The features of every row of ``x``."""
 
-    def features(self, x: Float[Tensor, "*batch n d"]) -> Features:
+    def features(self, x: Float[Tensor, "*batch n d"]) -> Features | Logs:
         """The features with their scale apart; the same numbers as the call."""
         return Features(self(x))
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.exponential import exp
-from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features
+from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Logs
+from fast_attention.ops.maps.feature_map import Features as Features
 from fast_attention.ops.value import at_least
 
 
@@ -95,16 +96,15 @@ class SoftmaxMap(FeatureMap):
 
 @dataclass(frozen=True, repr=False)
 class Exp(FeatureMap):
-    """``exp(x)``; C = d, positive. Its scale is kept apart, so that no input overflows."""
+    """``exp(x)``; C = d, positive. Its logarithm is kept, so that no input overflows or vanishes."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``exp(x)``."""
         return x.exp()
 
-    def features(self, x: Tensor) -> Features:
-        """``exp(x - max x)`` and ``max x``."""
-        top = x.detach().amax(-1)
-        return Features((x - top[..., None]).exp(), top)
+    def features(self, x: Tensor) -> Logs:
+        """``x`` itself, within what sums of logarithms can tell from no key at all."""
+        return Logs(x.clamp(-1e29, 1e29))
 
 
 @dataclass(frozen=True, repr=False)

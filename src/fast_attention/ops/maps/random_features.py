@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.bounds import no_less
-from fast_attention.ops.maps.features import FeatureMap, Features
+from fast_attention.ops.maps.feature_map import FeatureMap, Features, Logs
+
+MOST = 1e13  # of a coordinate: half a squared norm stays a number, and above ``scan.FLOOR``
+
+
+def bounded(x: Tensor) -> Tensor:
+    """``x`` with every coordinate within ``MOST``, so that no exponent is infinite."""
+    return x.clamp(-MOST, MOST)
 
 
 def draw(
@@ -44,6 +51,7 @@ def trigonometric(x: Tensor, W: Tensor, phase: Tensor | None = None) -> Features
 
     arXiv 2006.03555, section 2: features of the Gaussian kernel between the factors D.
     """
+    x = bounded(x)
     z = x @ W.to(x.dtype).mT
     if phase is None:
         values, rows = torch.cat([z.cos(), z.sin()], -1), W.shape[-2]
@@ -65,26 +73,31 @@ def damped(
     return W * stretch.sqrt(), bias
 
 
-def positive(x: Tensor, W: Tensor, bias: Tensor | None = None, *, hyperbolic: bool = False) -> Features:
+def positive(
+    x: Tensor, W: Tensor, bias: Tensor | None = None, *, hyperbolic: bool = False, factor: float | None = None
+) -> Logs:
     """``m^(-1/2) exp(w . x - ||x||^2 / 2 + bias)``: FAVOR+'s features (arXiv 2009.14794, Lemma 1) where bias is None.
 
     ``hyperbolic`` adds those of -W, 2m in all, with m^(-1/2) turned into (2m)^(-1/2); ``bias`` (..., 1, m or 2m).
+    ``factor``: another logarithm than that of m^(-1/2).
     """
-    W = W.to(x.dtype)
+    x, W = bounded(x), W.to(x.dtype)
     z = x @ (torch.cat([W, -W], -2) if hyperbolic else W).mT
     if bias is not None:
         z = z + bias.to(x.dtype)
-    half = x.square().sum(-1) / 2
-    top = z.detach().amax(-1)
-    # half - half is zero: it hands the scale's gradient to the features, so that none need flow through pairs of scales
-    values = z.sub_((top + (half - half.detach()))[..., None]).exp_()
-    return Features(values, top - half.detach() - math.log(z.shape[-1]) / 2)
+    factor = -math.log(z.shape[-1]) / 2 if factor is None else factor
+    return Logs(z.sub_((x.square().sum(-1) / 2 - factor)[..., None]))
 
 
-def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Features:
+def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Features | Logs:
     """``m^(-1/2) (f(W x) + epsilon)`` for a function f of single numbers (arXiv 2009.14794, section 2.2)."""
     z = x @ W.to(x.dtype).mT
-    values, scale = kernel.features(z)
+    found = kernel.features(z)
+    if isinstance(found, Logs):
+        half_log = math.log(found.logs.shape[-1]) / 2
+        least = found.logs.new_full((), math.log(epsilon)) if epsilon else None
+        return Logs((found.logs if least is None else torch.logaddexp(found.logs, least)) - half_log)
+    values, scale = found
     half_log = math.log(values.shape[-1]) / 2
     if scale is None:
         return Features((values + epsilon) * math.exp(-half_log))
