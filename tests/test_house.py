@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -129,10 +130,16 @@ def test_the_readme_tree_is_true() -> None:
     assert named <= known, f"README's tree names what is not there: {sorted(named - known)}"
 
 
+def test_numpy_comes_with_the_package() -> None:
+    """Without it torch warns when it is imported, and digests of data fail; torch itself does not bring it."""
+    held = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(each.startswith("numpy") for each in held["dependencies"])
+
+
 def test_import_is_light() -> None:
     """Nothing heavy comes in with the package, and it adds at most half a second to torch."""
     code = (
-        "import sys, time, torch; start = time.process_time(); import fast_attention;"
+        "import sys, time, torch; start = time.process_time(); import fast_attention; fast_attention.attention;"
         "took = time.process_time() - start;"
         "heavy = {'triton', 'transformers', 'typer', 'rich', 'matplotlib', 'numpy.testing'} & set(sys.modules);"
         "print(took, heavy); assert took < 0.5 and not heavy"

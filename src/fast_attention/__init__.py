@@ -8,6 +8,7 @@ what it keeps.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,9 @@ def __getattr__(name: str) -> Any:
     """A module or a name of the page of contents, when it is first asked for: torch takes seconds to import."""
     if name == "__all__":
         return [each for each, value in _contents().items() if not isinstance(value, ModuleType)]
-    try:
-        if not name.startswith("__"):
+    if not name.startswith("__"):
+        if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":
-            raise
         if name in (found := _contents()):
             globals().update(found)
             return found[name]
