@@ -93,7 +93,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@fuzz("damaged folders of runs", examples=15, damage=st.lists(HURT, min_size=1, max_size=5))
+@fuzz("damaged folders of runs", examples=8, damage=st.lists(HURT, min_size=1, max_size=5))
 def test_a_damaged_run_goes_on_to_the_bit_or_is_refused(runs: Runs, damage: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(shutil.copytree(runs.killed, Path(place) / "run"))
@@ -117,7 +117,7 @@ def whole(line: dict[str, Any]) -> str:
 
 @fuzz(
     "damaged logs",
-    examples=60,
+    examples=30,
     damage=st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=12), st.booleans()), min_size=1, max_size=6),
 )
 def test_a_damaged_log_keeps_its_whole_lines(runs: Runs, damage: list[tuple[int, bytes, bool]]) -> None:
