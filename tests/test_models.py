@@ -215,6 +215,27 @@ def test_damaged_models_are_named(tmp_path: Path) -> None:
         saving.load(tmp_path)
 
 
+def test_what_was_changed_is_told_by_its_hash(tmp_path: Path) -> None:
+    saving.save(model(("Local(window=4)", "Softmax()")).float(), tmp_path)
+    weights, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, text = weights.read_bytes(), settings.read_text()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=f"{weights} is damaged: its SHA-256 is"):
+        saving.load(tmp_path)
+    weights.write_bytes(whole)
+    for old, new, words in (
+        ("Local(window=4)", "Local(window=5)", "config.json is not what was written"),
+        ('"sha256"', '"sha512"', "None was saved"),
+        ("fast-attention model 1", "fast-attention model 2", "its format is not"),
+        ('model 1",\n "version": "', 'model 2",\n "version": "9', "go on with the later version"),
+        ("fast-attention model 1", "fast-attention modem 1", "its format is not"),
+    ):
+        assert old in text
+        settings.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=words):
+            saving.load(tmp_path)
+
+
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("mechanism", ["Softmax()", "Local(window=3)", "FavorPlus(num_features=8)", "AFTSimple()"])
 def test_generation_is_recomputation(mechanism: str, positions: str) -> None:

@@ -84,6 +84,16 @@ def sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def verify(path: str | os.PathLike[str], digest: object) -> None:
+    """Raise unless a file has the SHA-256 that was taken when it was written.
+
+    Raises:
+        ValueError: It was cut short or changed. It is named.
+    """
+    if (found := sha256(path)) != digest:
+        raise ValueError(f"{os.fspath(path)} is damaged: its SHA-256 is {found}, and {digest} was saved")
+
+
 def sync(path: Path) -> None:
     """Bring a file, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -168,7 +178,7 @@ def readable(found: Mapping[str, Any], known: str, what: str) -> None:
     """
     said, (name, _, number) = found.get("format"), known.rpartition(" ")
     later = re.fullmatch(rf"{re.escape(name)} (\d{{1,9}})", said) if isinstance(said, str) else None
-    if later is not None and int(later[1]) > int(number):
+    if later is not None and int(later[1]) > int(number) and found.get("version") != __version__:  # else it is damaged
         raise Newer(
             f"{what} was written by fast-attention {found.get('version') or 'of a later version'} ({said!r}); this is "
             f"{__version__}, which reads {known!r}. It is left as it is: go on with the later version"

@@ -109,10 +109,7 @@ def verify(paths: Sequence[str], digests: dict[str, str]) -> None:
     for path in [*map(Path, paths), *(path for path in lists if path.exists())]:
         if path.name not in digests:
             raise ValueError(f"{path} does not belong to the model that config.json names: {', '.join(digests)} do")
-        if (found := files.sha256(path)) != digests[path.name]:
-            raise ValueError(
-                f"{path} is damaged: its SHA-256 is {found}, and config.json has {digests[path.name]} of what was saved"
-            )
+        files.verify(path, digests[path.name])
 
 
 def _made(model: Any, layers: dict[str, Any]) -> dict[str, Any]:

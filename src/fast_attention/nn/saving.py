@@ -1,11 +1,16 @@
-"""A model as a folder: ``config.json`` and ``model.safetensors``, written whole or not at all."""
+"""A model as a folder: ``config.json`` and ``model.safetensors``, written whole or not at all, both with their hashes.
+
+safetensors reads flipped bits without a word, and one in a number of the settings makes another model.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +19,7 @@ from fast_attention import __version__, files
 from fast_attention.nn.models import Model, ModelConfig
 
 FORMAT = "fast-attention model 1"
+SETTINGS, WEIGHTS = "config.json", "model.safetensors"
 
 
 def save(model: Model, folder: str | os.PathLike[str]) -> None:
@@ -33,9 +39,10 @@ def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.Path
     if config.tied and config.head == "tokens":
         del tensors["out.weight"]
     settings = {"format": FORMAT, "version": __version__, **asdict(config)}
-    with files.whole(folder / "model.safetensors") as partial:
+    with files.whole(folder / WEIGHTS) as partial:
         save_file(tensors, partial)
-    files.write(folder / "config.json", json.dumps(settings, indent=1) + "\n")
+        settings["sha256"] = {SETTINGS: _digest(settings), WEIGHTS: files.sha256(partial)}
+    files.write(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
 
 
 def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Model:
@@ -47,7 +54,6 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     """
     config, tensors = read(folder)
     try:
-        _agree(config, tensors)
         with torch.random.fork_rng(devices=[]):
             model = Model(config)
         model.load_state_dict(tensors)
@@ -67,19 +73,28 @@ def read(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Tensor]
 
     folder = Path(folder)
     try:
-        settings = json.loads((folder / "config.json").read_text())
-        if settings.pop("format", None) != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
-        settings.pop("version", None)
-        config = ModelConfig(**settings)
-        tensors = load_file(folder / "model.safetensors")
+        settings = files.decoded((folder / SETTINGS).read_text())
+        files.readable(settings, FORMAT, os.fspath(folder))
+        digests = settings.pop("sha256", {})
+        files.verify(folder / WEIGHTS, digests.get(WEIGHTS))
+        config = ModelConfig(**{name: x for name, x in settings.items() if name not in ("format", "version")})
+        tensors = load_file(folder / WEIGHTS)
         if config.tied and config.head == "tokens":
             tensors["out.weight"] = tensors["embedding.weight"]
+        _agree(config, tensors)
+        if _digest(settings) != digests.get(SETTINGS):
+            raise ValueError(f"{SETTINGS} is not what was written: train or save the model with other settings instead")
+    except files.Newer:
+        raise
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{os.fspath(folder)} holds no model: {error.filename} is missing") from error
     except Exception as error:
         raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error
     return config, tensors
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _agree(config: ModelConfig, tensors: dict[str, Tensor]) -> None:

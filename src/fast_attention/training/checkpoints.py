@@ -80,7 +80,7 @@ def save(
             with files.whole(partial / name) as place:
                 _dump(state, place)
         body = {"format": FORMAT, "version": __version__, "step": step, "mechanism": config.mechanism, **said}
-        body["files"] = {name: _digest((partial / name).read_bytes()) for name in FILES}
+        body["files"] = {name: files.sha256(partial / name) for name in FILES}
         files.write(partial / MANIFEST, _sealed(body))
         if path.exists():  # one that was damaged and passed over
             _drop(path)
@@ -172,7 +172,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
     body = _manifest(path)
     for name in FILES:
         try:
-            sound = _digest((path / name).read_bytes()) == body["files"].get(name)
+            sound = files.sha256(path / name) == body["files"].get(name)
         except OSError:
             sound = False
         if not sound:
