@@ -30,6 +30,7 @@ from fast_attention.tasks import (
     ProteinMLM,
     SelectiveCopy,
     Sequences,
+    Tags,
     Task,
     listops,
     pixels,
@@ -42,6 +43,17 @@ from fast_attention.tasks.task import IGNORED
 WORDS = [f"{a}{b}" for a in ("qu", "br", "l", "th", "sn") for b in ("ick", "own", "azy", "en")]
 
 
+def tagged(source: random.Random, count: int = 30) -> str:
+    """Random proteins whose structure follows from the residue, but for one that the residue before decides."""
+    known = {letter: "HEC"[i % 3] for i, letter in enumerate(proteins.LETTERS)}
+    found = []
+    for i in range(count):
+        residues = "".join(source.choices(proteins.LETTERS, k=source.randint(20, 90)))
+        labels = "".join(known[b] if b != "A" else known[a] for a, b in zip("C" + residues, residues, strict=False))
+        found.append(f">p{i}\n{residues}\n{labels}\n")
+    return "".join(found)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
@@ -51,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [(" ".join(source.choices(WORDS[5 * c : 5 * c + 8], k=3 + c)), "ab"[c]) for c in (0, 1) for _ in range(60)]
     with (root / "labelled.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("Text", "other", "Label"), *((text, "-", label) for text, label in rows)])
+    (root / "tagged.fasta").write_text(tagged(source))
     lines = [json.dumps({"seq": f"{text}\u2028", "class": ord(label)}, ensure_ascii=False) for text, label in rows]
     (root / "labelled.jsonl").write_text("\n".join(lines) + "\n\n")
     return root
@@ -58,13 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KINDS = [
     "ProteinMLM(context=100)", "ByteLM", "ListOps(shortest=20, longest=90)", "Pathfinder", "MQAR", "Copy", "Duplicate",
-    "SelectiveCopy", "Needle", "Sequences", "Lookup",
+    "SelectiveCopy", "Needle", "Sequences", "Lookup", "Tags",
 ]  # fmt: skip
 
 
 @pytest.fixture(params=KINDS)
 def task(request: pytest.FixtureRequest, folder: Path) -> Task:
-    paths = {"ByteLM": folder, "Sequences": folder / "labelled.csv"}
+    paths = {"ByteLM": folder, "Sequences": folder / "labelled.csv", "Tags": folder / "tagged.fasta"}
     spelled = f"{request.param}(path={str(paths[request.param])!r})" if request.param in paths else request.param
     return tasks.parse(spelled)
 
@@ -107,8 +120,8 @@ def test_names_and_reprs_are_parsed(task: Task, folder: Path) -> None:
     assert tasks.parse(repr(task)) == task == tasks.parse(task)
     assert hash(tasks.parse(repr(task))) == hash(task)
     assert task.name in tasks.names()
-    if isinstance(task, Sequences):
-        assert tasks.parse(f"classify {folder}/my file.csv") == Sequences(f"{folder}/my file.csv")
+    if isinstance(task, Sequences | Tags):
+        assert tasks.parse(f"{task.name} {folder}/my file.csv") == type(task)(f"{folder}/my file.csv")
     else:
         assert tasks.parse(task.name) == type(task)()
 
@@ -451,7 +464,14 @@ def test_labelled_sequences(folder: Path) -> None:
         ("b.csv", "text,label\nx,1\ny,1\n", "1 different labels"),
         ("c.csv", "text,label\nx,1\ny,1\nz,2\n", "the label '2' has 1 sequence"),
         ("d.csv", "text,label\nx,1\ny\n", "line 3: no value for 'label'"),
-        ("e.csv", "text,label\nx,1\nx,2\n", "line 3: the same sequence as before has another label, '2'"),
+        ("e.csv", "text,label\nx,1\nx,2\n", "0 different labels (1 sequences with several labels are left out)"),
+        ("k.csv", "text,label\na, b,1\n", "line 2: 3 values and 2 columns: a value that contains ',' needs quotes"),
+        ("l.csv", "text,label,Label,label\na,1,2,3\n", "line 1: two columns are called 'label'"),
+        ("m.csv", "a" * 99 + "\nb\n", "there are: " + "a" * 40 + "..."),
+        ("n.csv", b"\xff\xfet\x00e\x00", "not UTF-8 text (invalid start byte at byte 0)"),
+        ("p.csv", 'text,label\n"x,1\ny,2\n', "unexpected end of data"),
+        ("q.jsonl", "[" * 100_000 + "\n", "line 1: not JSON (nested too deeply)"),
+        ("r.jsonl", '{"text": ["a"], "label": 1}\n', "line 1: no value for 'text'"),
         ("f.csv", "text,label\n,1\n", "line 2: the sequence is empty"),
         ("g.csv", "", "the file has no sequences"),
         ("h.jsonl", '{"text": "x", "label": 1}\n{"text": \n', "line 2: not JSON"),

@@ -46,6 +46,11 @@ COMMANDS = {
         "train_command",
         "Train a small model of any mechanism; SIGTERM and Ctrl-C save and end it, --resume goes on to the bit.",
     ),
+    "tasks": Command(
+        "learning.listing",
+        "tasks_command",
+        "List what a model can be trained on, with settings, or tell all about one task.",
+    ),
     "generate": Command(
         "learning.generate",
         "generate_command",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+from typing import Any
+
 from fast_attention.ops.spelling import Spelling
 from fast_attention.tasks.bytes import ByteLM
 from fast_attention.tasks.listops import ListOps
@@ -11,11 +14,14 @@ from fast_attention.tasks.pixels import Pixels
 from fast_attention.tasks.proteins import ProteinMLM
 from fast_attention.tasks.recall import MQAR, Copy, Duplicate, Lookup, SelectiveCopy
 from fast_attention.tasks.sequences import Sequences
+from fast_attention.tasks.tags import Tags
 from fast_attention.tasks.task import Batch, PackageMissing, Split, Task
 
 _KINDS: tuple[type[Task], ...] = (
-    ProteinMLM, ByteLM, ListOps, Pathfinder, MQAR, Lookup, Copy, Duplicate, SelectiveCopy, Needle, Pixels, Sequences
+    ProteinMLM, ByteLM, ListOps, Pathfinder, MQAR, Lookup, Copy, Duplicate, SelectiveCopy, Needle, Pixels, Sequences,
+    Tags,
 )  # fmt: skip
+_FILES = {"classify": "FILE.csv", "tag": "FILE.fasta"}
 _NAMED = {kind.name: kind for kind in _KINDS}
 _SPELLING = Spelling("task", "ListOps(longest=128)", {kind.__name__: kind for kind in _KINDS}, tuple(_NAMED))
 
@@ -26,7 +32,8 @@ def names() -> list[str]:
 
 
 def parse(text: str | Task) -> Task:
-    """The task that ``text`` spells: ``"listops"``, a repr such as ``"ListOps(longest=128)"``, or ``"classify FILE"``.
+    """The task that ``text`` spells: ``"listops"``, a repr such as ``"ListOps(longest=128)"``, or a name and a file of
+    the user's: ``"classify FILE.csv"``, ``"byte-lm FILE.txt"``.
 
     Nothing is executed, and no file is read.
 
@@ -36,12 +43,8 @@ def parse(text: str | Task) -> Task:
     if isinstance(text, Task):
         return text
     word, _, rest = text.strip().partition(" ")
-    if word == Sequences.name:
-        if not rest.strip():
-            raise ValueError(f"{text!r}: name a file, as in classify FILE.csv")
-        return Sequences(rest.strip())
-    if word in _NAMED and not rest:
-        return _SPELLING.read(_NAMED[word].__name__)
+    if word in _NAMED:
+        return _with_file(_NAMED[word], rest.strip())
     if "(" not in text and word not in _SPELLING.values:
         raise ValueError(f"no task is called {text!r}.{_SPELLING.nearest(text)}")
     value = _SPELLING.read(text)
@@ -49,7 +52,34 @@ def parse(text: str | Task) -> Task:
     return value
 
 
+def kind(name: str) -> type[Task]:
+    """The class of the task called ``name``.
+
+    Raises:
+        ValueError: No task has that name.
+    """
+    if name not in _NAMED:
+        raise ValueError(f"no task is called {name!r}.{_SPELLING.nearest(name)}")
+    return _NAMED[name]
+
+
+def wants_file(kind: type[Task]) -> bool:
+    """Whether a task is nothing without a file of the user's."""
+    return any(field.name == kind.takes and field.default is MISSING for field in fields(kind))  # type: ignore[arg-type]
+
+
+def _with_file(kind: type[Task], file: str) -> Task:
+    build: Any = kind
+    if not file and wants_file(kind):
+        raise ValueError(f"{kind.name}: name a file, as in {kind.name} {_FILES[kind.name]}")
+    if file and not kind.takes:
+        takers = ", ".join(each.name for each in _KINDS if each.takes)
+        raise ValueError(f"{kind.name} {file}: the task {kind.name} takes no file; those that do: {takers}")
+    return build(**{kind.takes: file}) if file else build()
+
+
 __all__ = [
     "MQAR", "Batch", "ByteLM", "Copy", "Duplicate", "ListOps", "Lookup", "Needle", "PackageMissing", "Pathfinder",
-    "Pixels", "ProteinMLM", "SelectiveCopy", "Sequences", "Split", "Task", "names", "parse",
+    "Pixels", "ProteinMLM", "SelectiveCopy", "Sequences", "Split", "Tags", "Task", "kind", "names", "parse",
+    "wants_file",
 ]  # fmt: skip

@@ -46,6 +46,7 @@ class ByteLM(Task):
     reads = "bytes"
     causal = True
     metric = "bits per byte"
+    takes = "path"
 
     def __post_init__(self) -> None:
         at_least(self, "context", self.context, 2)

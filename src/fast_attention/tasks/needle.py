@@ -39,6 +39,7 @@ class Needle(Task):
     seed: int = 0
 
     name = "needle"
+    takes = "path"
     causal = True
 
     def __post_init__(self) -> None:

@@ -51,6 +51,7 @@ class ProteinMLM(Task):
     name = "protein-mlm"
     reads = "residues"
     metric = "nats"
+    takes = "fasta"
 
     def __post_init__(self) -> None:
         at_least(self, "context", self.context, 8)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from fast_attention.ops.value import at_least
-from fast_attention.tasks.bytes import read
+from fast_attention.tasks import tables
 from fast_attention.tasks.lengths import chosen, padded
+from fast_attention.tasks.tables import Column
 from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
 
 PAD = 256
@@ -32,20 +28,29 @@ class Side(NamedTuple):
     labels: Int[Tensor, "rows"]
 
 
+class Counts(NamedTuple):
+    """What of a file is no example of its own."""
+
+    repeated: int  # lines with a sequence and a label that stood there before
+    torn: int  # different sequences with more than one label: left out
+    alike: int  # sequences with different labels that differ only beyond what is seen of them: kept
+
+
 class Sides(NamedTuple):
-    """Training and validation, the names of the classes, and how many lines repeat an earlier sequence."""
+    """Training and validation, the names of the classes, and what of the file is no example of its own."""
 
     train: Side
     valid: Side
     names: tuple[str, ...]
-    doubles: int
+    counts: Counts
 
 
 @dataclass(frozen=True, repr=False)
 class Sequences(Task):
     """Tell the label of a sequence, byte by byte.
 
-    A sequence that stands in the file twice counts once. Longer ones are cut at the end.
+    A sequence that stands in the file twice counts once; one with two labels is left out, and counted. Sequences are
+    compared whole; then longer ones are cut at the end.
 
     Args:
         path: A ``.csv`` or ``.tsv`` file with a line of headers, or a ``.jsonl`` file of objects.
@@ -64,6 +69,7 @@ class Sequences(Task):
     seed: int = 0
 
     name = "classify"
+    takes = "path"
 
     def __post_init__(self) -> None:
         at_least(self, "context", self.context, 1)
@@ -108,14 +114,29 @@ class Sequences(Task):
         }
 
     def describe(self) -> dict[str, str]:
-        """The classes; sequences, how many are as long as is seen of them, and digest of each side."""
-        train, valid, names, doubles = sides(self)
-        found = {"classes": ", ".join(names), "repeated sequences left out": f"{doubles:,}"}
+        """The classes, what is left out; sequences, how many are cut, and digest of each side."""
+        train, valid, names, counts = sides(self)
+        found = {"classes": ", ".join(names), "repeated sequences left out": f"{counts.repeated:,}"}
+        found["sequences with several labels left out"] = f"{counts.torn:,}"
+        found[f"sequences with several labels that differ beyond byte {self.context:,}"] = f"{counts.alike:,}"
         for name, side in (("training", train), ("validation", valid)):
             full = sum(len(row) == self.context for row in side.rows)
             said = f"{len(side.rows):,} sequences, {full:,} of them {self.context} bytes or longer"
             found[name] = f"{said}, SHA-256 {digest(*side.rows, side.labels)}"
         return found
+
+    def remarks(self) -> list[str]:
+        """Sequences that have more than one label."""
+        counts = sides(self).counts
+        said = []
+        if counts.torn:
+            said.append(f"{counts.torn:,} sequences have more than one label and are left out")
+        if counts.alike:
+            said.append(
+                f"{counts.alike:,} sequences of different labels are alike in the first {self.context:,} bytes, and no "
+                "model can tell them apart: context=... reads more"
+            )
+        return said
 
 
 @lru_cache(maxsize=4)
@@ -125,31 +146,35 @@ def sides(task: Sequences) -> Sides:
     Raises:
         ValueError: The file cannot be read, lacks a column, or has too few sequences of a class.
     """
-    labelled: dict[bytes, str] = {}
-    lines = 0
-    for place, text, label in _records(task):
+    lines: Counter[tuple[bytes, str]] = Counter()
+    for place, (text, label) in tables.records("Sequences", task.path, _columns(task)):
         if not text:
             raise ValueError(f"{place}: the sequence is empty")
-        lines += 1
-        if labelled.setdefault(text[: task.context], label) != label:
-            raise ValueError(f"{place}: the same sequence as before has another label, {label!r}")
+        lines[text.encode("utf-8", "surrogatepass"), label.strip()] += 1
+    labels = Counter(text for text, _ in lines)
+    torn = {text for text, count in labels.items() if count > 1}
+    kept = {(text[: task.context], label): None for text, label in lines if text not in torn}
+    seen = Counter(text for text, _ in kept)
+    repeated = sum(count for (text, _), count in lines.items() if text not in torn) - len(kept)
     groups: defaultdict[str, list[bytes]] = defaultdict(list)
-    for text, label in labelled.items():
+    for text, label in kept:
         groups[label].append(text)
     if len(groups) < 2:
-        raise ValueError(f"{task.path}: {len(groups)} different labels; a classification needs 2 or more")
+        left = f" ({len(torn):,} sequences with several labels are left out)" if torn else ""
+        raise ValueError(f"{task.path}: {len(groups)} different labels{left}; a classification needs 2 or more")
     names = tuple(sorted(groups))
     parts: tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]] = ([], [])
     for number, name in enumerate(names):
         texts = sorted(groups[name])
         if len(texts) < 2:
-            raise ValueError(f"{task.path}: the label {name!r} has 1 sequence; one for each side is needed")
+            raise ValueError(f"{task.path}: the label {name[:40]!r} has 1 sequence; one for each side is needed")
         order = torch.randperm(len(texts), generator=random_for("split", task.seed, name)).tolist()
         held = min(max(1, round(task.share * len(texts))), len(texts) - 1)
         parts[0].extend((texts[i], number) for i in order[held:])
         parts[1].extend((texts[i], number) for i in order[:held])
     train, valid = (_side(part) for part in parts)
-    return Sides(train, valid, names, lines - len(labelled))
+    alike = sum(count for count in seen.values() if count > 1)
+    return Sides(train, valid, names, Counts(repeated, len(torn), alike))
 
 
 def _side(part: list[tuple[bytes, int]]) -> Side:
@@ -157,60 +182,5 @@ def _side(part: list[tuple[bytes, int]]) -> Side:
     return Side(rows, torch.tensor([label for _, label in part]))
 
 
-def _records(task: Sequences) -> Iterator[tuple[str, bytes, str]]:
-    """Place in the file, sequence and label of each record."""
-    text = label = ""
-    found = False
-    for place, record in _rows(Path(task.path)):
-        if not found:
-            text = _column(task, record, "text", task.text, TEXTS)
-            label = _column(task, record, "label", task.label, LABELS)
-            found = True
-        for column in (text, label):
-            if record.get(column) is None or isinstance(record[column], dict | list):
-                raise ValueError(f"{place}: no value for {column!r}")
-        yield place, str(record[text]).encode(), str(record[label])
-    if not found:
-        raise ValueError(f"{task.path}: the file has no sequences")
-
-
-def _column(task: Sequences, record: dict[str, Any], role: str, named: str, usual: tuple[str, ...]) -> str:
-    lowered = {column.lower(): column for column in record if isinstance(column, str)}
-    names = [named] if named else list(usual)
-    for name in names:
-        if name in record or name in lowered:
-            return name if name in record else lowered[name]
-    said = f"no column is called {' or '.join(names)}; there are: {', '.join(lowered.values())}"
-    raise ValueError(f"{task.path}: {said}. Name it: Sequences(path=..., {role}=...)")
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if path.suffix not in (".csv", ".tsv", ".jsonl"):
-        raise ValueError(f"{path}: the name must end in .csv, .tsv or .jsonl")
-    try:
-        content = read(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(content.split("\n"), 1):
-            if line.strip():
-                yield f"{path}, line {number}", _object(path, number, line)
-        return
-    table = csv.DictReader(
-        io.StringIO(content, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
-    )
-    try:
-        for record in table:
-            yield f"{path}, line {table.line_num}", record
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {table.line_num}: {error}") from error
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}, line {number}: not an object such as {{'sequence': ..., 'label': ...}}")
-    return found
+def _columns(task: Sequences) -> tuple[Column, ...]:
+    return Column("text", task.text, TEXTS), Column("label", task.label, LABELS)

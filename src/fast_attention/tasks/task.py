@@ -35,6 +35,7 @@ class Task(Value, ABC):
     causal: ClassVar[bool] = False
     reads: ClassVar[Literal["", "bytes", "residues"]] = ""  # what the tokens are; "": numbers of its own
     metric: ClassVar[str] = "accuracy"  # or "nats", "bits per byte"
+    takes: ClassVar[str] = ""  # the setting of a file of the user's, which may follow the name: classify FILE
 
     @property
     @abstractmethod
@@ -62,6 +63,10 @@ class Task(Value, ABC):
     def describe(self) -> dict[str, str]:
         """What the data are, for the log: amounts and digests by side. Empty where the repr says it all."""
         return {}
+
+    def remarks(self) -> list[str]:
+        """What somebody who trains on these data had better know, a sentence each; mostly nothing."""
+        return []
 
 
 class PackageMissing(ImportError, ValueError):

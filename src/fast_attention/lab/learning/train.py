@@ -34,8 +34,9 @@ CURVE, RESULT = "curve.svg", "result.json"
 def train_command(
     task: Annotated[
         str | None,
-        typer.Argument(help="A task's name or spelling, e.g. copy or 'Copy(words=15)'. With --resume: the run's."),
+        typer.Argument(help="A task's name or spelling: copy, 'Copy(words=15)' (see tasks). With --resume: the run's."),
     ] = None,
+    file: Annotated[str | None, typer.Argument(help="Of a task that takes one: classify, tag, byte-lm ...")] = None,
     mechanism: Annotated[
         list[str] | None, typer.Option(help="A mechanism; several go to the layers in turn. Default: Softmax.")
     ] = None,
@@ -73,6 +74,7 @@ def train_command(
 
     [dim]fast-attention train copy --mechanism LinearAttention --steps 500 --out out/copy[/dim]
     [dim]fast-attention train --out out/copy --resume[/dim]
+    [dim]fast-attention train classify FILE.csv --minutes 5[/dim]
     """
     named = dict(locals())
     with refused():
@@ -93,10 +95,12 @@ def train_command(
         if task is None:
             said = f"{out} holds no run to go on with: name the task" if resume else "name a task"
             raise InputError(f"{said}, e.g. fast-attention train copy")
-        settings, goal = TrainingSettings(**training), tasks.parse(task)
+        settings, goal = TrainingSettings(**training), tasks.parse(f"{task} {file}" if file else task)
         if held is not None and repr(goal) != held.task:
             raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot go on so")
         chosen = steps.config_for(goal, **model)
+        for words in goal.remarks():
+            print(f"{goal.name}: {words}", file=sys.stderr)
         first = os.environ.get("RANK", "0") == "0"
         if first:
             inputs.folder(out)

@@ -27,7 +27,8 @@ RECORD, PAGE = "study.json", "study.html"
 
 
 def study_command(
-    task: Annotated[str, typer.Argument(help="A task's name or spelling, e.g. mqar or 'Copy(words=15)'.")],
+    task: Annotated[str, typer.Argument(help="A task's name or spelling: mqar, 'Copy(words=15)' (see tasks).")],
+    file: Annotated[str | None, typer.Argument(help="Of a task that takes one: classify, tag, byte-lm ...")] = None,
     mechanisms: Annotated[
         list[str] | None,
         typer.Option(help="Names or spellings; A + B for layers that alternate. Two controls are always there."),
@@ -67,8 +68,8 @@ def study_command(
         if "mechanism" in model or "hidden" in model:
             raise InputError(f"{config}: a study sets [model] mechanism and hidden itself: name --mechanisms")
         plan = Plan.of(
-            tasks.parse(task), [name for text in mechanisms or [] for name in spelt(text)], seeds,
-            TrainingSettings(**training), model,
+            tasks.parse(f"{task} {file}" if file else task),
+            [name for text in mechanisms or [] for name in spelt(text)], seeds, TrainingSettings(**training), model,
         )  # fmt: skip
         with inputs.alone(out):
             inputs.results([out / RECORD], out, "a study", resume=go_on, restart=restart)

@@ -1,0 +1,88 @@
+"""``fast-attention tasks``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import MISSING, fields
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fast_attention import tasks
+from fast_attention.lab.inputs import InputError
+from fast_attention.tasks.task import Task
+
+
+def tasks_command(
+    name: Annotated[str | None, typer.Argument(help="A task, for all about it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """List what a model can be trained on, with settings, or tell all about one task.
+
+    [dim]fast-attention tasks tag[/dim]
+    """
+    try:
+        kinds = [tasks.kind(each) for each in ([name] if name else tasks.names())]
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if as_json:
+        print(json.dumps([_described(kind) for kind in kinds], indent=1))
+    elif name:
+        _detail(kinds[0])
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(_table(kinds))
+        print('\nSettings: fast-attention tasks NAME. A setting is given in brackets: train "Copy(words=15)"')
+
+
+def _described(kind: type[Task]) -> dict[str, Any]:
+    held = {field.name: None if field.default is MISSING else field.default for field in fields(kind)}  # type: ignore[arg-type]
+    return {
+        "name": kind.name,
+        "spelling": kind.__name__,
+        "about": _first(kind),
+        "causal": kind.causal,
+        "metric": kind.metric,
+        "file": kind.takes or None,
+        "file needed": tasks.wants_file(kind),
+        "settings": held,
+    }
+
+
+def _usage(kind: type[Task]) -> str:
+    if not kind.takes:
+        return kind.name
+    return f"{kind.name} FILE" if tasks.wants_file(kind) else f"{kind.name} [FILE]"
+
+
+def _first(kind: type[Task]) -> str:
+    """The first sentence of what a task says of itself."""
+    plain = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()).replace("``", "")
+    return plain if plain.endswith(".") else f"{plain}."
+
+
+def _settings(kind: type[Task]) -> list[str]:
+    return [
+        field.name if field.default is MISSING else f"{field.name}={field.default!r}"
+        for field in fields(kind)  # type: ignore[arg-type]
+    ]
+
+
+def _table(kinds: list[type[Task]]) -> Table:
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("train", "what is to be learnt", "metric", "settings"):
+        shown.add_column(title)
+    for kind in kinds:
+        shown.add_row(Text(_usage(kind)), Text(_first(kind)), Text(kind.metric), Text(", ".join(_settings(kind))))
+    return shown
+
+
+def _detail(kind: type[Task]) -> None:
+    print(f"{kind.__name__}({', '.join(_settings(kind))})\n\n{inspect.getdoc(kind)}\n")
+    order = "a decoder: outputs see the past only" if kind.causal else "an encoder, unless the model is causal"
+    for title, words in {"train": _usage(kind), "metric": kind.metric, "model": order}.items():
+        print(f"{title + ':':<8}{words}")
