@@ -51,6 +51,7 @@ LAWS: tuple[Law, ...] = (
     promises.poisoned,
     promises.decoding,
     promises.combining,
+    promises.transforms,
     promises.order,
     promises.refusals,
     promises.exported,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -84,6 +85,34 @@ def _answers(
         part, state = made.decode(*(x[:, :, now] for x in inputs), state, key_mask=mask[:, now])
         parts.append(part)
     return (out, *grads, *parts)
+@law("torch.func: jvp, jacfwd, vmap")
+def transforms(subject: Subject, device: str = "cpu") -> Finding:
+    """Derivatives forwards are those backwards, also many at once, and ``vmap`` over the batch is the batch."""
+    if subject.mechanism is None:
+        return unclaimed("not one of this library's mechanisms")
+    made, inputs, worst, at = subject.built(device=device), subject.draw(subject.length, device=device), 0.0, ""
+    for is_causal in subject.modes:
+
+        def call(*given: Tensor, is_causal: bool = is_causal) -> Tensor:
+            return subject.call(made, given, is_causal, None)
+
+        def scaled(factor: Tensor, call: Any = call) -> Tensor:
+            return call(*(factor * x for x in inputs))
+
+        with warnings.catch_warnings():  # of what torch imports, and of operations that it maps one by one
+            warnings.filterwarnings("ignore", message=".torch.jit|There is a performance drop")
+            out, tangent, *_ = torch.func.jvp(call, inputs, inputs)
+            probe = out.detach().cos()
+            pulled = torch.func.vjp(call, *inputs)[1](probe)
+            backwards = torch.stack([(x * g).sum() for x, g in zip(inputs, pulled, strict=True)]).sum()
+            apart = ((tangent * probe).sum() - backwards) / probe.square().sum()
+            sizes = {
+                "jvp": moved(out + apart, out),
+                "jacfwd": moved(torch.func.jacfwd(scaled)(inputs[0].new_ones(())), tangent),
+                "vmap": moved(torch.vmap(call)(*inputs), out),
+            }
+        at, worst = max([(at, worst), *sizes.items()], key=lambda pair: pair[1])
+    return judged(worst, rounding(subject.dtype), at)
 
 
 @law("states combine")

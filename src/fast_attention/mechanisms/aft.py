@@ -14,9 +14,10 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
 from fast_attention.ops.pools import bias_products, pool
 from fast_attention.ops.pools.pool import Pool, same_width
-from fast_attention.ops.pools.pool_passes import eager, everywhere
+from fast_attention.ops.pools.pool_passes import everywhere
 from fast_attention.ops.pools.prefix_pool import causal_rows
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 from fast_attention.ops.value import at_least
 
@@ -102,7 +103,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         """Outputs of the stretch, and the pool of all keys up to its end."""
         same_width(self, k, v)
         scores, both = pool.terms(k, v, key_mask)
-        if eager() and k.shape[-2] == 1:
+        if not traced() and k.shape[-2] == 1:
             took("one key added to the sums", "decoding token by token")
             row = Pool(scores, both) if state is None else pool.merged(state, Pool(scores, both))
             return q.sigmoid() * pool.mean(row.sums, v.shape[-1]), row

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.blocks import count, join, split
 from fast_attention.ops.scores.dense import softmax_attention
-from fast_attention.ops.scores.fused import open_attention
+from fast_attention.ops.scores.fused import fused_attention
 from fast_attention.ops.value import at_least
 from fast_attention.ops.windows.gathered import distinct, gathered_softmax, take
 
@@ -105,8 +105,7 @@ def _with_global_rows(
     ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
     rows = take(blocks, ids).flatten(-3, -2)
     mask = seen[..., None, :].expand(*rows.shape[:-1], length)
-    attend = open_attention if torch.compiler.is_exporting() else F.scaled_dot_product_attention
-    rows = attend(rows, k, v, mask, scale=scale).unflatten(-2, (-1, size))
+    rows = fused_attention(rows, k, v, mask, scale=scale).unflatten(-2, (-1, size))
     own = torch.arange(blocks.shape[-3], device=q.device)
     parts = split(out, size)
     for i in range(ids.shape[-1]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import catalogue
-from fast_attention.mechanism import Attention, Mechanism, Shape
+from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.ops.fusion import Fusion, fusing
 from fast_attention.ops.value import one_of
 
@@ -142,6 +142,17 @@ class Bound(nn.Module):
             raise self.mechanism.refuse("decoding", "memory")
         self._check((q, k, v))
         return self.mechanism.decode(q, k, v, self.w, state, key_mask=key_mask)
+
+    def __prepare_scriptable__(self) -> Bound:
+        """Called by ``torch.jit.script``, also for a model that holds this module.
+
+        Raises:
+            Unsupported: Always, naming what serves instead.
+        """
+        raise Unsupported(
+            f"{self.mechanism!r} cannot be read by torch.jit.script. What would work: torch.compile(model) "
+            "or torch.export.export(model, inputs)"
+        )
 
     def extra_repr(self) -> str:
         """The mechanism and its shape."""

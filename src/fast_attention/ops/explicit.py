@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fast_attention.ops.fusion import allowed, fused
 from fast_attention.ops.precision import Precision
+from fast_attention.ops.tracing import traced, wrapped
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -22,9 +23,9 @@ Tensors = tuple[Tensor | None, ...]
 class Explicit:
     """A fast forward and backward pass beside the plain differentiable form of the same function.
 
-    ``plain`` serves where tensors are traced (compile, export), where a function transform runs (``torch.func``), and
-    where the gradient is to be differentiated again; the other two serve everywhere else and may work in place on what
-    they made.
+    ``plain`` serves where tensors are traced (compile, export, ``make_fx``, fake tensors), where a function transform
+    or a derivative forwards runs (``torch.func``), and where the gradient is to be differentiated again; the other two
+    serve everywhere else and may work in place on what they made.
 
     Args:
         plain: ``(*tensors, **settings) -> outputs``, one tensor or a tuple, in operations that autograd follows.
@@ -45,7 +46,7 @@ class Explicit:
 
     def __call__(self, *tensors: Tensor | None, **settings: Any) -> Any:
         """The outputs, by whichever of the three forms serves. A tensor may be None; settings are no tensors."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if traced() or wrapped(tensors):
             return self.plain(*tensors, **settings)
         if self.fuses and allowed():
             return self._fused(*tensors, **settings)  # type: ignore[attr-defined]

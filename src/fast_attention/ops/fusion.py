@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 Fusion = Literal["off", "auto"]
@@ -45,7 +46,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # a dispatch mode (a counter, say) wants to see the operations, which a compiled function hides
-        if torch.compiler.is_compiling() or not allowed() or _get_current_dispatch_mode() is not None:
+        if traced() or not allowed() or _get_current_dispatch_mode() is not None:
             return function(*args, **kwargs)
         if name not in _broken:
             try:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fast_attention.ops.tracing import traced
+
 _HALF = (torch.float16, torch.bfloat16)
 
 _NOTHING = nullcontext()
@@ -88,7 +90,7 @@ def _without_autocast(results: Any, since: int) -> None:
 
     Autograd restores what a node's hook sets when the node is done.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if traced():
         return
     ahead, known = [x.grad_fn for x in _tensors(results)], set[Any]()
     while ahead:

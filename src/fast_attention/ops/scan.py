@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fast_attention.ops.blocks import join, split
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.tracing import traced
 
 FLOOR = (
     -1e30
@@ -36,7 +37,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it only chooses a unit, which cancels."""
     if _simple(x):
         return x.cummax(-2).values
-    if not torch.compiler.is_compiling() and x.device.type == "cpu":
+    if not traced() and x.device.type == "cpu":
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
     inside = cummax(split(x, BLOCK))
     before = _shifted(cummax(inside[..., -1, :]), FLOOR)

@@ -20,6 +20,7 @@ from fast_attention.ops.decay import decayed_sums, spread
 from fast_attention.ops.differences import sorted_passes
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.scan import prefix_sums
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 Sums = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +55,7 @@ def over_all(
 
 
 def _known(l: Tensor, x: Tensor, sums: Sums) -> bool:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if traced():
         return False
     if l.device.type != "cpu" or x.numel() == 0 or l.shape[:-2] != x.shape[:-2]:
         return False

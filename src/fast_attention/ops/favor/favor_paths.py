@@ -15,6 +15,7 @@ from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.random_features import bounded
 from fast_attention.ops.scratch import Scratch
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 SHORT = 64  # tokens: below, blocks cost more than they save
@@ -73,7 +74,7 @@ def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: Line
 
 def _against(lift: Lift, q: Tensor, k: Tensor, heads: Heads, *, is_causal: bool) -> str:
     """Why blocks would not do; empty where they do."""
-    if torch.compiler.is_compiling():
+    if traced():
         return "traced"
     if q.device.type != "cpu":
         return "not on a CPU"

@@ -12,6 +12,7 @@ from fast_attention.ops.linear.linear import LinearState, Sums
 from fast_attention.ops.linear.linear_blocks import protected
 from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Features, Logs
 from fast_attention.ops.maps.features import Identity
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 PAIRS = 64  # tokens up to which all pairs cost no more than a state
@@ -94,7 +95,7 @@ def advance(
 
 
 def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if torch.compiler.is_compiling():
+    if traced():
         return False
     same = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype == k.dtype == v.dtype
     return same and q.device.type == "cpu" and min(q.numel(), k.numel(), v.numel()) > 0
@@ -107,8 +108,7 @@ def _scaled(keys: Features | Logs) -> bool:
 
 def _features(phi: FeatureMap, x: Tensor) -> Features | Logs:
     """``phi.features(x)``, in place where no gradient is asked for."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or not isinstance(phi, Elementwise) or (x.requires_grad and torch.is_grad_enabled()):
+    if traced() or not isinstance(phi, Elementwise) or (x.requires_grad and torch.is_grad_enabled()):
         return phi.features(x)
     made = torch.empty_like(x)
     phi.fill(x, made, torch.empty_like(x))

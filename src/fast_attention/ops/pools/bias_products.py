@@ -15,9 +15,10 @@ from torch import Tensor
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools import biased, pool
-from fast_attention.ops.pools.pool_passes import eager, filled, pieces, unit
+from fast_attention.ops.pools.pool_passes import filled, pieces, unit
 from fast_attention.ops.pools.prefix_pool import lowest
 from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 ROWS = 256  # queries per product
@@ -137,7 +138,7 @@ def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, hole
 
     ``longest`` as in ``biased.full_causal``.
     """
-    if is_causal and eager() and not steady(k, bias, holes=holes):
+    if is_causal and not traced() and not steady(k, bias, holes=holes):
         took("triangles of products by halving", "causal, and keys or biases lie too far apart for one unit")
         return _plain(q, k, v, bias, is_causal=True, holes=holes, longest=longest)
     took("products of blocks of queries with all that they see", "every pair has a bias", rows=ROWS)

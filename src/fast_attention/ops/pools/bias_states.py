@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.ops.pools import biased, pool
-from fast_attention.ops.pools.pool_passes import eager
 from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 
@@ -52,7 +52,7 @@ def advanced(
     else:
         scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
         position = state.position
-    if eager() and length == 1:
+    if not traced() and length == 1:
         took("one token against its window", "decoding token by token", window=window)
         sums = one_row(band[..., :window], scores, both, strict=strict)
     else:

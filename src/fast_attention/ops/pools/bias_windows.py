@@ -15,10 +15,11 @@ from torch import Tensor
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.pools import biased, pool
 from fast_attention.ops.pools.bias_products import gated, ungated, unweighed, weighed
-from fast_attention.ops.pools.pool_passes import eager, pieces, unit
+from fast_attention.ops.pools.pool_passes import pieces, unit
 from fast_attention.ops.pools.prefix_pool import lowest
 from fast_attention.ops.pools.window_blocks import TOGETHER, Plan, Sheet, Weights, far, grouped
 from fast_attention.ops.scan import FLOOR
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 RANGE = 30.0  # keys may rise by this, and biases lie this far from 0: sums stay above exp(-60)
@@ -141,7 +142,7 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, 
     size = next((size for size in (16, 32) if reach <= size), 64)
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, holes)
     halving = "triangles of products by halving"
-    if not eager():
+    if traced():
         took(halving, "traced, or under a function transform: keys cannot be looked at", window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
     near = min(reach, max(length - 1, 0))

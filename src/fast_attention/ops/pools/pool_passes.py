@@ -25,11 +25,6 @@ def block_length(x: Tensor, multiple: int = 1) -> int:
     return max(1, ELEMENTS // (per_token * multiple)) * multiple
 
 
-def eager() -> bool:
-    """Whether numbers can be looked at: nothing is traced, and no function transform runs."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-
-
 def pieces(length: int, size: int) -> Iterator[slice]:
     """Stretches of at most ``size`` tokens."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

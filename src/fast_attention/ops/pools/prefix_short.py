@@ -10,7 +10,8 @@ from torch import Tensor
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.exponential import exp_
 from fast_attention.ops.pools.pool import gated_means
-from fast_attention.ops.pools.pool_passes import eager, unit
+from fast_attention.ops.pools.pool_passes import unit
+from fast_attention.ops.tracing import traced
 
 SHORT = 256  # tokens up to which fewer calls count more than sums side by side
 RANGE = 60.0  # the natural logarithm of the smallest sum that a unit may leave; float32 ends at 87
@@ -18,7 +19,7 @@ RANGE = 60.0  # the natural logarithm of the smallest sum that a unit may leave;
 
 def pays(k: Tensor) -> bool:
     """Whether the keys (..., S, D) are few, and the first of every channel lies within ``RANGE`` of the largest."""
-    if not 0 < k.shape[-2] <= SHORT or not k.numel() or not eager():
+    if not 0 < k.shape[-2] <= SHORT or not k.numel() or traced():
         return False
     return bool((k.detach().amax(-2) - k.detach()[..., 0, :]).amax() <= RANGE)
 

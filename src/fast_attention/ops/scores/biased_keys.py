@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from fast_attention.ops import masks
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.scores.fused import flash_backward, flash_forward, takes_flash
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 _LANES = 8  # the wider columns are a multiple of it
@@ -21,7 +22,7 @@ _LANES = 8  # the wider columns are a multiple of it
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not (q.is_cpu and q.ndim == 4):
+    if traced() or not (q.is_cpu and q.ndim == 4):
         return False
     if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
         return False

@@ -10,6 +10,7 @@ from fast_attention.ops import masks
 from fast_attention.ops.scores import rows
 from fast_attention.ops.scores.fused import fused_attention
 from fast_attention.ops.scores.scores import Scores
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 
@@ -56,6 +57,6 @@ def softmax_attention(
 
 def _needed(length: int, device: torch.device, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """Both keywords without those that hide nothing: a last query sees all keys, and a mask may be all True."""
-    if torch.compiler.is_compiling() or device.type != "cpu" or torch._C._are_functorch_transforms_active():
+    if traced() or device.type != "cpu":
         return is_causal, key_mask
     return is_causal and length != 1, None if key_mask is None or bool(key_mask.all()) else key_mask

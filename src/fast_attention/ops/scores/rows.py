@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.ops import masks
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.scores.scores import Scores, spread
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 WORTH = 1 << 16  # scores of one head from which blocks pay
@@ -59,7 +60,7 @@ def attend(
 
 def pays(v: Tensor, length: int, at_least: int = WORTH) -> bool:
     """Whether this is a device on which blocks are faster, and the scores of one head are ``at_least`` as many."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or v.device.type != "cpu":
+    if traced() or v.device.type != "cpu":
         return False
     return length * v.shape[-2] >= at_least
 

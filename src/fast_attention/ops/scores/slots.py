@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from fast_attention.ops import blocks, masks
 from fast_attention.ops.blocks import split, split_mask, stretch
 from fast_attention.ops.precision import in_float32
+from fast_attention.ops.scores.fused import fused_attention
 from fast_attention.ops.trail import took
 
 Slots = Int[Tensor, "*#batch2 rank size"]
@@ -134,7 +134,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Te
     why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
     took("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
     if count is None:
-        return scaled_dot_product_attention(q, keys, values)
+        return fused_attention(q, keys, values)
     # Finite even for empty slots: their values are zeros, so a query that sees nothing but them still gets zeros.
     bias = count.log().clamp_min(torch.finfo(q.dtype).min / 2)
-    return scaled_dot_product_attention(q, keys, values, attn_mask=bias.expand(*q.shape[:-1], keys.shape[-2]))
+    return fused_attention(q, keys, values, bias.expand(*q.shape[:-1], keys.shape[-2]))

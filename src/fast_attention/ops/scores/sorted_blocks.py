@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fast_attention.ops import masks
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.scores import sorted_tiles
+from fast_attention.ops.scores.fused import fused_attention, open_attention
 from fast_attention.ops.scores.transport import sort_blocks
 
 
@@ -36,10 +37,10 @@ def _plain(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_causal:
         if first == 0:  # nothing is before the first block
             mask = mask.expand(q.shape[-3], -1, -1).clone()
             mask[0, :, :size] = False
-    if q.is_cpu:  # reached where gradients are differentiated again, which the fused kernels cannot do
-        return masks.masked_softmax(q @ sides[0].mT * q.shape[-1] ** -0.5, mask) @ sides[1]
+    if torch.compiler.is_exporting():  # see blockwise_softmax
+        return open_attention(q, sides[0], sides[1], mask)
     keys, values = (x.flatten(0, -4) for x in sides)  # blocks stand where the fused kernels expect heads
-    return F.scaled_dot_product_attention(q.flatten(0, -4), keys, values, attn_mask=mask).unflatten(0, q.shape[:-3])
+    return fused_attention(q.flatten(0, -4), keys, values, mask).unflatten(0, q.shape[:-3])
 
 
 _tiled = Explicit(_plain, sorted_tiles.forward, sorted_tiles.backward)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import split, split_mask, stretch
 from fast_attention.ops.bounds import no_less
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 SMALLEST = 1e-12  # share of a row, above which balancing may multiply: all factors lie within float32's range then
@@ -53,7 +54,7 @@ def soft_permutation(
     0.02 after 5 rounds, 0.002 after 8). No round at all means one step over rows only: a softmax, in which a row
     depends on nothing but itself.
     """
-    if iterations > 0 and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+    if iterations > 0 and not traced():
         S = scores.softmax(-1)
         if bool(mask.all()) and bool((S.detach() > SMALLEST).all()):
             took("balancing by factors", "every block takes part, and no score is extreme", rounds=iterations)

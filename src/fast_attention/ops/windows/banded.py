@@ -11,7 +11,7 @@ from fast_attention.ops import masks
 from fast_attention.ops.blocks import count, fill, join
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.precision import in_float32
-from fast_attention.ops.scores.fused import open_attention
+from fast_attention.ops.scores.fused import fused_attention, open_attention
 from fast_attention.ops.trail import took
 from fast_attention.ops.windows import banded_tiles
 from fast_attention.ops.windows.banded_tiles import ROWS
@@ -91,8 +91,7 @@ def blockwise_softmax(
     if mask.ndim > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     q, k, v = (x.flatten(0, -4) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return out.unflatten(0, lead)
+    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale).unflatten(0, lead)
 
 
 def banded_softmax(

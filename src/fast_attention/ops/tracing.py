@@ -1,0 +1,48 @@
+"""Whether operations are simply run, or recorded or transformed on their way: then no fast path that looks at numbers
+or writes in place will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_ORDINARY = torch._C._disabled_torch_dispatch_impl
+
+
+def traced() -> bool:
+    """Under ``torch.compile``, ``torch.export``, ``torch.func``, ``make_fx``, ``FakeTensorMode`` or derivatives
+    forwards: numbers may be unknown, and operations must be such as can be differentiated or mapped.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_dispatch_mode(_FAKE) is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+    )
+
+
+def transformed() -> bool:
+    """Whether derivatives forwards, of derivatives, or of many functions at once are being taken.
+
+    torch's fused attention has none of these; one gradient it has.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    stack = get_interpreter_stack() or []
+    return len(stack) > 1 or any(transform.key() != TransformType.Grad for transform in stack)
+
+
+def wrapped(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of the tensors brings operations of its own (a fake or a distributed tensor, say)."""
+    return any(x is not None and type(x).__torch_dispatch__ is not _ORDINARY for x in tensors)  # type: ignore[attr-defined]

@@ -1,0 +1,110 @@
+"""Where operations are recorded or transformed, the plain forms run: make_fx, fake tensors, torch.jit, derivatives of
+derivatives. (The laws have torch.compile, torch.export and torch.func.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fast_attention import Attention, MultiheadAttention, TokenMixer, Unsupported, catalogue
+from tests.cases import bind, qkv, some_keys
+
+DEFAULTS: list[Any] = [catalogue.default(name) for name in catalogue.names()]
+FUSED = ["Softmax", "Linformer(rank=4)", "Local(window=4)", "Local(window=64)", "BigBird(block_size=4)", "SortCut"]
+# torch deprecates torch.jit and uses it: derivatives forwards import its own scripted decompositions.
+scripted = pytest.mark.filterwarnings("ignore:.torch.jit")
+
+
+def given(mechanism: Any, length: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    torch.manual_seed(length)
+    wide = (torch.randn(2, length, 16, dtype=dtype),)
+    return qkv(length, dtype=dtype) if isinstance(mechanism, Attention) else wide
+
+
+def modes(mechanism: Any) -> list[bool]:
+    return [False] + [True] * mechanism.traits.causal
+
+
+@pytest.mark.parametrize("mechanism", DEFAULTS, ids=repr)
+def test_fake_tensors_go_through_with_their_gradients(mechanism: Any) -> None:
+    bound, inputs = bind(mechanism, max_len=70), given(mechanism, 70)
+    for is_causal in modes(mechanism):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [mode.from_tensor(x).requires_grad_() for x in inputs]
+            out = bound(*fakes, is_causal=is_causal)
+            out.sum().backward()
+        assert out.shape == inputs[0].shape
+        assert all(x.grad is None or x.grad.shape == x.shape for x in fakes)
+
+
+@pytest.mark.parametrize("mechanism", DEFAULTS, ids=repr)
+def test_a_recorded_graph_serves_other_numbers(mechanism: Any) -> None:
+    bound, inputs = bind(mechanism, max_len=37), given(mechanism, 37)
+    others = tuple(3 * x.flip(-2) for x in inputs)
+    is_causal = mechanism.traits.causal
+    graph = make_fx(lambda *x: bound(*x, is_causal=is_causal))(*inputs)
+    expected = bound(*others, is_causal=is_causal)
+    torch.testing.assert_close(graph(*others), expected, rtol=1e-8, atol=1e-8)
+
+
+@scripted
+@pytest.mark.parametrize(
+    "model",
+    [bind("FavorPlus"), TokenMixer(16, 2, "Local"), torch.nn.Sequential(MultiheadAttention(16, 2, mechanism="LSH"))],
+    ids=["Bound", "TokenMixer", "in a model"],
+)
+def test_torch_jit_script_is_refused_with_what_would_work(model: Any) -> None:
+    with pytest.raises(Unsupported, match=r"cannot be read by torch.jit.script.*torch.compile\(model\)"):
+        torch.jit.script(model)
+
+
+@scripted
+@pytest.mark.parametrize("mechanism", DEFAULTS, ids=repr)
+def test_dual_numbers(mechanism: Any) -> None:
+    """Derivatives forwards without torch.func, where nothing says beforehand that they are wanted."""
+    bound, inputs = bind(mechanism, max_len=70), given(mechanism, 70)
+    for is_causal in modes(mechanism):
+        with forward_ad.dual_level():
+            out = bound(*(forward_ad.make_dual(x, x) for x in inputs), is_causal=is_causal)
+            tangent = forward_ad.unpack_dual(out).tangent
+        near, step = [], 1e-5
+        for sign in (1, -1):
+            near.append(bound(*((1 + sign * step) * x for x in inputs), is_causal=is_causal))
+        slope = (near[0] - near[1]) / (2 * step)
+        assert tangent is not None
+        torch.testing.assert_close(tangent, slope, rtol=1e-5, atol=1e-6 * float(slope.detach().abs().max()) + 1e-8)
+
+
+@pytest.mark.parametrize("way", ["float64", "autocast", "torch.func"])
+@pytest.mark.parametrize("mechanism", FUSED)
+def test_second_derivatives_through_the_fused_kernel(mechanism: str, way: str) -> None:
+    chosen: Any = catalogue.parse(mechanism)
+    dtype = torch.float32 if way == "autocast" else torch.float64
+    bound, one = bind(chosen, max_len=70, dtype=dtype), torch.ones((), dtype=dtype)
+    x, mask = given(chosen, 70, dtype), some_keys(2, 70) if chosen.traits.padding else None
+
+    def total(s: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return bound(*(s * part for part in x), key_mask=mask).to(dtype).square().mean()
+
+    def slope(s: Tensor) -> Tensor:
+        s = s.clone().requires_grad_()
+        return torch.autograd.grad(total(s), s)[0]
+
+    if way == "torch.func":
+        second = torch.func.grad(torch.func.grad(total))(one)
+    else:
+        factor = one.clone().requires_grad_()
+        (first,) = torch.autograd.grad(total(factor), factor, create_graph=True)
+        (second,) = torch.autograd.grad(first, factor)
+    step = 1e-5 if dtype == torch.float64 else 0.05
+    difference = (slope(one + step) - slope(one - step)) / (2 * step)
+    low = {"rtol": 0.15, "atol": 0.01} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-8}
+    torch.testing.assert_close(second, difference, **low)
