@@ -85,6 +85,8 @@ def _answers(
         part, state = made.decode(*(x[:, :, now] for x in inputs), state, key_mask=mask[:, now])
         parts.append(part)
     return (out, *grads, *parts)
+
+
 @law("torch.func: jvp, jacfwd, vmap")
 def transforms(subject: Subject, device: str = "cpu") -> Finding:
     """Derivatives forwards are those backwards, also many at once, and ``vmap`` over the batch is the batch."""

@@ -15,6 +15,7 @@ from fast_attention.ops.blocks import join, split
 from fast_attention.ops.linear.linear_state import LinearState, Sums, largest_is_one, prefixes, read
 from fast_attention.ops.maps.feature_map import Logs
 from fast_attention.ops.scan import FLOOR, cummax
+from fast_attention.ops.tracing import traced
 
 SLACK = 40.0  # how far above its unit a chunk's feature may be: sums of e^40 and their gradients are numbers in float32
 
@@ -48,8 +49,7 @@ def _chunks(a: Tensor, b: Tensor, v: Tensor, before: LinearState | None) -> Sums
 
 def _level(first: Tensor, last: Tensor) -> bool:
     """Whether the unit of a chunk's first key will do for all; no question where tensors are traced."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return not traced and not bool((last - first > SLACK).any())
+    return not traced() and not bool((last - first > SLACK).any())
 
 
 def _by_one_unit(a: Tensor, b: Tensor, v: Tensor, before: LinearState | None, level: Tensor) -> Sums:
