@@ -126,6 +126,26 @@ def test_leading_dimensions_are_free(device: torch.device) -> None:
         torch.testing.assert_close(bound(q[0], k[0], v[0]), out[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("mechanism", ATTENTIONS[: len(catalogue.names())], ids=repr)
+def test_other_heads_and_widths_than_declared_are_refused(mechanism: Any) -> None:
+    """Whether a mechanism reads queries or not; tokens before heads get a hint."""
+    bound, said = bind(mechanism), r"and this module was built for Shape\(heads=2, head_dim=8"
+    for heads in (1, 4):
+        with pytest.raises(ValueError, match=said):
+            bound(*qkv(6, heads=heads))
+    if mechanism.traits.reads != "v":
+        with pytest.raises(ValueError, match=said):
+            bound(*qkv(6, width=4))
+    with pytest.raises(ValueError, match=r"q has .*did you mean q.transpose\(1, 2\)\?"):
+        bound(*(x.transpose(1, 2) for x in qkv(6)))
+    if mechanism.needs_weights:
+        try:
+            out = mechanism(*qkv(6, heads=1), bound.w)
+        except (ValueError, RuntimeError, IndexError):
+            return
+        assert out.shape == (2, 1, 6, 8)
+
+
 def test_refusals_name_what_would_work() -> None:
     linformer, fnet = bind("Linformer"), bind("FNet")
     with pytest.raises(Unsupported, match=r"Linformer\(\) does not support is_causal=True.*What would work: \w+"):

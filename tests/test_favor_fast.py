@@ -122,8 +122,8 @@ def test_large_inputs_stay_finite(is_causal: bool) -> None:
 
 def test_garbage_in_masked_keys_is_inert() -> None:
     q, k, v = inputs(150)
-    mask, W = torch.rand(2, 1, 150) < 0.5, draw(2, M, D).double()
-    hidden = ~mask[..., None]
+    mask, W = torch.rand(2, 150) < 0.5, draw(2, M, D).double()
+    hidden = ~mask[:, None, :, None]
     for is_causal in (False, True):
         results = []
         for fill in (0.0, 1e30):

@@ -56,9 +56,9 @@ def test_sums_equal_all_pairs(distance: str, is_causal: bool, device: torch.devi
         _, k, v = qkv(n, width=3, batch=2, device=device)
         for keys in (k, k[..., :1], k.round()):  # rounded: many ties
             for mask in (None, some_keys(2, n, device)):
-                seen = None if mask is None else mask[:, None]
-                ours = function(keys, v, is_causal=is_causal, key_mask=seen)
-                exact = pairs(PositiveSoftplus().log(keys), v, weight, is_causal=is_causal, key_mask=mask)
+                ours = function(keys, v, is_causal=is_causal, key_mask=mask)
+                entered = keys if mask is None else keys.masked_fill(~mask[:, None, :, None], 0.0)
+                exact = pairs(PositiveSoftplus().log(entered), v, weight, is_causal=is_causal, key_mask=mask)
                 torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-10)
 
 
@@ -131,10 +131,10 @@ def test_whole_vectors(is_causal: bool) -> None:
     """1.5: one weight for all values, ``W_ij = sum_a |l_ja - l_ia|``; keys and values of different widths."""
     _, k, v = qkv(29, width=5)
     mask = some_keys(2, 29)
-    l = PositiveSoftplus().log(k)
+    l = PositiveSoftplus().log(k.masked_fill(~mask[:, None, :, None], 0.0))
     W = (l.unsqueeze(-3) - l.unsqueeze(-2)).abs().sum(-1) * mask[:, None, None, :]
     W = W.tril() if is_causal else W
-    ours = vector_manhattan(k, v[..., :3], is_causal=is_causal, key_mask=mask[:, None])
+    ours = vector_manhattan(k, v[..., :3], is_causal=is_causal, key_mask=mask)
     torch.testing.assert_close(ours, W @ v[..., :3], rtol=1e-11, atol=1e-11)
 
 

@@ -194,7 +194,7 @@ def test_blocks_of_queries_are_the_whole(
         for is_causal in (False, True):
             seen = None if mask is None else mask[:, None]
             ours = rows.attend(v, scores, is_causal=is_causal, key_mask=seen)
-            theirs = synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=seen)
+            theirs = synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=mask)
             close(ours, theirs, 1e-10)
             grads = [torch.autograd.grad(y, inputs, slope) for y in (ours, theirs)]
             for a, b in zip(*grads, strict=True):
@@ -216,8 +216,7 @@ def test_long_sequences_are_the_definition(mechanism: Any, device: torch.device)
         what = "torch's fused kernel" if fused else "softmax in blocks of queries"
         assert device.type != "cpu" or [step.what for step in steps] == [what]
         scores = mechanism.scores(q, k, bound.w, first=0, keys=length).whole(length)
-        seen = None if mask is None else mask[:, None]
-        theirs = synthesizer_attention(v, scores, is_causal=is_causal, key_mask=seen)
+        theirs = synthesizer_attention(v, scores, is_causal=is_causal, key_mask=mask)
         close(ours, theirs, 1e-10)
         grads = [torch.autograd.grad(y.square().sum(), wanted, allow_unused=True) for y in (ours, theirs)]
         for a, b in zip(*grads, strict=True):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from fast_attention.ops import masks
 
+Function = TypeVar("Function", bound=Callable[..., Tensor])
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -110,3 +116,37 @@ def without_hidden(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) ->
         return k, v, None
     mask = key_mask[..., None, :]
     return masks.drop(k, mask) if "k" in reads else k, masks.drop(v, mask), mask
+
+
+def made(out: Tensor, q: Tensor, v: Tensor, mechanism: object) -> Tensor:
+    """``out``, which is (..., H, L, Ev) unless the weights are for other heads; then a ``ValueError``."""
+    if out.shape != (*q.shape[:-1], v.shape[-1]):
+        raise ValueError(f"{mechanism!r} has weights for other heads than the {q.shape[-3]} of q {tuple(q.shape)}")
+    return out
+
+
+def checked(function: Function) -> Function:
+    """A pure function of q, k, v or of x as the public calls it: through the same checks as a mechanism.
+
+    Its ``key_mask`` is (..., S) and checked, what it hides is not computed with, and empty inputs give zeros.
+    """
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | options
+        inputs = {name: given[name] for name in ("q", "k", "v", "x") if name in given}
+        if len(inputs) == len({"q", "k", "v", "x"} & set(names)):  # else the function says what is missing
+            tensors(**inputs)
+            last = inputs["v" if "v" in inputs else "x"]
+            if empty(*inputs.values()) and "scores" not in names:
+                return zeros((*inputs.get("q", last).shape[:-1], last.shape[-1]), *inputs.values())
+            given, mask = given | inputs, given.get("key_mask")
+            if mask is not None:
+                key_mask(mask, tuple(last.shape[: -3 if "v" in inputs else -2]), last)
+                mask = mask[..., None, :] if "v" in inputs and last.ndim > 2 else mask
+                shown = {name: masks.drop(x, mask) for name, x in inputs.items() if name != "q"}
+                given = given | shown | {"key_mask": mask}
+        return function(**given)
+
+    return called  # type: ignore[return-value]

@@ -8,41 +8,65 @@ from typing import Any
 from torch import Tensor, nn
 
 from fast_attention import catalogue
+from fast_attention.checks import checked
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
-from fast_attention.mechanisms.aft import aft_full as aft_full
-from fast_attention.mechanisms.aft import aft_simple as aft_simple
-from fast_attention.mechanisms.aft_local import aft_local as aft_local
-from fast_attention.mechanisms.aft_local import conv_band as conv_band
-from fast_attention.mechanisms.bigbird import bigbird_attention as bigbird_attention
-from fast_attention.mechanisms.favor import favor_attention as favor_attention
-from fast_attention.mechanisms.favor_plus import favor_plus_attention as favor_plus_attention
-from fast_attention.mechanisms.favor_plus import generalised_attention as generalised_attention
-from fast_attention.mechanisms.favor_plus_plus import favor_plus_plus_attention as favor_plus_plus_attention
-from fast_attention.mechanisms.favor_plus_plus import optimal_damping as optimal_damping
-from fast_attention.mechanisms.fnet import fourier_mix as fourier_mix
-from fast_attention.mechanisms.gmlp import gated_mlp as gated_mlp
-from fast_attention.mechanisms.linear import linear_attention as linear_attention
-from fast_attention.mechanisms.local import block_local_attention as block_local_attention
-from fast_attention.mechanisms.local import local_attention as local_attention
-from fast_attention.mechanisms.log import log_attention as log_attention
-from fast_attention.mechanisms.lsh import lsh_attention as lsh_attention
-from fast_attention.mechanisms.manhattan import manhattan_attention as manhattan_attention
-from fast_attention.mechanisms.mlp_mixer import token_mlp as token_mlp
-from fast_attention.mechanisms.relu import relu_attention as relu_attention
-from fast_attention.mechanisms.sinkhorn import sinkhorn_attention as sinkhorn_attention
-from fast_attention.mechanisms.sinkhorn import sortcut_attention as sortcut_attention
-from fast_attention.mechanisms.softmax import softmax_attention as softmax_attention
+from fast_attention.mechanisms import (
+    aft,
+    bigbird,
+    favor,
+    favor_plus,
+    favor_plus_plus,
+    fnet,
+    gmlp,
+    linear,
+    local,
+    log,
+    lsh,
+    manhattan,
+    mlp_mixer,
+    relu,
+    sinkhorn,
+    softmax,
+)
+from fast_attention.mechanisms import aft_local as aft_window
 from fast_attention.ops import heads
-from fast_attention.ops.differences.manhattan import absolute_manhattan as absolute_manhattan
-from fast_attention.ops.differences.manhattan import laplacian_manhattan as laplacian_manhattan
-from fast_attention.ops.differences.manhattan import signed_manhattan as signed_manhattan
-from fast_attention.ops.differences.manhattan import vector_manhattan as vector_manhattan
+from fast_attention.ops.differences import manhattan as differences
 from fast_attention.ops.fusion import Fusion, fusing
 from fast_attention.ops.precision import rebuild
-from fast_attention.ops.scores.slots import convolved_attention as convolved_attention
-from fast_attention.ops.scores.slots import linformer_attention as linformer_attention
-from fast_attention.ops.scores.slots import pooled_attention as pooled_attention
-from fast_attention.ops.scores.synthesis import synthesizer_attention as synthesizer_attention
+from fast_attention.ops.scores import slots, synthesis
+
+# Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere.
+aft_full = checked(aft.aft_full)
+aft_simple = checked(aft.aft_simple)
+aft_local = checked(aft_window.aft_local)
+conv_band = aft_window.conv_band
+bigbird_attention = checked(bigbird.bigbird_attention)
+favor_attention = checked(favor.favor_attention)
+favor_plus_attention = checked(favor_plus.favor_plus_attention)
+generalised_attention = checked(favor_plus.generalised_attention)
+favor_plus_plus_attention = checked(favor_plus_plus.favor_plus_plus_attention)
+optimal_damping = favor_plus_plus.optimal_damping
+fourier_mix = checked(fnet.fourier_mix)
+gated_mlp = checked(gmlp.gated_mlp)
+linear_attention = checked(linear.linear_attention)
+block_local_attention = checked(local.block_local_attention)
+local_attention = checked(local.local_attention)
+log_attention = checked(log.log_attention)
+lsh_attention = checked(lsh.lsh_attention)
+manhattan_attention = checked(manhattan.manhattan_attention)
+token_mlp = checked(mlp_mixer.token_mlp)
+relu_attention = checked(relu.relu_attention)
+sinkhorn_attention = checked(sinkhorn.sinkhorn_attention)
+sortcut_attention = checked(sinkhorn.sortcut_attention)
+softmax_attention = checked(softmax.softmax_attention)
+absolute_manhattan = checked(differences.absolute_manhattan)
+laplacian_manhattan = checked(differences.laplacian_manhattan)
+signed_manhattan = checked(differences.signed_manhattan)
+vector_manhattan = checked(differences.vector_manhattan)
+convolved_attention = checked(slots.convolved_attention)
+linformer_attention = checked(slots.linformer_attention)
+pooled_attention = checked(slots.pooled_attention)
+synthesizer_attention = checked(synthesis.synthesizer_attention)
 
 
 def attention(

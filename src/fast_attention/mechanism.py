@@ -154,10 +154,12 @@ class Attention(Mechanism[W, S]):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
         if plain or not isinstance(self, MaskedAttention):
-            return self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
-        return self.attend_masked(
-            q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
-        )
+            out = self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
+        else:
+            out = self.attend_masked(
+                q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
+            )
+        return checks.made(out, q, v, self)
 
     def decode(
         self,
@@ -196,7 +198,7 @@ class Attention(Mechanism[W, S]):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), after._replace(held=held)
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
         out, held = self.advance(q, k, v, weights, held, key_mask=mask)
-        return out, after._replace(held=held)
+        return checks.made(out, q, v, self), after._replace(held=held)
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state after a stretch of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.

@@ -16,6 +16,8 @@ def manhattan(
     tokens = len(k)
     if m.key_dim == 1:
         k = k.mean(1, keepdim=True)
+    if key_mask is not None:  # a key is its own token's reference too: a masked token enters with a key of zeros
+        k = torch.where(key_mask[:, None], k, torch.zeros_like(k))
     h = positive(m, k)
     l = torch.log(h)
     rows = []

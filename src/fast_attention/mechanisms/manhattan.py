@@ -55,7 +55,7 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
     Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
     what you get: the signed weights sum to zero around the mean key, so that the relative term depends on the token
     only through ``log k_i`` times the mean value; for centred values it is one vector for all tokens. Keys are as wide
-    as the values, or 1 wide.
+    as the values, or 1 wide. A masked token's own row is that of a key of zeros.
 
     Args:
         distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, which

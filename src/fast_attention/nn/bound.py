@@ -163,11 +163,23 @@ class Bound(nn.Module):
         if len(inputs) != wanted:
             raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
         if wanted == 3:
-            got = (first.shape[-3] if first.ndim > 2 else None, first.shape[-1])
-            if got != (shape.heads, shape.head_dim) and self.mechanism.traits.reads in ("qkv", "qv"):
-                raise ValueError(f"q has (heads, width) {got} and this module was built for {shape}")
-        elif first.shape[-1] != shape.width:
+            self._check_heads(inputs)
+        elif isinstance(first, Tensor) and first.ndim > 1 and first.shape[-1] != shape.width:
             raise ValueError(f"x has width {first.shape[-1]} and this module was built for {shape.width} ({shape})")
+
+    def _check_heads(self, inputs: tuple[Tensor, ...]) -> None:
+        """Heads of all three, and the width of what is read to find the keys, must be those of the weights."""
+        heads, width, reads = self.shape.heads, self.shape.head_dim, self.mechanism.traits.reads
+        for name, x in zip("qkv", inputs, strict=True):
+            if not isinstance(x, Tensor) or x.ndim < 3:
+                continue  # the gate says what is wrong
+            got = (x.shape[-3], x.shape[-1] if name in reads and name != "v" else width)
+            if got != (heads, width):
+                turned = x.shape[-2] == heads and x.shape[-3] != heads
+                raise ValueError(
+                    f"{name} has (heads, width) {(x.shape[-3], x.shape[-1])} and this module was built for {self.shape}"
+                    + (f": its shape is {tuple(x.shape)}, did you mean {name}.transpose(1, 2)?" if turned else "")
+                )
 
 
 def _leaves(weights: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

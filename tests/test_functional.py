@@ -1,0 +1,113 @@
+"""The pure functions as the public calls them: one shape of key mask, the same checks as a mechanism's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import Bound, Shape, functional
+from fast_attention.ops.maps.features import Relu
+from tests.cases import qkv
+
+WEIGHTS = {
+    "aft_full": lambda: (torch.randn(9, 9),),
+    "aft_local": lambda: (torch.randn(2, 9, 5),),
+    "bigbird_attention": lambda: _of("BigBird"),
+    "favor_attention": lambda: _of("Favor"),
+    "favor_plus_attention": lambda: _of("FavorPlus"),
+    "generalised_attention": lambda: _of("FavorPlus"),
+    "favor_plus_plus_attention": lambda: _of("FavorPlusPlus"),
+    "lsh_attention": lambda: _of("LSH(num_buckets=2, bucket_size=4)"),
+    "sinkhorn_attention": lambda: _of("Sinkhorn(block_size=4)"),
+    "sortcut_attention": lambda: _of("SortCut(block_size=4)"),
+    "convolved_attention": lambda: (torch.randn(2, 2), torch.randn(2, 2)),
+    "linformer_attention": lambda: (torch.randn(2, 4, 9), torch.randn(2, 4, 9)),
+    "gated_mlp": lambda: (_of("GMLP", whole=True),),
+    "token_mlp": lambda: (_of("MLPMixer", whole=True),),
+    "fourier_mix": lambda: (),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sinkhorn_attention": {"block_size": 4},
+    "sortcut_attention": {"block_size": 4, "budget": 2},
+    "lsh_attention": {"num_buckets": 2, "bucket_size": 4},
+    "bigbird_attention": {"block_size": 2},
+    "pooled_attention": {"rank": 3},
+    "generalised_attention": {"kernel": Relu()},
+}
+TENSORS = ("q", "k", "v", "x")
+NAMES = [
+    name for name, f in vars(functional).items()
+    if inspect.isfunction(f) and f.__module__ != "fast_attention.functional"
+    and {"v", "x"} & set(inspect.signature(f).parameters) and name != "synthesizer_attention"
+]  # fmt: skip
+MASKED = [name for name in NAMES if "key_mask" in inspect.signature(vars(functional)[name]).parameters]
+
+
+def _of(name: str, *, whole: bool = False) -> Any:
+    bound = Bound(name, Shape(2, 8, 9))
+    return bound.w if whole else tuple(bound.w)
+
+
+def _called(name: str, length: int = 9, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """The function, and what to call it with."""
+    torch.manual_seed(0)
+    function = vars(functional)[name]
+    names = list(inspect.signature(function).parameters)
+    q, k, v = qkv(9, dtype=torch.float32)
+    given = {"q": q, "k": k, "v": v, "x": torch.randn(2, 9, 16)}
+    taken = {key: given[key][..., :length, :] for key in names if key in given}
+    rest = [key for key in names if key not in taken]
+    weights = dict(zip(rest, WEIGHTS.get(name, tuple)(), strict=False))
+    return function, {**taken, **weights, **SETTINGS.get(name, {}), **changes}
+
+
+def test_all_are_here() -> None:
+    assert len(NAMES) > 25, NAMES
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_key_mask_has_one_flag_per_key_and_no_head_axis(name: str) -> None:
+    """As ``attention``'s; with as many sequences as heads, (B, 1, S) would mask heads."""
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 5:] = mask[1, 2] = False
+    function, given = _called(name, key_mask=mask)
+    out = function(**given)
+    alone = {key: x[1:] if key in TENSORS else x for key, x in given.items()}
+    torch.testing.assert_close(function(**{**alone, "key_mask": mask[1:]}), out[1:], rtol=1e-4, atol=1e-5)
+    for wrong in (mask[:, None], mask[:, :8], mask.expand(2, 2, 9)):
+        with pytest.raises(ValueError, match="one flag per key, no head axis"):
+            function(**{**given, "key_mask": wrong})
+    with pytest.raises(ValueError, match="must be boolean"):
+        function(**{**given, "key_mask": mask.float()})
+    hidden = ~(mask[..., None] if "x" in given else mask[:, None, :, None])
+    poisoned = {key: given[key].masked_fill(hidden, float("nan")) for key in given if key in ("k", "v", "x")}
+    assert torch.equal(function(**{**given, **poisoned}), out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_numbers_and_other_arrays_are_refused(name: str) -> None:
+    function, given = _called(name)
+    first = next(key for key in given if key in TENSORS)
+    with pytest.raises(ValueError, match=rf"{first} is torch.int64: give float32"):
+        function(**{**given, first: given[first].long()})
+    with pytest.raises(TypeError, match=rf"{first} must be a torch.Tensor; got ndarray"):
+        function(**{**given, first: given[first].numpy()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tokens_give_no_rows(name: str) -> None:
+    function, given = _called(name, length=0)
+    out = function(**given)
+    assert out.shape[-2] == 0
+    assert out.shape[:-2] == given["x" if "x" in given else "v"].shape[:-2]
+
+
+def test_they_compile() -> None:
+    q, k, v = qkv(9)
+    mask = torch.arange(9) < torch.tensor([[5], [9]])
+    for function in (functional.linear_attention, functional.aft_simple):
+        made = torch.compile(function, fullgraph=True, backend="eager")
+        torch.testing.assert_close(made(q, k, v, key_mask=mask), function(q, k, v, key_mask=mask))
