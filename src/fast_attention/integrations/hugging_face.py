@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fast_attention import catalogue
-from fast_attention.integrations import attention, calls, weights
+from fast_attention.integrations import attention, calls, probing, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
-from fast_attention.integrations.report import Layer, chosen, no_queries, nothing, undropped
+from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries, nothing, undropped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.softmax import Softmax
 from fast_attention.nn.bound import Bound
 from fast_attention.ops.trail import followed
 
-PROBE = 8  # tokens
 BEFORE = "_fast_attention_before"  # the implementation that the model had
 SPELT = "fast_attention:"  # before a mechanism's spelling, in set_attn_implementation
 
 
-def swap(model: PreTrainedModel, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
+def swap(
+    model: PreTrainedModel, wanted: Any, max_len: int | None, probe: dict[str, Any] | None = None
+) -> tuple[Layer, ...]:
     """Replace the attention of every layer that ``wanted`` names; the model is unchanged if that fails.
 
     Raises:
         Unsupported: The model does not call its attention through transformers' interface, or no layer can be swapped.
+        ValueError: The model does not take the inputs of ``probe``.
     """
     _check(model)
     swap_back(model)
     before = str(model.config._attn_implementation)
+    _own_config(model)
     try:
         model.set_attn_implementation(NAME)
-        found = _found(model)
+        forward, found = probing.found(model, probe)
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in found.items()]
         if not any(layer.replaced for layer, _ in layers):
             raise Unsupported(nothing(model, [layer for layer, _ in layers]))
-        for layer, bound in layers:
+        missed = [_missed(name, *sizes) for name, sizes in probing.uncalled(model, found).items()]
+        for layer, bound in (*layers, *missed):
             _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
-        done = _probed(model, [layer for layer, _ in layers])
+        done = (*_probed(model, [layer for layer, _ in layers], forward), *(layer for layer, _ in missed))
     except BaseException:
         _remove(model)
         model.set_attn_implementation(before)
@@ -91,25 +93,30 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
-def _found(model: PreTrainedModel) -> dict[str, Call]:
-    """Every attention module that a probe forward calls, by name, in order."""
-    names = {part: name for name, part in model.named_modules()}
-    with attention.recorded() as asked:
-        _forward(model)
-    found = {names[call.module]: call for call in asked}
-    if not found:
-        raise Unsupported(
-            f"{type(model).__name__} called no attention in a probe forward: it has none ({model.config.model_type}), "
-            "and nothing was swapped"
-        )
-    return found
+def _own_config(model: PreTrainedModel) -> None:
+    """A config that no other model shares, which would be told to call mechanisms that it has not."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(part, name, copies[id(value)])
+
+
+def _missed(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound]:
+    """A layer that the probe did not call, with exact attention for those that will."""
+    like = next(module.parameters())
+    bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=like.device, dtype=like.dtype)
+    why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
+    causal = bool(getattr(module, "is_causal", False))
+    return Layer(name, type(module).__name__, heads, head_dim, causal, "Softmax()", why, replaced=False), bound
 
 
 def _plan(
     name: str, call: Call, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
 ) -> tuple[Layer, Bound]:
     """What a layer will run: the mechanism, or exact attention where that cannot serve, with the reason."""
-    reason = "no pattern names it" if mechanism is None else _obstacle(mechanism, call)
+    reason = UNNAMED if mechanism is None else _obstacle(mechanism, call)
     runs: Any = Softmax() if mechanism is None or reason else mechanism
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if runs.traits.bounded else 0)
@@ -208,7 +215,7 @@ def _remove(model: nn.Module) -> None:
         del model.get_submodule(name)._modules[CHILD]
 
 
-def _probed(model: PreTrainedModel, layers: list[Layer]) -> tuple[Layer, ...]:
+def _probed(model: PreTrainedModel, layers: list[Layer], forward: Callable[[], None]) -> tuple[Layer, ...]:
     """The layers with the path that each took in a forward pass, in which every one was really called."""
     paths: dict[str, str] = {}
     with followed() as steps:
@@ -224,7 +231,7 @@ def _probed(model: PreTrainedModel, layers: list[Layer]) -> tuple[Layer, ...]:
 
         handles = [handle for name, part in layers_of(model).items() for handle in watch(name, part)]
         try:
-            _forward(model)
+            forward()
         finally:
             for handle in handles:
                 handle.remove()
@@ -232,44 +239,6 @@ def _probed(model: PreTrainedModel, layers: list[Layer]) -> tuple[Layer, ...]:
     if silent:
         raise Unsupported(f"after the swap these layers were not called: {', '.join(silent)}")
     return tuple(replace(layer, path=paths[layer.name]) for layer in layers)
-
-
-@torch.no_grad()
-def _forward(model: PreTrainedModel) -> None:
-    """A small forward pass in evaluation mode, random generators left as they were."""
-    with _evaluating(model), torch.random.fork_rng(devices=[]):
-        model(**probe_inputs(model))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
-
-
-def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """Small inputs of the kind that a model takes: token numbers, or pixels."""
-    device, config = model.device, model.config
-    known = inspect.signature(model.forward).parameters
-    given: dict[str, Tensor] = {}
-    if model.main_input_name == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
-        given["pixel_values"] = torch.zeros(2, config.num_channels, *size, device=device, dtype=model.dtype)
-    elif model.main_input_name == "input_ids":
-        usual = [i for i in range(4, 4 + PROBE) if i < config.get_text_config().vocab_size] or [0]
-        given["input_ids"] = torch.tensor([(usual * PROBE)[:PROBE]] * 2, device=device)
-        if config.is_encoder_decoder and "decoder_input_ids" in known:
-            given["decoder_input_ids"] = given["input_ids"][:, : PROBE - 2]
-    else:
-        raise Unsupported(
-            f"{type(model).__name__} reads {model.main_input_name}, and a probe is made of token numbers or pixels"
-        )
-    return {**given, **({"use_cache": False} if "use_cache" in known else {})}
 
 
 def register() -> None:
@@ -284,7 +253,7 @@ def register() -> None:
 
     def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **settings: Any) -> None:
         if isinstance(attn_implementation, str) and attn_implementation.startswith(SPELT):
-            swap(self, catalogue.parse(attn_implementation.removeprefix(SPELT)), None)
+            swapping.swap(self, attn_implementation.removeprefix(SPELT))
             return
         if attn_implementation != NAME:
             saved = self.__dict__.pop(BEFORE, None)

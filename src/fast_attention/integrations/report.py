@@ -13,6 +13,9 @@ from fast_attention.integrations.costs import Cost, Expected, pair
 from fast_attention.mechanism import Mechanism
 from fast_attention.nn.bound import Bound
 
+UNNAMED = "no pattern names it"  # why a layer stays for which nothing was asked
+MANY = 6  # layers that an error lists
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -120,7 +123,14 @@ def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:
 def nothing(model: nn.Module, layers: Sequence[Layer]) -> str:
     """What to say where no layer of a model was swapped."""
     reasons = dict.fromkeys(layer.why for layer in layers)
-    return f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}"
+    names = f"; {listed(layers)}" if UNNAMED in reasons else ""
+    return f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}{names}"
+
+
+def listed(layers: Sequence[Layer]) -> str:
+    """The layers that a pattern can name, so that the right one can be written."""
+    more = f" and {len(layers) - MANY} more" if len(layers) > MANY else ""
+    return f"there are {', '.join(layer.name for layer in layers[:MANY])}{more}"
 
 
 def no_queries(mechanism: object) -> str:

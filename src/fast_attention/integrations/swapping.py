@@ -5,31 +5,38 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from fast_attention import catalogue
 from fast_attention.integrations import timm, torch_nn
-from fast_attention.integrations.report import Layer, Report
+from fast_attention.integrations.randomness import kept
+from fast_attention.integrations.report import Layer, Report, listed
 from fast_attention.mechanism import Mechanism, Unsupported
 
 Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
 
-def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> Report:
+def swap(
+    model: nn.Module, mechanism: Wanted, *, max_len: int | None = None, probe: dict[str, Any] | None = None
+) -> Report:
     """Replace the attention of a model, in place: a Hugging Face model, ``nn.Transformer`` and its layers, any model
     with an ``nn.MultiheadAttention`` in it, or one of timm's vision transformers.
 
     The projections stay, with their weights; a mechanism's own weights are drawn here and belong to the model from then
     on. Afterwards a small forward pass has called every layer. A layer that the mechanism cannot serve keeps exact
-    attention, and the report says why.
+    attention, and the report says why. Draws come from torch's generators as they stand, and these are left as they
+    were: for other draws, seed anew by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
 
     Args:
         model: The model, or a module that holds some.
         mechanism: For all layers; or by patterns of layer names such as ``{"*layer.[0-3].*": "Local(window=64)"}``, of
             which the first that fits decides and layers that none fits stay exact.
         max_len: The longest sequence, for mechanisms with ``traits.bounded``; a Hugging Face model's own if not given.
+        probe: Small inputs for the forward pass, by name, where a Hugging Face model is of a kind for which none are
+            known (the error says so), or has layers that the known ones do not reach (the report does).
 
     Returns:
         What was done: print it.
@@ -37,7 +44,8 @@ def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> 
     Raises:
         Unsupported: Nothing can be swapped. The message says what was found and what would work. The model then has
             exact attention, also where an earlier swap had put something else.
-        ValueError: ``mechanism`` names none, or a mechanism needs ``max_len``.
+        ValueError: ``mechanism`` names none, a pattern fits no layer, the model does not take ``probe``, or a mechanism
+            needs ``max_len``.
     """
     parsed: Any = mechanism
     if isinstance(mechanism, dict):
@@ -46,25 +54,28 @@ def swap(model: nn.Module, mechanism: Wanted, *, max_len: int | None = None) -> 
         parsed = catalogue.parse(mechanism)
     swap_back(model)
     try:
-        return _swapped(model, parsed, max_len)
+        with kept(model):
+            return _swapped(model, parsed, max_len, probe)
     except BaseException:
         swap_back(model)
         raise
 
 
-def _swapped(model: nn.Module, parsed: Any, max_len: int | None) -> Report:
+def _swapped(model: nn.Module, parsed: Any, max_len: int | None, probe: dict[str, Any] | None) -> Report:
     """Hugging Face models first, then torch's and timm's modules wherever they are."""
     layers: list[Layer] = []
     refused: list[str] = []
+    known: list[str] = []  # names that a pattern may fit: a Hugging Face model's layers have their names in it
     for name, part in pretrained(model).items():
         from fast_attention.integrations import hugging_face
 
         try:
-            found = hugging_face.swap(part, parsed, max_len)
+            found = hugging_face.swap(part, parsed, max_len, probe)
         except Unsupported as error:
             refused.append(str(error))
         else:
             layers += [_renamed(layer, name) for layer in found]
+            known += [layer.name for layer in found]
     for library in (torch_nn, timm):
         try:
             layers += library.swap(model, parsed, max_len)
@@ -72,6 +83,9 @@ def _swapped(model: nn.Module, parsed: Any, max_len: int | None) -> Report:
             refused.append(str(error))
     if not any(layer.replaced for layer in layers):
         raise Unsupported(refused[0] if refused else _nothing(model))
+    for pattern in parsed if isinstance(parsed, dict) else ():
+        if not any(fnmatchcase(name, pattern) for name in known + [layer.name for layer in layers]):
+            raise ValueError(f"the pattern {pattern!r} fits no attention layer; {listed(layers)}")
     return Report(model, tuple(layers), tuple(refused))
 
 
@@ -106,7 +120,8 @@ def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None
     """
     from fast_attention.integrations import saving
 
-    return saving.from_pretrained(folder, architecture=architecture, **settings)
+    with kept():
+        return saving.from_pretrained(folder, architecture=architecture, **settings)
 
 
 def pretrained(model: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.integrations.modules import exchange, put
-from fast_attention.integrations.report import Layer, no_queries, undropped
+from fast_attention.integrations.report import UNNAMED, Layer, no_queries, undropped
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 
@@ -109,7 +109,7 @@ def _plan(
     library = sys.modules.get("timm.models.vision_transformer")
     plain = library is not None and type(module) is library.Attention
     width = module.head_dim if plain else 0
-    reason = "no pattern names it" if mechanism is None else ""
+    reason = UNNAMED if mechanism is None else ""
     if mechanism is not None and not isinstance(mechanism, Attention):
         reason = no_queries(mechanism)
     elif not plain:

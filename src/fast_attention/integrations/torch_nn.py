@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fast_attention.integrations.modules import exchange, put
-from fast_attention.integrations.report import Layer, no_queries, undropped
+from fast_attention.integrations.report import UNNAMED, Layer, no_queries, undropped
 from fast_attention.mechanism import Attention, Mechanism
 from fast_attention.nn.multihead import MultiheadAttention
 
@@ -53,7 +53,7 @@ def _plan(
 ) -> tuple[Layer, MultiheadAttention | None]:
     """What a layer will run, and the module for it; None where it stays."""
     head_dim = module.embed_dim // module.num_heads
-    reason = "no pattern names it" if mechanism is None else _obstacle(name, module, mechanism, model)
+    reason = UNNAMED if mechanism is None else _obstacle(name, module, mechanism, model)
     kind = type(module).__name__
     if mechanism is None or reason:
         return Layer(name, kind, module.num_heads, head_dim, False, "Softmax()", reason, replaced=False), None

@@ -83,7 +83,7 @@ def _own(model: Model) -> OpenModel:
 
 
 def _hugging_face(model: Any) -> OpenModel:
-    from fast_attention.integrations.hugging_face import probe_inputs
+    from fast_attention.integrations.probing import probe_inputs
 
     probe = {name: x for name, x in probe_inputs(model).items() if isinstance(x, Tensor)}
     batch, known = _batch(), inspect.signature(model.forward).parameters
