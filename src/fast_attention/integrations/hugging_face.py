@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fast_attention import catalogue
-from fast_attention.integrations import attention, calls, probing, weights
+from fast_attention.integrations import attention, calls, probing, swapping, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries, nothing, undropped
 from fast_attention.integrations.saving import save_pretrained
@@ -47,7 +46,8 @@ def swap(
             raise Unsupported(nothing(model, [layer for layer, _ in layers]))
         missed = [_missed(name, *sizes) for name, sizes in probing.uncalled(model, found).items()]
         for layer, bound in (*layers, *missed):
-            _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
+            if bound is not None:
+                _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
         done = (*_probed(model, [layer for layer, _ in layers], forward), *(layer for layer, _ in missed))
     except BaseException:
         _remove(model)
@@ -98,16 +98,17 @@ def _own_config(model: PreTrainedModel) -> None:
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for part in model.modules():
-        for name, value in vars(part).items():
+        for name, value in [*vars(part).items()]:
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
                 setattr(part, name, copies[id(value)])
 
 
-def _missed(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound]:
-    """A layer that the probe did not call, with exact attention for those that will."""
-    like = next(module.parameters())
-    bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=like.device, dtype=like.dtype)
-    why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
+def _missed(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound | None]:
+    """A layer that the probe did not call, with exact attention for those who will; None where it keeps its own."""
+    bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
+    if getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
+        like, why = next(module.parameters()), "the probe did not call it: give swap(..., probe={...}) inputs that do"
+        bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=like.device, dtype=like.dtype)
     causal = bool(getattr(module, "is_causal", False))
     return Layer(name, type(module).__name__, heads, head_dim, causal, "Softmax()", why, replaced=False), bound
 

@@ -95,11 +95,12 @@ def swap_back(model: nn.Module) -> bool:
     Returns:
         Whether anything had been swapped.
     """
-    undone = torch_nn.swap_back(model) | timm.swap_back(model)
-    for part in pretrained(model).values():
-        from fast_attention.integrations import hugging_face
+    with kept(model):
+        undone = torch_nn.swap_back(model) | timm.swap_back(model)
+        for part in pretrained(model).values():
+            from fast_attention.integrations import hugging_face
 
-        undone = hugging_face.swap_back(part) or undone
+            undone = hugging_face.swap_back(part) or undone
     return undone
 
 
