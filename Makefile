@@ -39,7 +39,7 @@ OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\)".*/\1/p' pyprojec
 test-transformers: .venv-transformers/ready
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -n 2 -p no:cacheprovider \
 		-W 'ignore:`torch.jit:DeprecationWarning' tests/test_swap.py tests/test_swap_saving.py tests/test_whole_model.py \
-		tests/test_attention_maps.py tests/test_conversion.py tests/test_compare.py
+		tests/test_attention_maps.py tests/test_conversion.py tests/test_compare.py tests/test_loading.py
 
 # The whole suite under the oldest torch that pyproject.toml allows and under the newest of the registry, each in an
 # environment of its own: several GB each, because the registry's torch brings CUDA's libraries. Results go to

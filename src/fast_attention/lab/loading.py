@@ -140,7 +140,10 @@ def _whole(model: Any, told: dict[str, Any]) -> None:
     missing = [name for name in told["missing_keys"] if not (headless and "pooler" in name.split("."))]
     known = {name.split(".")[0] for name in (*model.state_dict(), *dict(model.named_children()))}
     bare = [name.removeprefix(f"{model.base_model_prefix}.") if headless else name for name in told["unexpected_keys"]]
-    unexpected = [name for name in bare if name.split(".")[0] in known - {"pooler"}]
+    tables = {name.split(".")[-1] for name, _ in model.named_buffers()}  # which old folders held, and models now make
+    unexpected = [
+        name for name in bare if name.split(".")[0] in known - {"pooler"} and name.split(".")[-1] not in tables
+    ]
     wrong = [f"{name} {tuple(saved)}, not {tuple(asked)}" for name, saved, asked in told["mismatched_keys"]]
     for what, names in (
         ("sizes contradict the config", wrong),

@@ -246,7 +246,9 @@ def _cannot(record: Record) -> str:
     for name in sorted(record.mechanisms):
         denied = ", ".join(verdicts.cannot(catalogue.parse(name))) or "-"
         rows += f"<tr><th scope=row>{escape(name)}</th><td>{escape(denied)}</td></tr>"
-    return section("What each cannot do", f"<table class=plain><tbody>{rows}</tbody></table>")
+    return section(
+        "What each cannot do", f"<div class=wide tabindex=0><table class=plain><tbody>{rows}</tbody></table></div>"
+    )
 
 
 def _notes(record: Record) -> str:
