@@ -108,6 +108,6 @@ def test_no_tokens_give_no_rows(name: str) -> None:
 def test_they_compile() -> None:
     q, k, v = qkv(9)
     mask = torch.arange(9) < torch.tensor([[5], [9]])
-    for function in (functional.linear_attention, functional.aft_simple):
+    for function in (functional.linear_attention, functional.aft_simple, functional.log_attention):
         made = torch.compile(function, fullgraph=True, backend="eager")
         torch.testing.assert_close(made(q, k, v, key_mask=mask), function(q, k, v, key_mask=mask))

@@ -7,6 +7,8 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
+LONGEST = 10_000  # characters of a text that is read
+
 
 @dataclass(frozen=True)
 class Spelling:
@@ -30,9 +32,11 @@ class Spelling:
         Raises:
             ValueError: The text is no call with plain values, or names no class or no such setting.
         """
+        if len(text) > LONGEST:
+            raise ValueError(f"{text[:40]!r}... has {len(text):,} characters: no {self.kind} is written in so many")
         try:
             tree = ast.parse(text.strip(), mode="eval").body
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             said = f"{text!r} is not a {self.kind}: write a name, or a call such as {self.example}"
             raise ValueError(said) from error
         return self._build(tree, text)

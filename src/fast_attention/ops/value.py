@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, ClassVar, get_args
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 SEEDS = 1 << 32  # how many there are
+
+_WORDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", NoneType: "None"}
 
 
 class Value:
@@ -27,13 +32,18 @@ class Value:
 
         @functools.wraps(own)
         def checked(self: Any) -> None:
-            own(self)
+            try:
+                own(self)
+            except (TypeError, AttributeError):
+                typed(self)  # what its own checks cannot compare is of a wrong type
+                raise
             Value.__post_init__(self)
 
         cls.__post_init__ = checked  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
+            typed(self)
             object.__setattr__(self, "_spelled", repr(self))
 
     @property
@@ -50,6 +60,69 @@ class Value:
             if default is MISSING or value != default or type(value) is not type(default):
                 said.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(said)})"
+
+
+def typed(owner: Any) -> None:
+    """Raise a ``ValueError`` where a setting is not what its annotation allows: of NaN and infinities, none is.
+
+    Where any function will do, only plain values are judged; the rest the owner checks.
+    """
+    kind = type(owner)
+    for name, options in _annotated(kind):
+        value = getattr(owner, name)
+        plain = value is None or isinstance(value, bool | int | float | str | bytes)
+        if (plain or all(map(_known, options))) and not any(_allows(option, value) for option in options):
+            words = " or ".join(dict.fromkeys(map(_said, options)))
+            raise ValueError(f"{kind.__name__}({name}={value!r}): {name} must be {words}")
+
+
+@functools.cache
+def _annotated(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """The settings of a class, each with the parts of its annotation; none where that names what is not there."""
+    try:
+        hints = get_type_hints(kind)
+    except (NameError, TypeError):
+        return ()
+    wanted = [(field.name, hints[field.name]) for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    return tuple((name, _parts(hint)) for name, hint in wanted)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _known(option: Any) -> bool:
+    """Whether ``_allows`` can judge any value by it."""
+    if get_origin(option) is tuple:
+        return all(part is ... or all(map(_known, _parts(part))) for part in get_args(option))
+    kind = get_origin(option) or option
+    return kind is Literal or (isinstance(kind, type) and kind is not Callable)
+
+
+def _allows(option: Any, value: Any) -> bool:
+    if get_origin(option) is tuple:
+        wanted = get_args(option)
+        if not isinstance(value, tuple):
+            return False
+        wanted = wanted[:1] * len(value) if wanted[-1] is ... else wanted
+        pairs = zip(wanted, value, strict=False)
+        return len(wanted) == len(value) and all(any(_allows(o, x) for o in _parts(part)) for part, x in pairs)
+    if get_origin(option) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(option))
+    if option is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if option is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if option is Any or isinstance(option, TypeVar):
+        return True
+    option = get_origin(option) or option
+    return isinstance(option, type) and isinstance(value, option)
+
+
+def _said(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return " or ".join(map(repr, get_args(option)))
+    return _WORDS.get(option) or (option.__name__ if isinstance(option, type) else str(option))
 
 
 def one_of(owner: object, setting: str, value: object, choices: object) -> None:
