@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fast_attention.mechanism import Attention, W
-from fast_attention.ops.linear import linear
+from fast_attention.ops.linear import linear, linear_paths
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.feature_map import Features
 from fast_attention.ops.maps.feature_map import Map as Map
@@ -48,7 +48,7 @@ class Kernelised(Attention[W, LinearState]):
         took("features, then two products", "plain operations carry the gradient of any map")
         queries, keys = self.maps(w)
         keys = linear.masked_keys(keys, k, key_mask)
-        return linear.normalise(linear.attend(queries(q).free, keys, v, is_causal=is_causal))
+        return linear_paths.plain(queries(q), keys, v, is_causal=is_causal)
 
     @in_float32
     def advance(

@@ -40,6 +40,7 @@ ESSENTIAL: tuple[Law, ...] = (
 )
 LAWS: tuple[Law, ...] = (
     *ESSENTIAL,
+    independence.enormous,
     robustness.precision,
     robustness.autocast,
     robustness.backward_autocast,

@@ -43,6 +43,39 @@ def future(subject: Subject, device: str = "cpu") -> Finding:
     return judged(worst, rounding(subject.dtype), at)
 
 
+@law("an enormous future leaves the past alone")
+def enormous(subject: Subject, device: str = "cpu") -> Finding:
+    """Finite future keys or values of 1e19, whose squares fit no float32: the past's outputs and gradients stay."""
+    if not subject.causal:
+        return unclaimed("not causal")
+    made, length, worst, at = subject.built(dtype=torch.float32, device=device), subject.length, 0.0, ""
+    drawn = [x.float() for x in subject.draw(length, device=device)]
+    for t in sorted({1, length // 2, length - 1}):
+        before = _of_the_past(subject, made, drawn, t)
+        least = 1e-3 * max(float(x.abs().max()) for x in before)  # gradients that cancel to nothing are rounding
+        for which in (1, 2) if len(drawn) == 3 else (0,):
+            for value in (1e19, -1e19):
+                inputs = [x.clone() for x in drawn]
+                inputs[which][..., t:, :] = value
+                after = _of_the_past(subject, made, inputs, t)
+                changes = [
+                    float((a - b).abs().max() / b.abs().max().clamp_min(least))
+                    for a, b in zip(after, before, strict=True)
+                ]
+                size = max(x if x == x else float("inf") for x in changes)
+                if size > worst:
+                    worst, at = size, f"tokens from {t} on are {value:g} in {('qkv' if len(drawn) > 1 else 'x')[which]}"
+    return judged(worst, 10 * rounding(torch.float32), at)
+
+
+def _of_the_past(subject: Subject, made: object, inputs: list[Tensor], t: int) -> list[Tensor]:
+    """Outputs before token t, and the gradients there of a sum of them."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = _tokens(subject.call(made, tuple(leaves), True, None), 0, t)
+    found = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
+    return [out.detach(), *(_tokens(x, 0, t) for x in found if x is not None)]
+
+
 @law("the past is seen")
 def past(subject: Subject, device: str = "cpu") -> Finding:
     """The past is seen: other early tokens give other late outputs."""

@@ -34,9 +34,12 @@ def lengths(subject: Subject, device: str = "cpu") -> Finding:
 
 @law("finite at large inputs")
 def finite(subject: Subject, device: str = "cpu") -> Finding:
-    """Finite in, finite out, at inputs 100 times as large (logits of 10^4), gradients included."""
+    """Finite in, finite out, at inputs 100 times as large (logits of 10^4), gradients included; and 10^18 times.
+
+    Nor does anything vanish in float32 that float64 finds (below).
+    """
     made = subject.built(device=device)
-    bad, at = 0, ""
+    bad, at = _lost(subject, device)
     for factor in (1e2, 1e-4, 0.0):
         for is_causal in subject.modes:
             inputs = tuple((factor * x).requires_grad_() for x in subject.draw(subject.length, device=device))
@@ -45,7 +48,32 @@ def finite(subject: Subject, device: str = "cpu") -> Finding:
             for tensor in (out, *(x.grad for x in inputs if x.grad is not None)):
                 if not bool(tensor.isfinite().all()):
                     bad, at = bad + 1, f"inputs times {factor:g}, is_causal={is_causal}"
-    return judged(bad, 0, at or "inputs times 100, 1e-4 and 0")
+    return judged(bad, 0, at or "inputs times 1e18, 1e4, 100, 30, 1e-4 and 0")
+
+
+def _lost(subject: Subject, device: str) -> tuple[int, str]:
+    """Rows that are zero in float32 where they are not in float64, or not finite where the others fit into float32.
+
+    Queries and keys are large and values are not, or with 1e18 all are: sums of their products do not fit.
+    """
+    lost, at = 0, ""
+    single, double = subject.built(dtype=torch.float32, device=device), subject.built(device=device)
+    for factor in (30.0, 1e2, 1e4, 1e18):
+        drawn = [x.float() for x in subject.draw(subject.length, device=device)]
+        inputs = [factor * x if factor > 1e4 or len(drawn) == 1 or i < 2 else x for i, x in enumerate(drawn)]
+        for is_causal in subject.modes:
+            low = [x.clone().requires_grad_() for x in inputs]
+            out = subject.call(single, tuple(low), is_causal, None)
+            exact = subject.call(double, tuple(x.to(subject.dtype) for x in inputs), is_causal, None).detach()
+            fits = exact.abs() < torch.finfo(torch.float32).max / 100
+            wrong = int(((exact.float() != 0).any(-1) & (out == 0).all(-1)).sum())
+            wrong += int((~out.isfinite() & fits).sum())
+            if factor <= 1e2:  # beyond, the gradients of torch's own kernel are NaN for logits from 10^8 on
+                out.float().sum().backward()
+                wrong += sum(int((~x.grad.isfinite()).sum()) for x in low if x.grad is not None)
+            if wrong:
+                lost, at = lost + wrong, f"rows lost in float32 at {factor:g}, is_causal={is_causal}"
+    return lost, at
 
 
 @law("gradients")

@@ -13,7 +13,7 @@ from fast_attention.kernelised import Kernelised, Map
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.ops.favor import favor_paths
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
-from fast_attention.ops.linear import linear
+from fast_attention.ops.linear import linear, linear_paths
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.features import FeatureMap, as_feature_map
 from fast_attention.ops.maps.random_features import draw, generalised
@@ -70,7 +70,7 @@ def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> 
 
 def _attend(phi: Map, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> Tensor:
     keys = linear.masked_keys(phi, k, key_mask)
-    return linear.normalise(linear.attend(phi(q).free, keys, v, is_causal=is_causal))
+    return linear_paths.plain(phi(q), keys, v, is_causal=is_causal)
 
 
 class Projection(NamedTuple):

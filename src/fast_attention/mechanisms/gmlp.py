@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import stretch
+from fast_attention.ops.bounds import bounded
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scores.triangular import affine, lower
 from fast_attention.ops.trail import took
@@ -79,6 +80,7 @@ def tiny_attention(
     """``softmax(q k^T / sqrt(a)) v O``: one head of width a, from the block's input."""
     took("a small head with all its scores at once", "added to the gate, under a mask", width=w.O.shape[0])
     q, k, v = (x @ w.QKV).chunk(3, -1)
+    q, k = bounded(q), bounded(k)
     mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
     return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v @ w.O
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.ops.differences import additive
 from fast_attention.ops.differences.additive import KeySums
-from fast_attention.ops.linear import linear
+from fast_attention.ops.linear import linear, linear_paths
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.positive import Positive, PositiveSoftplus
 from fast_attention.ops.pools import pool
@@ -126,7 +126,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         if self.score == "logdot":
             took("linear attention's plain form", "its fast passes take no map of this family")
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
-            return linear.normalise(linear.attend(self.feature_map(q), keys, v, is_causal=is_causal), EPS)
+            return linear_paths.plain(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
             took("a sum for each past" if is_causal else "one sum for all queries", "the softmax cancels the queries")
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums

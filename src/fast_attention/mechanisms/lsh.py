@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops import masks
+from fast_attention.ops.bounds import bounded
 from fast_attention.ops.hashing.hash_attention import hashed_attention
 from fast_attention.ops.hashing.hash_memory import LOG, HashMemory, flushed, remember, step
 from fast_attention.ops.hashing.hashing import SHORTEST, Rules, buckets
@@ -71,7 +72,7 @@ def _sizes(num_buckets: int | tuple[int, ...]) -> tuple[int, ...]:
 def _advance(
     q: Tensor, v: Tensor, rotations: Tensor, memory: HashMemory | None, m: LSH, key_mask: Tensor | None
 ) -> tuple[Tensor, HashMemory]:
-    q = masks.drop(q, key_mask)
+    q = bounded(masks.drop(q, key_mask))
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
     bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
     seen = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask

@@ -46,7 +46,7 @@ def relu_attention(
     if attn_mask is None and dropout == 0.0:
         return rectified.attend(q, k, v, key_mask, how)
     took("all scores at once", "a mask of any form, or dropout")
-    return rectified.whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+    return rectified.masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,3 +18,11 @@ def at_most(x: Float[Tensor, "*sizes"], bound: float) -> Float[Tensor, "*sizes"]
 def no_less(x: Float[Tensor, "*sizes"], bound: float) -> Float[Tensor, "*sizes"]:
     """``max(x, bound)``: slope 1 down to the bound and at it, 0 beyond."""
     return x.masked_fill(x < bound, bound)
+
+
+MOST = 1e13  # of a coordinate: squared norms and scores are numbers in float32, and half of them above ``scan.FLOOR``
+
+
+def bounded(x: Float[Tensor, "*sizes"]) -> Float[Tensor, "*sizes"]:
+    """``x`` with every coordinate within ``MOST``, so that no logarithm that is made of it is infinite."""
+    return x.clamp(-MOST, MOST)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.bounds import bounded
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.favor import favor_causal, favor_whole
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
@@ -13,7 +14,6 @@ from fast_attention.ops.favor.favor_causal import Part
 from fast_attention.ops.favor.favor_sums import Kept, Running, blocks, chunk_of
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
-from fast_attention.ops.maps.random_features import bounded
 from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took

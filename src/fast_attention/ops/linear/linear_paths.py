@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops import room
 from fast_attention.ops.linear import linear, linear_causal, linear_short, linear_whole
 from fast_attention.ops.linear.linear import LinearState, Sums
 from fast_attention.ops.linear.linear_blocks import protected
@@ -32,9 +33,33 @@ def attend(
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
     if not _direct_passes(q, k, v):
         took("plain sums", "traced, or not on a CPU")
-        keys = linear.masked_keys(phi.features, k, key_mask)
-        sums = linear.attend(phi.features(q).free, keys, v, is_causal=is_causal)
-        return linear.normalise(sums, 0.0 if _scaled(keys) else eps)
+        return _within_room(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+    out = _direct(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+    return out if room.fits(out) else _within_room(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+
+
+def _within_room(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
+) -> Tensor:
+    """The plain form, brought down to where no sum overflows."""
+    return plain(phi.features(q), linear.masked_keys(phi.features, k, key_mask), v, is_causal=is_causal, eps=eps)
+
+
+def plain(queries: Features | Logs, keys: Features | Logs, v: Tensor, *, is_causal: bool, eps: float = 0.0) -> Tensor:
+    """The plain form, of features without units brought down to where no sum overflows: quotients do not change."""
+    if _scaled(keys):
+        return linear.normalise(linear.attend(queries.free, keys, v, is_causal=is_causal))
+    assert isinstance(keys, Features)
+    assert isinstance(queries, Features)
+    less, smaller = room.factor(keys.values, 2.0**28), room.factor(v, 2.0**28)
+    q = queries.values * room.factor(queries.values, 2.0**40, rows=True)  # so much more than eps that it is no matter
+    sums = linear.attend(q, Features(keys.values * less), v * smaller, is_causal=is_causal)
+    return linear.normalise(Sums(sums.numerator, sums.denominator + eps * less)) / smaller
+
+
+def _direct(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
+) -> Tensor:
     if not isinstance(phi, Elementwise):
         keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q)
         if _scaled(keys):
@@ -53,7 +78,7 @@ def attend(
         return linear_whole.attention(q, k, v, key_mask, phi=phi, eps=eps)
     took("chunked causal sums, blocks in cache", "causal", chunk=linear_causal.CHUNK)
     if extra < 0:  # the first queries see nothing
-        out = attend(q[..., -extra:, :], k, v, key_mask, phi=phi, eps=eps, is_causal=True)
+        out = _direct(q[..., -extra:, :], k, v, key_mask, phi=phi, eps=eps, is_causal=True)
         return F.pad(out, (0, 0, -extra, 0))
     state = None, None
     if extra > 0:  # every query sees the first keys

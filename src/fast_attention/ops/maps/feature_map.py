@@ -9,6 +9,8 @@ from typing import ClassVar, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.ops import room
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.value import Value
 
 
@@ -28,8 +30,11 @@ class Features(NamedTuple):
         return self.values
 
     def per_token(self) -> Features:
-        """As they are."""
-        return self
+        """As they are, or in units of a token whose features are so large that sums of them would overflow."""
+        factor = room.factor(self.values, 2.0**28, rows=True)
+        if self.log_scale is not None or (not traced() and bool((factor == 1.0).all())):
+            return self
+        return Features(self.values * factor, -factor[..., 0].log())
 
 
 class Logs(NamedTuple):

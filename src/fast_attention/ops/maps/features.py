@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.ops.bounds import bounded
 from fast_attention.ops.exponential import exp
 from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap, Logs
 from fast_attention.ops.maps.feature_map import Features as Features
@@ -129,7 +130,7 @@ class Taylor(FeatureMap):
 
 
 def _polynomial(x: Tensor, first: float, second: float) -> Tensor:
-    x = x * x.shape[-1] ** -0.25
+    x = bounded(x) * x.shape[-1] ** -0.25
     squares = (second * x[..., :, None] * x[..., None, :]).flatten(-2)
     return torch.cat([torch.ones_like(x[..., :1]), first * x, squares], -1)
 

@@ -13,15 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops.bounds import no_less
+from fast_attention.ops.bounds import bounded, no_less
 from fast_attention.ops.maps.feature_map import FeatureMap, Features, Logs
-
-MOST = 1e13  # of a coordinate: half a squared norm stays a number, and above ``scan.FLOOR``
-
-
-def bounded(x: Tensor) -> Tensor:
-    """``x`` with every coordinate within ``MOST``, so that no exponent is infinite."""
-    return x.clamp(-MOST, MOST)
 
 
 def draw(

@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.ops import masks
+from fast_attention.ops import masks, room
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.tracing import traced
 from fast_attention.ops.trail import took
 
 HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
@@ -29,7 +30,7 @@ class How(NamedTuple):
     norm: Norm
     power: Literal[1, 2]
     scale: float
-    eps: float
+    eps: float | Tensor
 
 
 def attend(
@@ -40,19 +41,49 @@ def attend(
     how: How,
 ) -> Float[Tensor, "*batch length values"]:
     """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
-    traced = torch.compiler.is_compiling()
-    if traced or not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0):
-        took("all scores at once", "one query, or traced")
-        return whole(q, k, v, key_mask, how=how)
-    took("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
-    return _RULE(q, k, v, key_mask, how=how)
+    if traced():
+        took("all scores at once", "traced")
+        return masked(q, k, v, key_mask, how=how)
+    path = _RULE
+    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0:
+        took("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+    else:
+        took("all scores at once", "one query")
+        path = whole
+    out = path(q, k, v, key_mask, how=how)
+    if how.norm != "sum" or room.fits(out):
+        return out
+    q, k, v, how, smaller = _within_room(q, k, v, how)
+    return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """All scores at once, under any mask, with dropout, brought down to where they fit before anybody has looked."""
+    if how.norm != "sum" or (attn_mask is not None and attn_mask.dtype != torch.bool):
+        return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+    q, k, v, how, smaller = _within_room(q, k, v, how)
+    return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout) / smaller
+
+
+def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor]:
+    """Brought down to where no sum of scores overflows, and by what the values were: quotients do not change by that.
+
+    Large rows of queries are so much more than ``eps`` that it need not follow them.
+    """
+    most = 2.0 ** (28 / how.power)
+    less, smaller = room.factor(k, most), room.factor(v, 2.0**28)
+    q = q * room.factor(q, 2.0 ** (40 / how.power), rows=True)
+    return q, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller
 
 
 def whole(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The same with all scores at once, under any mask, with dropout."""
+    """The same as they are."""
     scores = q @ k.mT * how.scale
     mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:

@@ -1,0 +1,30 @@
+"""Factors, powers of two, that bring numbers down to where their sums of products fit into the dtype.
+
+Exact, so that what is scaled by them and divided by them again is what it was; 1 for ordinary numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fast_attention.ops.tracing import traced
+
+
+def factor(x: Float[Tensor, "*sizes"], room: float, *, rows: bool = False) -> Tensor:
+    """What brings the largest magnitude in ``x`` down to about ``room``: one number, or (..., 1) for every row.
+
+    1 where nothing is above ``room``, and where something is not finite: that must not move the others.
+    """
+    if not traced() and x.numel() == 0:
+        return x.new_ones(())
+    size = x.detach().abs()
+    top = size.amax(-1, keepdim=True) if rows else size.amax()
+    above = torch.log2(top / room).ceil().clamp_min(0.0)
+    return torch.exp2(-above.masked_fill(~above.isfinite(), 0.0))
+
+
+def fits(out: Tensor) -> bool:
+    """Whether all of ``out`` is finite (and its sum: a false alarm costs time only)."""
+    return bool(out.detach().sum().isfinite())
