@@ -122,3 +122,18 @@ def test_compiled_rows_do_not_vanish_either() -> None:
     out = run(60 * q, 60 * k, v, is_causal=True)
     torch.testing.assert_close(out, bound(60 * q, 60 * k, v, is_causal=True), rtol=1e-2, atol=2e-2)
     assert out.any(-1).all()
+
+
+@pytest.mark.parametrize("text", [*POSITIVE, "Favor(num_features=16)", "Favor(num_features=16, features='phase')"])
+@pytest.mark.parametrize("length", [12, 150])
+def test_a_key_in_the_far_future_has_no_infinite_exponent(text: str, length: int) -> None:
+    """Its square fits no float32, at any width: neither the past nor its own row is anything but finite."""
+    bound = bind(catalogue.parse(text), dtype=torch.float32)
+    q, k, v = qkv(length, batch=1, dtype=torch.float32)
+    before = bound(q, k, v, is_causal=True)
+    k[..., -1, :] = 1e25
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = bound(*leaves, is_causal=True)
+    torch.testing.assert_close(out[..., :-1, :], before[..., :-1, :], rtol=1e-4, atol=1e-5)
+    assert out.isfinite().all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
