@@ -44,12 +44,12 @@ def attend(
     if traced():
         took("all scores at once", "traced")
         return masked(q, k, v, key_mask, how=how)
-    path = _RULE
-    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0:
+    several = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0
+    path = _RULE if several else whole
+    if several:
         took("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
     else:
         took("all scores at once", "one query")
-        path = whole
     out = path(q, k, v, key_mask, how=how)
     if how.norm != "sum" or room.fits(out):
         return out
@@ -69,12 +69,8 @@ def masked(
 
 
 def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor]:
-    """Brought down to where no sum of scores overflows, and by what the values were: quotients do not change by that.
-
-    Large rows of queries are so much more than ``eps`` that it need not follow them.
-    """
-    most = 2.0 ** (28 / how.power)
-    less, smaller = room.factor(k, most), room.factor(v, 2.0**28)
+    """Brought down to where no sum overflows, and by what the values were; ``eps`` is nothing to large queries."""
+    less, smaller = room.factor(k, 2.0 ** (28 / how.power)), room.factor(v, 2.0**28)
     q = q * room.factor(q, 2.0 ** (40 / how.power), rows=True)
     return q, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller
 
@@ -91,9 +87,7 @@ def whole(
             scores = scores + attn_mask
             attn_mask = attn_mask > float("-inf")
         mask = attn_mask if mask is None else attn_mask & mask
-    weights = scores.relu()
-    if how.power == 2:
-        weights = weights.square()
+    weights = scores.relu().square() if how.power == 2 else scores.relu()
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     if how.norm == "sum":
