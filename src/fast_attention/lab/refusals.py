@@ -36,4 +36,5 @@ def told(error: Exception) -> tuple[int, str] | None:
 
 def _first(error: Exception) -> str:
     """The first line of what an error says, without torch's own place in its source."""
-    return re.sub(r"^\[enforce fail at .*?\] ", "", (str(error).splitlines() or ["the system gives no more"])[0])
+    first = (str(error).splitlines() or ["the system gives no more"])[0]
+    return re.sub(r"^\[enforce fail at .*?\] (err == 0\. )?", "", first)
