@@ -210,3 +210,19 @@ def test_random_generators_are_left_as_they_were(tmp_path: Any) -> None:
     state = torch.get_rng_state()
     fast_attention.from_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_without_numbers_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.BertConfig(**ONE))
+    with pytest.raises(Unsupported, match="BertModel has weights on the meta device"):
+        swap(model, "LinearAttention")
+
+
+@pytest.mark.parametrize("mechanism", ["FavorPlus", "LinearAttention", "Local(window=2)", "Linformer(rank=4)"])
+def test_a_mechanism_on_the_meta_device_tells_shapes(mechanism: str) -> None:
+    bound = fast_attention.Bound(mechanism, fast_attention.Shape(2, 8, 16)).to("meta")
+    q, v = (torch.empty(1, 2, 9, 8, device="meta") for _ in range(2))
+    made = bound(q, q, v)
+    assert made.is_meta
+    assert made.shape == v.shape

@@ -35,6 +35,7 @@ def swap(
         ValueError: The model does not take the inputs of ``probe``.
     """
     _check(model)
+    _loaded(model)
     swap_back(model)
     before = str(model.config._attn_implementation)
     _own_config(model)
@@ -90,6 +91,14 @@ def _check(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
             "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, GPT-2, "
             "Llama, Mistral and other models of the interface, or torch's nn.MultiheadAttention and nn.Transformer"
+        )
+
+
+def _loaded(model: PreTrainedModel) -> None:
+    if any(p.is_meta for p in model.parameters()):
+        raise Unsupported(
+            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no probe can run: "
+            "load the model first, or model.to_empty(device=...), and swap then"
         )
 
 

@@ -33,7 +33,7 @@ class Precision(NamedTuple):
     @classmethod
     def now(cls, tensors: Iterable[Tensor | None]) -> Precision:
         """Those in force, for the kind of device that holds the first of ``tensors``."""
-        kind = next((x.device.type for x in tensors if x is not None), "cpu")
+        kind = next((x.device.type for x in tensors if x is not None and not x.is_meta), "cpu")
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ def in_float32(function: Function) -> Function:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         args = tuple([widen(value) for value in args])
         kwargs = {name: widen(value) for name, value in kwargs.items()}
-        if torch.is_autocast_enabled(first.device.type):
+        if not first.is_meta and torch.is_autocast_enabled(first.device.type):
             since = torch.autograd._get_sequence_nr()  # type: ignore[reportPrivateImportUsage]
             with torch.autocast(first.device.type, enabled=False):
                 result = function(*args, **kwargs)
