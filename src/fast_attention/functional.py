@@ -93,7 +93,7 @@ def attention(
         q, k, v: Queries (..., H, L, E), keys (..., H, S, E), values (..., H, S, Ev).
         mechanism: A mechanism, its name (``"LinearAttention"``) or its repr (``"FavorPlus(num_features=64)"``).
             Random features and tables are drawn anew at each call from torch's global generator; to keep them,
-            use ``Bound``.
+            use ``Bound``. In code compiled as one graph give the mechanism itself: a text cannot be read there.
         attn_mask: Boolean (True = may be seen) or additive, broadcastable to (..., H, L, S); mechanisms with
             ``traits.mask``.
         dropout_p: Probability with which an attention weight is dropped, in evaluation too; mechanisms with
