@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import from_pretrained, swap
+from fast_attention import from_pretrained, swap, swap_back
 from fast_attention.integrations.attention import layers_of
 from fast_attention.lab.loading import default_model
 from fast_attention.ops.trail import followed
@@ -158,6 +158,17 @@ def test_peft(tmp_path: Path) -> None:
     by_name = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=3)
     assert torch.equal(logits(by_name), logits(model))
     assert is_swapped(by_name.base_model.model)
+    exact = load(tmp_path / "base")
+    assert swap_back(exact)
+    exact.save_pretrained(tmp_path / "exact")
+    in_place = load(tmp_path / "exact")
+    swap(in_place, MECHANISM)
+    for other in (exact, in_place):  # whose folder is not what the adapter would be trained on
+        assert peft.get_peft_model(other, settings).peft_config["default"].base_model_name_or_path is None
+    plain = load(tmp_path / "exact")
+    swap(plain, MECHANISM)
+    assert swap_back(plain)
+    assert plain.name_or_path == str(tmp_path / "exact")
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(load(tmp_path / "merged")), logits(merged))

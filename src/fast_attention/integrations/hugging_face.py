@@ -22,6 +22,7 @@ from fast_attention.nn.bound import Bound
 from fast_attention.ops.trail import followed
 
 BEFORE = "_fast_attention_before"  # the implementation that the model had
+EXACT = "_fast_attention_exact"  # the name of the exact model
 SPELT = "fast_attention:"  # before a mechanism's spelling, in set_attn_implementation
 
 
@@ -54,7 +55,8 @@ def swap(
         _remove(model)
         model.set_attn_implementation(before)
         raise
-    settle(model, before)
+    settle(model, before, model.name_or_path)
+    model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return done
 
 
@@ -66,9 +68,9 @@ def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
         _install(model.get_submodule(name), swapped)
 
 
-def settle(model: PreTrainedModel, before: str) -> None:
-    """Make a model with mechanisms in it a swapped one, which had the implementation ``before``."""
-    setattr(model, BEFORE, before)
+def settle(model: PreTrainedModel, before: str, name: str | None) -> None:
+    """Make a model with mechanisms in it a swapped one, which had the implementation ``before`` under ``name``."""
+    model.__dict__.update({BEFORE: before, EXACT: name})
     weights.listen(model)
     kept: Any = model
     kept.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
@@ -216,8 +218,9 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def _remove(model: nn.Module) -> None:
+def _remove(model: PreTrainedModel) -> None:
     model.__dict__.pop("save_pretrained", None)
+    model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
     weights.deafen(model)
     for name, swapped in layers_of(model).items():
         for hook in swapped.hooks:

@@ -85,7 +85,7 @@ class Restoring(HfQuantizer):
 
         self.remove_quantization_config(model)
         del model.is_quantized
-        hugging_face.settle(model, model.get_correct_attn_implementation(None))
+        hugging_face.settle(model, model.get_correct_attn_implementation(None), "")
         tensors = model.state_dict(keep_vars=True)
         others = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
                   if x.shape != self.sizes.get(name, x.shape)]  # fmt: skip
