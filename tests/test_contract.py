@@ -146,6 +146,28 @@ def test_other_heads_and_widths_than_declared_are_refused(mechanism: Any) -> Non
         assert out.shape == (2, 1, 6, 8)
 
 
+@pytest.mark.parametrize("mechanism", CASES[: len(catalogue.names())], ids=repr)
+def test_empty_inputs_give_empty_results_and_no_keys_zeros(mechanism: Any) -> None:
+    """With gradients of zeros, as torch's own; tensors on the meta device give shapes."""
+    bound = bind(mechanism)
+    for batch, length in ((2, 0), (0, 5), (0, 0)):
+        x = [torch.randn(batch, 2, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        x = x if mechanism in ATTENTIONS else [torch.randn(batch, length, 16, dtype=torch.float64, requires_grad=True)]
+        out = bound(*x)
+        assert out.shape == x[0].shape
+        assert out.dtype == torch.float64
+        out.sum().backward()
+        assert all(y.grad is not None and y.grad.shape == y.shape for y in x)
+    if mechanism.traits.cross and mechanism in ATTENTIONS:
+        q, (_, k, v) = qkv(5)[0], qkv(5)
+        none = bound(q, k[:, :, :0], v[:, :, :0])
+        assert torch.equal(none, torch.zeros_like(q))
+        assert bound(q[:, :, :0], k, v).shape == (2, 2, 0, 8)
+    shapes = bound.to("meta")(*(y.to("meta") for y in (qkv(5) if mechanism in ATTENTIONS else [torch.randn(2, 5, 16)])))
+    assert shapes.is_meta
+    assert shapes.shape == ((2, 2, 5, 8) if mechanism in ATTENTIONS else (2, 5, 16))
+
+
 def test_refusals_name_what_would_work() -> None:
     linformer, fnet = bind("Linformer"), bind("FNet")
     with pytest.raises(Unsupported, match=r"Linformer\(\) does not support is_causal=True.*What would work: \w+"):

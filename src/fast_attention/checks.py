@@ -97,8 +97,8 @@ def scores(attn_mask: object, dropout: object, q: Tensor, k: Tensor) -> None:
 
 
 def empty(*inputs: Tensor) -> bool:
-    """Whether one of the inputs holds no number: no tokens, no keys, no sequence."""
-    return any(x.numel() == 0 for x in inputs)
+    """Whether one of the inputs holds no number: no tokens, no keys, no sequence, or on the meta device."""
+    return any(x.numel() == 0 or x.is_meta for x in inputs)
 
 
 def zeros(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:

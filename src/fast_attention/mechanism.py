@@ -192,6 +192,8 @@ class Attention(Mechanism[W, S]):
         self._check(traits, q, k, v, True, key_mask)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
+        if q.is_meta:
+            raise ValueError("decode keeps what it read, and tensors on the meta device hold nothing: give others")
         weights, after = self._checked(w), decoding.now(self.spelling, traits.reads, q, k, v)
         held = decoding.going_on(state, after)
         if checks.empty(q, k, v):
