@@ -164,7 +164,7 @@ def _running(model: Any) -> Any:
     Raises:
         ValueError: It fails.
     """
-    from fast_attention.integrations.hugging_face import probe_inputs
+    from fast_attention.integrations.probing import probe_inputs
 
     try:
         given = probe_inputs(model)
