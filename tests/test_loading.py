@@ -166,6 +166,7 @@ WHOLE: dict[str, dict[str, Any]] = {  # heads and poolers that another class lac
     "BertModel": SMALL,
     "BertForMaskedLM": SMALL,
     "BertForSequenceClassification": SMALL,
+    "BertForMultipleChoice": SMALL,
     "EsmForMaskedLM": {**SMALL, "pad_token_id": 1, "mask_token_id": 2},
     "AlbertForMaskedLM": SMALL,
     "ElectraForPreTraining": SMALL,

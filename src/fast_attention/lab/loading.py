@@ -166,12 +166,15 @@ def _running(model: Any) -> Any:
     """
     from fast_attention.integrations.probing import probe_inputs
 
+    body = model.base_model  # heads may want other inputs, and so may models of text and pictures together
     try:
-        given = probe_inputs(model)
+        given = probe_inputs(body)
     except Exception:  # it reads neither tokens nor pixels: whoever needs that says so
         return model
+    if {"pixel_values", "input_ids"} <= {*given}:
+        return model
     try:
-        model(**given)
+        body(**given)
     except Exception as error:
         raise ValueError(f"it fails on its first tokens: {first_line(error)}") from error
     return model
