@@ -148,7 +148,7 @@ def test_other_heads_and_widths_than_declared_are_refused(mechanism: Any) -> Non
 
 @pytest.mark.parametrize("mechanism", CASES[: len(catalogue.names())], ids=repr)
 def test_empty_inputs_give_empty_results_and_no_keys_zeros(mechanism: Any) -> None:
-    """With gradients of zeros, as torch's own; tensors on the meta device give shapes."""
+    """With gradients of zeros, as torch's own."""
     bound = bind(mechanism)
     for batch, length in ((2, 0), (0, 5), (0, 0)):
         x = [torch.randn(batch, 2, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -163,9 +163,23 @@ def test_empty_inputs_give_empty_results_and_no_keys_zeros(mechanism: Any) -> No
         none = bound(q, k[:, :, :0], v[:, :, :0])
         assert torch.equal(none, torch.zeros_like(q))
         assert bound(q[:, :, :0], k, v).shape == (2, 2, 0, 8)
-    shapes = bound.to("meta")(*(y.to("meta") for y in (qkv(5) if mechanism in ATTENTIONS else [torch.randn(2, 5, 16)])))
-    assert shapes.is_meta
-    assert shapes.shape == ((2, 2, 5, 8) if mechanism in ATTENTIONS else (2, 5, 16))
+
+
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_tensors_on_the_meta_device_give_shapes(mechanism: Any) -> None:
+    """In all modes, with gradients and masks; a state would have to hold numbers."""
+    bound, held = bind(mechanism).to("meta"), torch.empty(2, 2, 5, 8, device="meta", dtype=torch.float64)
+    x = [held.detach().requires_grad_() for _ in range(3)] if mechanism in ATTENTIONS else [held.new_empty(2, 5, 16)]
+    mask = torch.ones(2, 5, dtype=torch.bool, device="meta") if mechanism.traits.padding else None
+    for is_causal in (False, True) if mechanism.traits.causal else (False,):
+        out = bound(*x, is_causal=is_causal, key_mask=mask)
+        assert out.is_meta
+        assert out.shape == x[0].shape
+        if mechanism in ATTENTIONS:
+            assert all(y.shape == x[0].shape for y in torch.autograd.grad(out.sum(), x))
+    if mechanism.traits.memory is not None:
+        with pytest.raises(ValueError, match="meta device hold nothing"):
+            bound.decode(*x)
 
 
 def test_refusals_name_what_would_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fast_attention.mechanisms import fnet
 from fast_attention.mechanisms.gmlp import spatial_weights
 from fast_attention.mechanisms.mlp_mixer import TokenMLP
 from fast_attention.ops.scores.triangular import affine, lower
-from tests.cases import bind, some_keys
+from tests.cases import MIXERS, bind, some_keys
 
 LEARNED: list[Any] = [
     GMLP(),
@@ -50,6 +51,22 @@ def test_fnet_is_two_matrix_products(length: int, width: int, device: torch.devi
     close(y, cos_s @ x @ cos_h - sin_s @ x @ sin_h, 1e-10)
     close(y, torch.fft.fft2(x).real, 1e-10)
     close(fourier_mix(x, norm="ortho"), y / math.sqrt(length * width), 1e-10)
+
+
+@pytest.mark.parametrize("mechanism", MIXERS, ids=repr)
+def test_a_new_thread_computes_as_the_first_one(mechanism: Any) -> None:
+    """To the last bit, though torch tells a new thread late with how many threads of its own to compute."""
+    before, bound, x = torch.get_num_threads(), bind(mechanism, dtype=torch.float32), tokens(32, dtype=torch.float32)
+    try:
+        for count in (1, 2):  # of which one is not OpenMP's own
+            torch.set_num_threads(count)
+            here = bound(x)
+            with ThreadPoolExecutor(1) as pool:
+                assert torch.equal(pool.submit(bound, x).result(), here)
+            with ThreadPoolExecutor(1) as pool:
+                assert torch.equal(pool.submit(fourier_mix, x).result(), fourier_mix(x))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_fnet_twice_is_a_mean_with_the_mirror_image(device: torch.device) -> None:

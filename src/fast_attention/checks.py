@@ -32,6 +32,16 @@ def tensors(**inputs: object) -> None:
         known = known or {name: x}
 
 
+def threads() -> None:
+    """Let a thread of the caller's that has not computed yet do so with as many threads as torch was told to take.
+
+    torch hands ``torch.set_num_threads`` to a new thread at the first loop of torch's own there; until then products
+    and FFTs of MKL take OpenMP's number, which is another load on the machine and gives other last bits.
+    """
+    if not torch.compiler.is_compiling():
+        torch.get_num_threads()  # asking is what hands it over
+
+
 def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
     """Raise a ``ValueError`` unless queries, keys and values fit; ``alike``: q and k have one width."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -138,6 +148,7 @@ def checked(function: Function) -> Function:
         inputs = {name: given[name] for name in ("q", "k", "v", "x") if name in given}
         if len(inputs) == len({"q", "k", "v", "x"} & set(names)):  # else the function says what is missing
             tensors(**inputs)
+            threads()
             last = inputs["v" if "v" in inputs else "x"]
             if empty(*inputs.values()) and "scores" not in names:
                 return zeros((*inputs.get("q", last).shape[:-1], last.shape[-1]), *inputs.values())

@@ -282,6 +282,7 @@ class Mixer(Mechanism[W, S]):
             Tokens (..., N, E) in the dtype of ``x``.
         """
         checks.tensors(x=x)
+        checks.threads()  # mixers begin with a product or an FFT
         if x.ndim < 2:
             raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
         self._check_masks(self.traits, is_causal, key_mask, x.shape[:-2], x)

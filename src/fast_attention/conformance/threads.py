@@ -93,7 +93,10 @@ def differ(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: nn.Module | 
 
 @law("threads")
 def threads(subject: Subject, device: str = "cpu") -> Finding:
-    """Calls, gradients and stretches of decoding in three threads give what they give one after another."""
+    """Calls, gradients and stretches of decoding in three threads give what they give one after another.
+
+    Up to rounding: how many threads of torch's own a call gets, and with them its last bits, is not the call's to say.
+    """
     made: Any = subject.built(device=device)
     weights = list(made.parameters()) if isinstance(made, nn.Module) else []
     worst, at = 0.0, ""
