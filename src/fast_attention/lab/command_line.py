@@ -1,6 +1,6 @@
 """The command line itself: which commands there are, how arguments are read, and what is said when one fails.
 
-Nothing heavy is imported here: a command's own file is, once it is asked for.
+Nothing heavy is imported here: what a command needs is, once it is to be carried out.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from fast_attention import __version__
-from fast_attention.lab import refusals
+from fast_attention.lab import options, refusals
 
 MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
 EVERYWHERE = "--max-bytes"
+HELP = ("-h", "--help")
 LONGEST = 2000  # characters of what is said when a command fails
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -97,8 +98,8 @@ COMMANDS = {
 
 
 def prepare(arguments: list[str]) -> None:
-    """Import what the command that is asked for needs."""
-    if (name := _asked(arguments)) in COMMANDS:
+    """Import what the command that is asked for needs, unless it is only asked what it takes."""
+    if (name := _asked(arguments)) in COMMANDS and not {*HELP} & {*arguments}:
         load(COMMANDS[name])
 
 
@@ -137,12 +138,12 @@ def _app(arguments: list[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         add_completion=False,
         rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": [*HELP]},
     )
     app.callback()(_any_command)
     for name, command in COMMANDS.items():
         if name == asked:
-            app.command(name)(load(command))
+            app.command(name)(options.taken(_module(command), command.function))
         else:
             app.command(name, help=command.words)(lambda: None)
     return app
@@ -154,7 +155,11 @@ def _asked(arguments: list[str]) -> str:
 
 def load(command: Command) -> Callable[..., Any]:
     """A command's function."""
-    return getattr(importlib.import_module(f"fast_attention.lab.{command.module}"), command.function)
+    return options.load(_module(command), command.function)
+
+
+def _module(command: Command) -> str:
+    return f"fast_attention.lab.{command.module}"
 
 
 def _version(asked: bool) -> None:
@@ -174,9 +179,7 @@ def _any_command(
     ] = False,
     max_bytes: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="The longest file to read, unpacked, for every command. Default: 2**30.", callback=_limit
-        ),
+        typer.Option(min=1, help="The most to read of a file or folder, unpacked. Default: 2**30.", callback=_limit),
     ] = None,
 ) -> None:
     """What all commands share."""

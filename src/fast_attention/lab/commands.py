@@ -10,28 +10,32 @@ import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention import catalogue, conformance, files
-from fast_attention.known_names import known
-from fast_attention.lab import compare, inputs, loading, measure, records, report, sources, tables, verdicts
-from fast_attention.lab.command_line import run as run
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.measure import Setting
-from fast_attention.lab.progress import progress_bar
-from fast_attention.lab.records import Record
-from fast_attention.lab.whole import told
-from fast_attention.mechanism import Mixer
+from fast_attention import files
+from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention import catalogue, conformance
+    from fast_attention.known_names import known
+    from fast_attention.lab import compare, inputs, measure, records, report, sources, tables, verdicts
+    from fast_attention.lab.command_line import run as run
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.measure import Setting
+    from fast_attention.lab.progress import progress_bar
+    from fast_attention.lab.records import Record
+    from fast_attention.lab.whole import told
+    from fast_attention.mechanism import Mixer
 
 
 def compare_command(
     model: Annotated[
         str | None,
-        typer.Option(help=f"What to measure: {loading.KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM."),
+        typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM."),
     ] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
     fasta: Annotated[
@@ -44,7 +48,7 @@ def compare_command(
     causal: Annotated[
         bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = True,
     threads: Annotated[
@@ -52,9 +56,7 @@ def compare_command(
     ] = None,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 240,
     head: Annotated[str | None, typer.Option(help="LAYER,HEAD whose attention matrices are drawn.")] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=inputs.SEED, help="For weights, random features and Gaussian tensors.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features and Gaussian tensors.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON instead of the table.")] = False,
 ) -> int:

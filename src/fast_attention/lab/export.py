@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fast_attention import exporting, files
-from fast_attention.lab import inputs, loading
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.open_model import OpenModel, opened
-from fast_attention.lab.progress import progress_bar
-from fast_attention.mechanism import Unsupported
+from fast_attention import files
+from fast_attention.lab.options import MODEL, at_work
+
+if TYPE_CHECKING or at_work():
+    import torch
+
+    from fast_attention import exporting
+    from fast_attention.lab import inputs, loading
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.open_model import OpenModel, opened
+    from fast_attention.lab.progress import progress_bar
+    from fast_attention.mechanism import Unsupported
 
 TOLERANCE = 1e-4  # of the largest output: float32 through a dozen layers, summed in another order
 LENGTHS = (2, 5, 16, 37, 64, 100, 300)
@@ -37,7 +42,7 @@ class Disagreement(Exception):
 
 
 def export_command(
-    name: Annotated[str, loading.MODEL],
+    name: Annotated[str, MODEL],
     as_onnx: Annotated[bool, typer.Option("--onnx", help="For ONNX Runtime; otherwise for torch.export.load.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="The file. Default: model.onnx or model.pt2 in the model's folder, or here.")

@@ -14,12 +14,9 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue, files
+from fast_attention.lab.options import DTYPES
 from fast_attention.lab.refusals import InputError as InputError
-from fast_attention.ops.value import SEEDS
 from fast_attention.training import processes
-
-SEED = SEEDS - 1  # the highest
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def need(module: str, extra: str, purpose: str) -> ModuleType:
@@ -149,7 +146,7 @@ def dtype(name: str) -> torch.dtype:
     """
     if name not in DTYPES:
         raise InputError(f"--dtype {name}: choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return getattr(torch, name)
 
 
 def device(name: str) -> torch.device:

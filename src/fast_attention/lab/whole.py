@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from fast_attention import conformance
-from fast_attention.integrations import swap
-from fast_attention.lab import inputs, loading, own, tables
-from fast_attention.lab.inputs import InputError
-from fast_attention.mechanism import Unsupported
-from fast_attention.nn.models import Model
+from fast_attention.lab.options import MODEL, at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention import conformance
+    from fast_attention.integrations import swap
+    from fast_attention.lab import inputs, loading, own, tables
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.mechanism import Unsupported
+    from fast_attention.nn.models import Model
 
 
 def check_model_command(
-    name: Annotated[str, loading.MODEL],
+    name: Annotated[str, MODEL],
     mechanism: Annotated[str | None, typer.Option(help="Swap this in before.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,

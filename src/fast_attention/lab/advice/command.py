@@ -6,23 +6,25 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fast_attention.lab import capture, compare, inputs, measure, records, sources
-from fast_attention.lab.advice.measuring import Plan, investigate
-from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
-from fast_attention.lab.advice.transferring import candidates, transfer
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.loading import KINDS
-from fast_attention.lab.measure import Setting
-from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
-from fast_attention.lab.progress import progress_bar
-from fast_attention.lab.records import Record, plain
+from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention.lab import capture, compare, inputs, measure, records, sources
+    from fast_attention.lab.advice.measuring import Plan, investigate
+    from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
+    from fast_attention.lab.advice.transferring import candidates, transfer
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.measure import Setting
+    from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
+    from fast_attention.lab.progress import progress_bar
+    from fast_attention.lab.records import Record, plain
 
 STAND_INS = "Gaussian stand-ins"
 NUMBERS = ("error: median / worst", "time", "speed", "memory")
@@ -49,7 +51,7 @@ def advise_command(
         bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")
     ] = None,
     training: Annotated[bool, typer.Option("--training", help="Rank by forward and backward pass.")] = False,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")
@@ -58,9 +60,7 @@ def advise_command(
     transfer_minutes: Annotated[
         float, typer.Option(min=0.0, help="Attention transfer for each of the first three that are fast but inexact.")
     ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=inputs.SEED, help="For weights, random features and Gaussian tensors.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features and Gaussian tensors.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice and all numbers as JSON.")] = False,
 ) -> int:
     """Advise what to use at one length: error on a model's real tensors, time and memory here, ranked; or keep exact.

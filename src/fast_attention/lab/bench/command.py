@@ -7,21 +7,25 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from fast_attention import files
-from fast_attention.lab import inputs, records
-from fast_attention.lab.bench import figures, lineup, page, run, terminal
-from fast_attention.lab.bench.ledger import Ledger, resume
-from fast_attention.lab.bench.run import Plan
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.measure import Setting
-from fast_attention.lab.progress import progress_bar
+from fast_attention.lab.options import DTYPES, SEED, at_work
+
+if TYPE_CHECKING or at_work():
+    import torch
+
+    from fast_attention.lab import inputs, records
+    from fast_attention.lab.bench import figures, lineup, page, run, terminal
+    from fast_attention.lab.bench.ledger import Ledger, resume
+    from fast_attention.lab.bench.run import Plan
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.measure import Setting
+    from fast_attention.lab.progress import progress_bar
 
 RECORD, PAGE = "bench.json", "bench.html"
 
@@ -35,7 +39,7 @@ def bench_command(
         bool | None, typer.Option("--causal/--no-causal", help="One direction only. Default: both.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(inputs.DTYPES)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
@@ -49,7 +53,7 @@ def bench_command(
     vs_peers: Annotated[bool, typer.Option("--vs-peers", help="Run published packages beside ours.")] = False,
     peers_to: Annotated[int | None, typer.Option(min=1, help="Longest sequence for peers. Default: all.")] = None,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 900,
-    seed: Annotated[int, typer.Option(min=0, max=inputs.SEED, help="For weights and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For weights and inputs.")] = 0,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
     go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped benchmark in the folder.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the benchmark in the folder.")] = False,

@@ -6,22 +6,25 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from fast_attention import files
-from fast_attention.conversion import Conversion, ConversionSettings, convert
-from fast_attention.conversion.goals import is_language_model
-from fast_attention.lab import capture, corpus, inputs, loading, measure, records
-from fast_attention.lab.converting import ledger, page, prices
-from fast_attention.lab.converting.ledger import RECORD, STAGES, Ledger
-from fast_attention.lab.converting.reading import Reading
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.learning.train import refused
-from fast_attention.lab.progress import training_bar
+from fast_attention.lab.options import MODEL, SEED, at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention.conversion import Conversion, ConversionSettings, convert
+    from fast_attention.conversion.goals import is_language_model
+    from fast_attention.lab import capture, corpus, inputs, loading, measure, records
+    from fast_attention.lab.converting import ledger, page, prices
+    from fast_attention.lab.converting.ledger import RECORD, STAGES, Ledger
+    from fast_attention.lab.converting.reading import Reading
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.learning.train import refused
+    from fast_attention.lab.progress import training_bar
 
 PAGE, CHECKPOINT = "report.html", "checkpoint"
 LONGEST = 512  # tokens of a passage, unless --length says more
@@ -34,7 +37,7 @@ LOSSES = {
 
 
 def convert_command(
-    model: Annotated[str, loading.MODEL],
+    model: Annotated[str, MODEL],
     mechanism: Annotated[str, typer.Option(help="What to run, e.g. 'LearnedFeatures(num_features=128)'.")],
     keep_layers: Annotated[str | None, typer.Option(help="Layers that stay exact, from 0, e.g. 0,5.")] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 file to learn on, plain or .gz. Default: shipped.")] = None,
@@ -54,7 +57,7 @@ def convert_command(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as many as help.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     seed: Annotated[
-        int, typer.Option(min=0, max=inputs.SEED, help="Of the mechanism's weights and the order of passages.")
+        int, typer.Option(min=0, max=SEED, help="Of the mechanism's weights and the order of passages.")
     ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the model and the report.")] = Path("out/convert"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the conversion in the folder.")] = False,

@@ -6,23 +6,27 @@ import codecs
 import itertools
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from fast_attention import catalogue
-from fast_attention.lab import inputs, loading
-from fast_attention.lab.capture import context
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.learning.train import refused
-from fast_attention.nn import generation
-from fast_attention.nn.generation import Sampling
-from fast_attention.nn.models import Model
+from fast_attention.lab.options import MODEL, SEED, at_work
+
+if TYPE_CHECKING or at_work():
+    import torch
+
+    from fast_attention import catalogue
+    from fast_attention.lab import inputs, loading
+    from fast_attention.lab.capture import context
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.learning.train import refused
+    from fast_attention.nn import generation
+    from fast_attention.nn.generation import Sampling
+    from fast_attention.nn.models import Model
 
 
 def generate_command(
-    name: Annotated[str, loading.MODEL],
+    name: Annotated[str, MODEL],
     prompt: Annotated[
         str | None, typer.Option(help="Text; for models of other tokens, numbers such as '3 1 2'.")
     ] = None,
@@ -31,7 +35,7 @@ def generate_command(
     top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0 for all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens with this probability together.")] = 1.0,
     beams: Annotated[int, typer.Option(min=1, help="Follow so many sequences and print the likeliest.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=inputs.SEED, help="For sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For sampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
 ) -> int:
     """Let a trained decoder go on from a prompt, token by token as they come.

@@ -6,16 +6,19 @@ import inspect
 import json
 import sys
 from dataclasses import MISSING, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fast_attention import tasks
-from fast_attention.lab.inputs import InputError
-from fast_attention.tasks.task import Task
+from fast_attention.lab.options import at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention import tasks
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.tasks.task import Task
 
 
 def tasks_command(

@@ -9,24 +9,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention import files, tasks
-from fast_attention.lab import inputs, records
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.learning import curve, grid
-from fast_attention.lab.progress import training_bar
-from fast_attention.mechanism import Unsupported
-from fast_attention.nn.models import ModelConfig
-from fast_attention.tasks.needle import Needle
-from fast_attention.tasks.task import Task
-from fast_attention.training import journal, standing, steps
-from fast_attention.training.loop import Diverged, Outcome, train
-from fast_attention.training.settings import TrainingSettings, from_toml
+from fast_attention import files
+from fast_attention.lab.options import at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention import tasks
+    from fast_attention.lab import inputs, records
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.learning import curve, grid
+    from fast_attention.lab.progress import training_bar
+    from fast_attention.mechanism import Unsupported
+    from fast_attention.nn.models import ModelConfig
+    from fast_attention.tasks.needle import Needle
+    from fast_attention.tasks.task import Task
+    from fast_attention.training import journal, standing, steps
+    from fast_attention.training.loop import Diverged, Outcome, train
+    from fast_attention.training.settings import TrainingSettings, from_toml
 
 CURVE, RESULT = "curve.svg", "result.json"
 

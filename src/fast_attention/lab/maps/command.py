@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention.lab import inputs, records
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.loading import KINDS, default_model
-from fast_attention.lab.maps import page
-from fast_attention.lab.maps.heads import Call, Head, compared, sampled
-from fast_attention.lab.maps.models import Subject
-from fast_attention.lab.progress import progress_bar
-from fast_attention.mechanism import Unsupported
+from fast_attention.lab.options import KINDS, SEED, at_work
+
+if TYPE_CHECKING or at_work():
+    import torch
+
+    from fast_attention.lab import inputs, records
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.loading import default_model
+    from fast_attention.lab.maps import page
+    from fast_attention.lab.maps.heads import Call, Head, compared, sampled
+    from fast_attention.lab.maps.models import Subject
+    from fast_attention.lab.progress import progress_bar
+    from fast_attention.mechanism import Unsupported
 
 
 def maps_command(
@@ -40,7 +44,7 @@ def maps_command(
     rows: Annotated[
         str | None, typer.Option(help="Queries whose rows are drawn as curves, such as 0,100. Default: two.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=inputs.SEED, help="For random features.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For random features.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for maps.html and maps.json.")] = Path("maps"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> int:

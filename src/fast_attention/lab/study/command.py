@@ -6,22 +6,26 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention import files, tasks
-from fast_attention.lab import inputs, records
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.learning.train import refused
-from fast_attention.lab.progress import training_bar
-from fast_attention.lab.study import page, run
-from fast_attention.lab.study.ledger import Ledger, resume
-from fast_attention.lab.study.plan import Plan, spelt
-from fast_attention.lab.study.run import CELLS
-from fast_attention.training.settings import TrainingSettings, from_toml
+from fast_attention import files
+from fast_attention.lab.options import at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention import tasks
+    from fast_attention.lab import inputs, records
+    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.learning.train import refused
+    from fast_attention.lab.progress import training_bar
+    from fast_attention.lab.study import page, run
+    from fast_attention.lab.study.ledger import Ledger, resume
+    from fast_attention.lab.study.plan import Plan, spelt
+    from fast_attention.lab.study.run import CELLS
+    from fast_attention.training.settings import TrainingSettings, from_toml
 
 RECORD, PAGE = "study.json", "study.html"
 
