@@ -19,6 +19,8 @@ from fast_attention.data import FastaError, reading
 from fast_attention.data.fasta import parse_fasta
 from fast_attention.lab import command_line, commands, corpus, refusals
 from fast_attention.lab.inputs import InputError
+from fast_attention.tasks import ByteLM
+from fast_attention.tasks.bytes import sides
 from fast_attention.training.settings import TrainingSettings
 
 COPY = "Copy(symbols=3, words=2)"
@@ -148,8 +150,8 @@ BAD = {
     "more threads": (["bench", "--threads", str(10**30)], f"--threads {10**30}"),
     "seed": (["compare", "--seed", str(10**30)], "--seed"),
     "seed to train": (["train", COPY, "--seed", str(1 << 32)], "seed"),
-    "nested": (["compare", "--mechanisms", "(" * 100_000], "is not a mechanism"),
-    "nested names": (["list", "Hybrid(" * 100_000], "is not a mechanism"),
+    "nested": (["compare", "--mechanisms", "(" * 100_000], "no mechanism is written in so many"),
+    "nested names": (["list", "Hybrid(" * 100_000], "no mechanism is written in so many"),
     "nested task": (["train", "Copy(" * 100_000], "task"),
     "null": (["compare", "--mechanisms", "a\0b"], "is not a mechanism"),
     "exit": (["check", "builtins:exit"], "is no factory"),
@@ -200,6 +202,31 @@ def test_gzip_bombs_end_at_the_limit(tmp_path: Path) -> None:
         assert len(list(parse_fasta(b">a\n" + b"MKV\n" * 200))) == 1
     finally:
         reading.LIMIT.reset(token)
+
+
+@pytest.mark.parametrize("option", ["--text", "--fasta", "--config", "task"])
+def test_a_named_pipe_is_not_waited_for(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (link := tmp_path / "link").symlink_to(pipe)
+    for name in (pipe, link):
+        words = {"--config": ["train", COPY, option, str(name)], "task": ["train", f"ByteLM(path={str(name)!r})"]}
+        assert command_line.run([*words.get(option, ["compare", option, str(name)]), "--out", str(tmp_path)]) == 2
+        assert f"{name}: a named pipe" in said(capsys)
+
+
+def test_a_folder_is_limited_as_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_bytes(bytes(300))
+    task = ByteLM(path=str(tmp_path), context=8, share=0.3)
+    before = reading.LIMIT.set(1500)
+    try:
+        assert sum(map(len, sides(task))) == 1500 + 3  # line ends between the files of each side
+        sides.cache_clear()
+        reading.LIMIT.set(1499)
+        with pytest.raises(ValueError, match=r"more than 1,499 bytes, the limit for a file or folder"):
+            sides(task)
+    finally:
+        reading.LIMIT.reset(before)
 
 
 def test_a_pipe_can_be_read(tmp_path: Path) -> None:

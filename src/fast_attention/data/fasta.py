@@ -7,7 +7,6 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fast_attention.data import reading
@@ -42,7 +41,7 @@ def read_fasta(path: str | os.PathLike[str]) -> Iterator[Protein]:
             line.
         OSError: The file cannot be opened.
     """
-    with Path(path).open("rb") as file:
+    with reading.opened(path) as file:
         yield from _records(file, str(path))
 
 

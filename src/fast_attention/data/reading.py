@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
+import stat
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +20,18 @@ class TooLong(ValueError):
     """A file goes on beyond the limit."""
 
 
+def opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file open for reading. A pipe that a shell gives (``<(command)``, ``/dev/stdin``) is one, too.
+
+    Raises:
+        OSError: It cannot be opened, or is a pipe in a folder: nobody may ever write to it.
+    """
+    at_hand = os.path.realpath(path).startswith(("/dev/", "/proc/"))  # its other end is open already
+    if not at_hand and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "a named pipe, on which one may wait for ever: give a file", os.fspath(path))
+    return Path(path).open("rb")
+
+
 def raw(path: str | os.PathLike[str]) -> bytes:
     """A file's bytes.
 
@@ -25,7 +39,7 @@ def raw(path: str | os.PathLike[str]) -> bytes:
         TooLong: There are more than ``LIMIT`` allows.
         OSError: It cannot be read.
     """
-    with Path(path).open("rb") as file:
+    with opened(path) as file:
         return _all(file, os.fspath(path))
 
 
@@ -46,7 +60,7 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
 
 def too_long(name: str) -> str:
     """What is said of a file that goes on beyond the limit."""
-    return f"{name}: more than {LIMIT.get():,} bytes, the limit for a file, unpacked: --max-bytes reads more"
+    return f"{name}: more than {LIMIT.get():,} bytes, the limit for a file or folder, unpacked: --max-bytes reads more"
 
 
 def _all(file: IO[bytes] | Any, name: str) -> bytes:

@@ -134,8 +134,20 @@ def _folder(task: ByteLM, root: Path) -> tuple[bytes, bytes]:
         raise ValueError(f"{task.path} holds {len(files)} files that fit {pattern!r}; a folder needs 2 or more")
     places = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
     held = {*places[: max(1, round(task.share * len(files)))]}
-    first, second = (b"\n".join(read(f) for i, f in enumerate(files) if (i in held) == side) for side in (False, True))
+    texts = _texts(task.path, files)
+    first, second = (b"\n".join(x for i, x in enumerate(texts) if (i in held) == side) for side in (False, True))
     return first, second
+
+
+def _texts(name: str, files: list[Path]) -> list[bytes]:
+    """The files of a folder, all together within the limit for one."""
+    texts, room = [], reading.LIMIT.get()
+    for path in files:
+        texts.append(read(path))
+        room -= len(texts[-1])
+        if room < 0:
+            raise reading.TooLong(reading.too_long(name))
+    return texts
 
 
 @lru_cache(maxsize=2)
