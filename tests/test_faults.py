@@ -444,9 +444,20 @@ FAULTS = [
           "tests/test_own_data.py -k compared_before"),
     Fault("a value too many in a table is dropped", "tasks/tables.py", "if any(row[len(names) :]):", "if False:",
           "tests/test_tasks.py -k sequence_errors"),
+    Fault("help imports what the command needs", "lab/options.py", "return not _READING.get()", "return True",
+          "tests/test_cli.py -k needs_no_torch"),
+    Fault("a folder has no limit", "tasks/bytes.py", "        if room < 0:", "        if False:",
+          "tests/test_failures.py -k folder_is_limited"),
     Fault("a word's label stands at its first byte", "tasks/tags.py", "word.end() - 1 for word", "word.start() for word",
           "tests/test_own_data.py -k of_words"),
 ]  # fmt: skip
+
+
+def test_the_texts_of_all_faults_stand_once_in_their_files() -> None:
+    """Quick, by ``-k texts``: a change that takes a fault's text away gives the fault its new one."""
+    held = {fault.file: (ROOT / "src" / "fast_attention" / fault.file).read_text() for fault in FAULTS}
+    wrong = [f"{fault.what}: {fault.file}" for fault in FAULTS if held[fault.file].count(fault.old) != 1]
+    assert not wrong, wrong
 
 
 WARM = multiprocessing.get_context("forkserver")  # torch and what tests import is loaded once, not once a fault

@@ -136,13 +136,23 @@ def test_numpy_comes_with_the_package() -> None:
     assert any(each.startswith("numpy") for each in held["dependencies"])
 
 
+LIGHT = """
+import gc, sys, time, torch
+gc.freeze()  # or a collection of all that torch made falls to whoever comes next
+before, start = {*sys.modules}, time.process_time()
+import fast_attention; fast_attention.attention
+took = time.process_time() - start
+heavy = {"numpy.testing"} & {*sys.modules}
+print(took, *heavy, *sorted({name.split(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names}))
+"""
+
+
 def test_import_is_light() -> None:
-    """Nothing heavy comes in with the package, and it adds at most half a second to torch."""
-    code = (
-        "import sys, time, torch; start = time.process_time(); import fast_attention; fast_attention.attention;"
-        "took = time.process_time() - start;"
-        "heavy = {'triton', 'transformers', 'typer', 'rich', 'matplotlib', 'numpy.testing'} & set(sys.modules);"
-        "print(took, heavy); assert took < 0.5 and not heavy"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    """Nothing heavy comes in with the package, and it adds at most half a second to torch: the best of three tries."""
+    took = []
+    while not took or (min(took) >= 0.5 and len(took) < 3):  # a busy machine takes its time now and then
+        run = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120, check=True)
+        spent, *brought = run.stdout.split()
+        assert {*brought} <= {"fast_attention", "jaxtyping", "numpy", "torch"}, brought
+        took.append(float(spent))
+    assert min(took) < 0.5, took
