@@ -140,6 +140,8 @@ FAULTS = [
           "and not call.attended:", "and False:", "tests/test_swap.py -k silence"),
     Fault("calls of several threads meet", "integrations/calls.py", "class _Thread(threading.local):", "class _Thread:",
           "tests/test_whole_model.py -k 'generate and LinearAttention'"),
+    Fault("a new thread computes otherwise", "mechanism.py", "        checks.threads()  # mixers begin with", "        # mixers",
+          "tests/test_mixers.py -k new_thread"),
     Fault("threads share the memory of a loop over blocks", "ops/scratch.py", "self._held: dict[str, Tensor] = {}",
           "self._held = Scratch._made.__dict__",
           LAW + "'threads and LSH'"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fast_attention
 from fast_attention import clock, swap, swap_back
+from fast_attention.conformance.threads import differ
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -403,6 +404,32 @@ def test_torch_transformers_are_the_same(training: bool) -> None:
         report = swap(model, "LinearAttention")
         assert len(report.replaced) == 6
         assert not torch.allclose(model(a, b, mask), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("mechanism", ["Softmax", "FavorPlus(num_features=16)"])
+def test_torch_transformers_under_threads_autocast_and_compile(mechanism: str) -> None:
+    """With padding and a causal decoder: calls and gradients at the same time, autocast, and one graph."""
+    torch.manual_seed(0)
+    model, mask = Stack().eval(), torch.arange(13) >= torch.tensor([[13], [9]])
+    model.model.encoder.layers, model.model.decoder.layers = (
+        model.model.encoder.layers[:1],
+        model.model.decoder.layers[:1],
+    )
+    swap(model, mechanism)
+    given = [(torch.randn(2, 13, 32), torch.randn(2, 7, 32)) for _ in range(3)]
+
+    def job(run: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        out = run(a, b, mask)
+        return out.detach(), *gradients(model, out)
+
+    assert differ([lambda x=x: job(model, *x) for x in given], model) < 1e-5
+    before = job(model, *given[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(job(model, *given[0])[0].float(), before[0], atol=0.1, rtol=0.1)
+    torch.compiler.reset()
+    after = job(torch.compile(model, fullgraph=True, backend="aot_eager"), *given[0])
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
 def test_torch_decoders_refuse_by_name() -> None:

@@ -83,8 +83,27 @@ def test_a_compiled_model_keeps_its_state() -> None:
         torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("mechanism", ["Softmax", "Local(window=(3, 0))"])
+def test_packed_rows_in_a_compiled_model_are_kept_apart(mechanism: str) -> None:
+    """By mechanisms that take a mask of every pair: one graph for rows that are packed and rows that are not."""
+    model = build("Llama", **ONE["Llama"])
+    swap(model, mechanism)
+    tokens, one = inputs(model, 11)["input_ids"], torch.arange(11).repeat(2, 1)
+    several, fast = torch.cat([one[:, :4], one[:, :7]], 1), compiled(model, "aot_eager")
+    for places in (one, several):
+        given = {"input_ids": tokens, "position_ids": places, "use_cache": False}
+        before, after = model(**given).logits, fast(**given).logits
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
+        for a, b in zip(gradients(model, after), gradients(model, before), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+    apart = model(tokens[:, 4:], use_cache=False).logits
+    torch.testing.assert_close(after[:, 4:], apart, atol=1e-5, rtol=1e-4)
+
+
 def test_packed_rows_in_a_compiled_model_are_refused() -> None:
-    """The graph cannot know how many sequences there will be; it sees that there are several, and says so."""
+    """By mechanisms without a mask. The graph cannot know how many sequences there will be; it sees that there are
+    several, and says so.
+    """
     model = build("Llama", **ONE["Llama"])
     swap(model, "LinearAttention")
     tokens, places = inputs(model, 11)["input_ids"], torch.arange(11).repeat(2, 1)
@@ -95,5 +114,5 @@ def test_packed_rows_in_a_compiled_model_are_refused() -> None:
 
     with torch.no_grad():
         torch.testing.assert_close(run(places), model(tokens, use_cache=False).logits)
-        with pytest.raises(RuntimeError, match="sequences packed in one row"):
+        with pytest.raises(RuntimeError, match=r"sequences packed in one row.*What would work: the model uncompiled"):
             run(torch.cat([places[:, :4], places[:, :7]], 1))

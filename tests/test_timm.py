@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import swap, swap_back
+from fast_attention.conformance.threads import differ
 from fast_attention.mechanism import Unsupported
 from tests.vision import PLACES, Attention, Beit, VisionTransformer
 
@@ -131,3 +132,44 @@ def test_what_a_mechanism_needs_and_what_stays() -> None:
     report = swap(both, "LinearAttention")
     assert [layer.name for layer in report.kept] == ["b.blocks.0.attn"]
     assert len(report.replaced) == 2
+
+
+@pytest.mark.parametrize("mechanism", ["Softmax", "FavorPlus(num_features=16)"])
+def test_threads_autocast_and_compile(mechanism: str) -> None:
+    """Calls and gradients at the same time are those one after another; autocast; one graph."""
+    model, images = build(depth=1), [torch.randn(PIXELS) for _ in range(3)]
+    swap(model, mechanism)
+
+    def job(x: Tensor) -> tuple[Tensor, ...]:
+        out = model(x)
+        return out.detach(), *gradients(model, out)
+
+    assert differ([lambda x=x: job(x) for x in images], model) < 1e-6
+    before, slopes = job(images[0])[0], gradients(model, model(images[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(images[0])
+        torch.testing.assert_close(out.float(), before, atol=0.05, rtol=0.05)
+        assert all(x.isfinite().all() for x in gradients(model, out))
+    torch.compiler.reset()
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(images[0])
+    torch.testing.assert_close(out, before, atol=1e-5, rtol=1e-4)
+    for a, b in zip(gradients(model, out), slopes, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_of_tokens_in_a_compiled_model(additive: bool) -> None:
+    """One graph; a mask that says more ends with an error there."""
+    block = nn.ModuleDict({"attn": Attention(WIDTH, 4).eval()})
+    swap(block, "LinearAttention")
+    torch.compiler.reset()
+    x, real = torch.randn(2, 9, WIDTH), torch.arange(9) < 6
+    seen = (real[:, None] & real).expand(2, 1, 9, 9)
+    others = torch.ones(9, 9).tril(3).bool().expand(2, 1, 9, 9)
+    if additive:
+        seen, others = (torch.zeros(m.shape).masked_fill(~m, float("-inf")) for m in (seen, others))
+    attn = torch.compile(block["attn"], fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(attn(x, attn_mask=seen), block["attn"](x, attn_mask=seen))
+        with pytest.raises(RuntimeError, match=r"more than which tokens are there.*What would work"):
+            attn(x, attn_mask=others)

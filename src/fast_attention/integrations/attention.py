@@ -118,7 +118,8 @@ def mask(
     places = Places(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     if traced:
         window = settings.get("local_size")
-        return visible.announced(mask_function, places, tokens, dense, is_causal=causal, window=window)
+        found = visible.announced(mask_function, places, tokens, dense, is_causal=causal, window=window)
+        return found if calls.places() and attention_mask is None else visible.sure(found)
     return visible.read(mask_function, places, tokens, dense)
 
 
@@ -209,6 +210,10 @@ def _run(
     """By the cheapest form that computes what was asked: the mechanism's own, a state, packed rows, a whole mask."""
     mechanism, key_mask = bound.mechanism, seen.key_mask(k.shape[-2])
     dropout = dropout if mechanism.traits.mask else 0.0  # the report says which layers drop nothing
+    if seen.holds is not None:  # compiled, with position_ids: perhaps packed rows
+        if mechanism.traits.mask and cache is None:
+            return _masked(bound, q, k, v, seen, changes, dropout)
+        seen = visible.sure(seen)
     if changes or not seen.plain or not narrower(mechanism, seen.back, seen.ahead):
         if mechanism.traits.mask:
             return _masked(bound, q, k, v, seen, changes, dropout)

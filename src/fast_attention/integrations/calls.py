@@ -1,5 +1,6 @@
-"""What an attention function needs of the calls around it and does not get as an argument: the cache, and who asked
-for attention matrices. It belongs to the calls and never to a module, which several threads may call at once.
+"""What an attention function needs of the calls around it and does not get as an argument: the cache, who asked for
+attention matrices, and whether the tokens' places were given. It belongs to the calls and never to a module, which
+several threads may call at once.
 
 The calls of a thread lie on one another as they do in Python. They are held in a ``threading.local``, which
 ``torch.compile`` follows, unlike a ``ContextVar``: a forward pass is never suspended for another in its thread.
@@ -21,6 +22,7 @@ class Open:
     of: nn.Module  # the model or attention module that is called
     outer: Open | None
     shown: tuple[nn.Module, ...] = ()  # layers that are asked for their attention matrices
+    places: bool = False  # of a model: whether it was given position_ids, which may begin anew within a row
     cache: Any = None  # of an attention module: where its state is kept
     attended: bool = False  # of an attention module: whether its attention function was called
 
@@ -33,11 +35,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def begin(module: nn.Module, *, shown: tuple[nn.Module, ...] = (), cache: Any = None) -> None:
+def begin(module: nn.Module, *, shown: tuple[nn.Module, ...] = (), places: bool = False, cache: Any = None) -> None:
     """A call of ``module`` begins. An earlier one that an interrupt left open is over, with all inside."""
     stale = _find(module)
     outer = _thread.innermost if stale is None else stale.outer
-    _thread.innermost = Open(module, outer, shown, cache)
+    _thread.innermost = Open(module, outer, shown, places, cache)
 
 
 def end(module: nn.Module) -> Open | None:
@@ -62,6 +64,14 @@ def shows(layer: nn.Module) -> bool:
             return True
         found = found.outer
     return False
+
+
+def places() -> bool:
+    """Whether a call around this one was given ``position_ids``."""
+    found = _thread.innermost
+    while found is not None and not found.places:
+        found = found.outer
+    return found is not None
 
 
 def _find(module: nn.Module) -> Open | None:

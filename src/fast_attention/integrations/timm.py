@@ -124,15 +124,21 @@ def _plan(
 
 
 def _tokens(mask: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor] | None:
-    """Which queries (B, N) may see anything and which keys (B, N) may be seen; None where a mask says more."""
-    if mask.dtype == torch.bool:
-        seen = mask
-    else:
-        seen = mask == 0
-        if not bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()):
-            return None
+    """Which queries (B, N) may see anything and which keys (B, N) may be seen; None where a mask says more.
+
+    A compiled graph cannot ask; it takes the mask for one of tokens and ends with an error where it is not.
+    """
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    holds = True if mask.dtype == torch.bool else (seen | (mask <= torch.finfo(mask.dtype).min)).all()
     seen = seen.expand(torch.broadcast_shapes(seen.shape, (batch, 1, length, length)))
     queries, keys = seen.any(-1, keepdim=True), seen.any(-2, keepdim=True)
-    if seen.shape[1] > 1 or not bool((seen == (queries & keys)).all()):
+    holds = holds & (seen == (queries & keys)).all()
+    if seen.shape[1] > 1 or not (torch.compiler.is_compiling() or bool(holds)):
         return None
+    if torch.compiler.is_compiling():
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+            holds,
+            "an attn_mask that says more than which tokens are there, in a compiled swapped model. What would work: "
+            "such a mask, or a mechanism that takes every mask, as Softmax or ReLUAttention",
+        )
     return queries[:, 0, :, 0], keys[:, 0, 0]

@@ -30,6 +30,7 @@ class Visible:
     back: int | None = None  # keys before itself that a query sees; None: all
     ahead: int | None = None  # keys behind itself; None: all, or none if causal
     plain: bool = True
+    holds: Bool[Tensor, ""] | None = None  # in a compiled model: whether all of this is so, where it may not be
 
     def key_mask(self, keys: int) -> Bool[Tensor, "batch keys"] | None:
         """Which of the last ``keys`` places are tokens."""
@@ -124,8 +125,8 @@ def announced(
     sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], Tensor], *, is_causal: bool,
     window: int | None,
 ) -> Visible:  # fmt: skip
-    """The same while a model is compiled: as transformers announces the mask, of which the graph checks at every call
-    what ``read`` would have read. Other masks end with an error there: sequences packed in one row above all.
+    """The same while a model is compiled: as transformers announces the mask, of which the graph finds out at every
+    call (``holds``) what ``read`` would have read. It is not so for sequences packed in one row above all.
 
     Args:
         sees: The function.
@@ -148,11 +149,18 @@ def announced(
         holds = holds & (row == _told(found, columns - places.first_query - i, i)).all()
     if places.queries > 1 and back != 0:
         holds = holds & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
-    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-        holds,
-        "sequences packed in one row, or a mask of the model's own, in a compiled swapped model: call it uncompiled",
-    )
-    return found
+    return replace(found, holds=holds)
+
+
+def sure(found: Visible) -> Visible:
+    """The same, relied on: a compiled graph ends with an error where it does not hold."""
+    if found.holds is not None:
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+            found.holds,
+            "sequences packed in one row, or a mask of the model's own, in a compiled swapped model. What would work: "
+            "the model uncompiled, or with position_ids a mechanism that takes masks, as Softmax or ReLUAttention",
+        )
+    return replace(found, holds=None)
 
 
 def _told(found: Visible, distance: Tensor, row: int) -> Tensor:

@@ -36,7 +36,8 @@ def deafen(model: nn.Module) -> None:
 def _asked(model: Any, args: Any, kwargs: Any) -> None:
     wish = kwargs.get("output_attentions")
     asked = model.config.output_attentions if wish is None else wish
-    calls.begin(model, shown=tuple(layers_of(model).values()) if asked else ())
+    shown = tuple(layers_of(model).values()) if asked else ()
+    calls.begin(model, shown=shown, places=kwargs.get("position_ids") is not None)
 
 
 def _answered(model: Any, args: Any, output: Any) -> None:
