@@ -18,6 +18,7 @@ from fast_attention import ConversionSettings, FavorPlusPlus, convert, from_pret
 from fast_attention.conversion import choosing, goals, transfer
 from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
+from fast_attention.nn.models import Model, ModelConfig
 
 transformers = pytest.importorskip("transformers")
 
@@ -330,6 +331,9 @@ def test_layers_that_are_asked_for_stay_exact() -> None:
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(Unsupported, match="Linear is none"):
         convert(nn.Linear(2, 2), MECHANISM, batch, HELD)
+    ours = Model(ModelConfig(vocab_size=9, width=8, layers=1, heads=2))  # which swap refuses, too
+    with pytest.raises(Unsupported, match=r"Model is none.* another mechanism in its ModelConfig, and training"):
+        convert(ours, MECHANISM, batch, HELD)
     bart = transformers.BartModel(transformers.BartConfig(
         d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=8, decoder_ffn_dim=8, vocab_size=99, max_position_embeddings=64,

@@ -23,6 +23,7 @@ from fast_attention.conversion.settings import ConversionSettings
 from fast_attention.integrations import swap, swap_back
 from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
+from fast_attention.nn.models import Model
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
 
@@ -52,8 +53,9 @@ def run(
 
 def _check(model: Any, held_out: Sequence[Batch], budget: float | None) -> None:
     if not isinstance(model, PreTrainedModel):
+        other = "another mechanism in its ModelConfig" if isinstance(model, Model) else "swap(...)"
         raise Unsupported(
-            f"convert takes a Hugging Face model, and {type(model).__name__} is none. What would work: swap(...), and "
+            f"convert takes a Hugging Face model, and {type(model).__name__} is none. What would work: {other}, and "
             "training the model as it was trained"
         )
     if model.config.is_encoder_decoder:
