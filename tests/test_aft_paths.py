@@ -24,6 +24,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, w: Tensor, *, is_causal: bool, ke
     if is_causal:
         hidden = torch.ones(length, keys, dtype=torch.bool).triu(keys - length + 1)
     if key_mask is not None:
+        key_mask = key_mask[:, None]
         hidden = hidden | ~key_mask[..., None, :]
     rows = []
     for channel in range(v.shape[-1]):
@@ -61,12 +62,12 @@ def compare(ours: Call, theirs: Call, inputs: tuple[Tensor, ...], limit: float) 
 
 
 def tensors(n: int, *, dtype: torch.dtype = torch.float64, keys: int | None = None, seed: int = 0) -> tuple[Any, ...]:
-    """Queries, keys and values that are not contiguous, (2, 3, n, 2), and a mask (2, 1, n)."""
+    """Queries, keys and values that are not contiguous, (2, 3, n, 2), and a mask (2, n)."""
     draw = torch.Generator().manual_seed(seed)
     sizes = (n, keys or n, keys or n)
     q, k, v = (torch.randn(2, size, 3, 2, dtype=dtype, generator=draw).transpose(1, 2) for size in sizes)
-    mask = torch.rand(2, 1, keys or n, generator=draw) < 0.7
-    mask[1, :, : min(9, n // 2)] = False
+    mask = torch.rand(2, keys or n, generator=draw) < 0.7
+    mask[1, : min(9, n // 2)] = False
     return q, k, v, mask
 
 

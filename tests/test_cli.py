@@ -297,6 +297,7 @@ def test_a_missing_extra_is_one_line(missing: str) -> None:
 
 
 def test_missing_transformers_names_its_extra(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     code = "import sys; sys.modules['transformers'] = None\nfrom fast_attention.cli import main; main(sys.argv[1:])"
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-c", code, "compare", "--out", str(tmp_path), "--model", str(tmp_path)]

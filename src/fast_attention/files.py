@@ -47,7 +47,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         if os.name == "posix":
             sync(path.parent)  # the new name too
     except OSError as error:
-        if error.filename is None or Path(error.filename) == partial:
+        if error.errno is not None and error.filename in (None, str(partial), partial):
             error.filename = str(path)
         raise
     finally:

@@ -20,7 +20,7 @@ def factor(x: Float[Tensor, "*sizes"], room: float, *, rows: bool = False) -> Te
     if not traced() and x.numel() == 0:
         return x.new_ones(())
     size = x.detach().abs()
-    top = size.amax(-1, keepdim=True) if rows else size.amax()
+    top = size.amax(-1, keepdim=True) if rows else size.flatten().amax(0)  # ONNX has no amax of all axes
     above = torch.log2(top / room).ceil().clamp_min(0.0)
     return torch.exp2(-above.masked_fill(~above.isfinite(), 0.0))
 
