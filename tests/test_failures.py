@@ -113,7 +113,7 @@ def test_every_failure_has_its_code(
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "list_command", lambda: broken())
+    monkeypatch.setattr(commands, "list_command", lambda **options: broken())
     assert command_line.run(["list"]) == code
     assert not words or words in said(capsys)
 
