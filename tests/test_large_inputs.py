@@ -92,8 +92,8 @@ def test_decoding_at_any_scale_is_one_pass(text: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 128])
 @pytest.mark.parametrize("spread", [1.0, 100.0, 1e5])
-def test_halves_are_the_definition(monkeypatch: pytest.MonkeyPatch, spread: float, chunk: int) -> None:
-    """What traced code runs: chunks by halves, whatever is in them; and where one unit does, both are the same."""
+def test_features_one_by_one_are_the_definition(monkeypatch: pytest.MonkeyPatch, spread: float, chunk: int) -> None:
+    """What traced code runs: feature by feature, whatever is in a chunk; where one unit does, both are the same."""
     q, k = Logs(spread * torch.randn(2, 45, 6).double()), Logs(spread * torch.randn(2, 45, 6).double())
     k.logs[:, [0, 1, 30]] = -torch.inf
     v = torch.randn(2, 45, 3).double()
@@ -103,7 +103,7 @@ def test_halves_are_the_definition(monkeypatch: pytest.MonkeyPatch, spread: floa
     first = linear.summarise(Logs(k.logs[:, :20]), v[:, :20])
     for traced in (False, True):
         if traced:
-            monkeypatch.setattr(linear_logs, "_level", lambda first, last: False)
+            monkeypatch.setattr(linear_logs, "traced", lambda: True)
         sums, _ = linear.advance(q, k, v, chunk=chunk)
         torch.testing.assert_close(linear.normalise(sums), expected, rtol=1e-9, atol=1e-9)
         rest = (Logs(q.logs[:, 20:]), Logs(k.logs[:, 20:]), v[:, 20:])

@@ -54,6 +54,14 @@ def test_a_recorded_graph_serves_other_numbers(mechanism: Any) -> None:
     torch.testing.assert_close(graph(*others), expected, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize(("mechanism", "most"), [("FavorPlus", 260), ("LearnedFeatures", 270), ("Hybrid", 420)])
+def test_a_recorded_graph_is_small(mechanism: str, most: int) -> None:
+    """Compilers take time for every operation; how many there are does not depend on the length."""
+    bound, inputs = bind(mechanism, max_len=512), given(catalogue.default(mechanism), 512)
+    graph = make_fx(lambda *x: bound(*x, is_causal=True))(*inputs).graph
+    assert len(graph.nodes) <= most
+
+
 @scripted
 @pytest.mark.parametrize(
     "model",

@@ -2,7 +2,7 @@
 
 Query i's proper unit for a feature is the largest among the keys it sees. Any will do that is not above it, nor more
 than ``SLACK`` below: so those of a chunk's first key serve for the whole chunk, no later key can make an earlier one
-vanish, and none overflows. Where a chunk holds a far larger feature, ``linear.advance`` takes it by halves.
+vanish, and none overflows. Where a chunk holds a far larger feature, ``linear.advance`` takes it feature by feature.
 Arguments are flat, as in ``favor_whole``; there may be more keys than queries: the first ones are seen by all.
 """
 

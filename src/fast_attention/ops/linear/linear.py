@@ -25,6 +25,7 @@ from fast_attention.ops.linear.linear_state import prefixes
 from fast_attention.ops.linear.linear_state import read as read
 from fast_attention.ops.maps.feature_map import Features, Logs
 from fast_attention.ops.scan import FLOOR, cummax
+from fast_attention.ops.tracing import traced
 
 Kind = TypeVar("Kind", Features, Logs, Features | Logs)
 CHUNK = 128  # tokens per block of the causal form
@@ -165,14 +166,10 @@ def attend(
         return read(q, summarise(keys, v))
     extra = v.shape[-2] - (q.logs if isinstance(q, Logs) else q).shape[-2]
     if extra == 0:
-        if (
-            isinstance(keys, Logs)
-            and isinstance(q, Logs)
-            and not torch.compiler.is_compiling()
-            and v.shape[-2] <= chunk
-        ):
-            return linear_logs.alone(q, keys, v)
-        return advance(q, keys, v, chunk=chunk)[0]
+        found = None
+        if isinstance(keys, Logs) and isinstance(q, Logs) and not traced() and v.shape[-2] <= chunk:
+            found = linear_logs.alone(q, keys, v)
+        return advance(q, keys, v, chunk=chunk)[0] if found is None else found
     if extra > 0:  # every query sees the first keys
         first, rest = part(keys, slice(0, extra)), part(keys, slice(extra, None))
         return advance(q, rest, v[..., extra:, :], summarise(first, v[..., :extra, :]), chunk=chunk)[0]
