@@ -76,7 +76,7 @@ def test_long_sequences_are_sorted_in_several_tiles(monkeypatch: pytest.MonkeyPa
     for length, start, is_causal in ((36, 0, False), (36, 0, True), (33, 0, True), (33, 14, True)):
         q, k, v = (torch.randn(2, length, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in "qkv")
         found = []
-        for key_mask in (None, torch.ones(2, 1, length, dtype=torch.bool)):
+        for key_mask in (None, torch.ones(2, length, dtype=torch.bool)):
             settings: dict[str, Any] = {"block_size": 4, "is_causal": is_causal, "key_mask": key_mask}
             out = sinkhorn_attention(q[:, :, start:], k, v, P, **settings)
             found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v, P))))
