@@ -1,7 +1,8 @@
-"""Write the tables of mechanisms in README.md and docs/mechanisms.md from the traits: ``python docs/tables.py``."""
+"""Write the tables of mechanisms from their traits, and CHARTER's tree from docstrings: ``python docs/tables.py``."""
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -54,7 +55,34 @@ def full() -> str:
     return "\n".join(parts).rstrip()
 
 
-TABLES = {ROOT / "README.md": short, ROOT / "docs" / "mechanisms.md": full}
+PLAIN = {
+    "docs": "Guides, and the pages and pictures that scripts write from traits and records.",
+    "examples": "Scripts under 60 lines, run by the tests.",
+    "records": "Dated results of benchmarks, studies and conversions.",
+}
+
+
+def caption(folder: Path) -> str:
+    """The first sentence of a folder's docstring, or of PLAIN where the folder is no package."""
+    module = folder / "__init__.py"
+    said = ast.get_docstring(ast.parse(module.read_text())) if module.exists() else PLAIN.get(folder.name)
+    first = re.split(r"(?<=\.)\s|\n\n", said or "")[0]
+    return " ".join(first.split()).rstrip(".:").replace("``", "")
+
+
+def tree() -> str:
+    """CHARTER's tree: every package and what it is for, folders only."""
+    packages = {path.parent for top in ("src", "tests", "benchmarks") for path in (ROOT / top).rglob("__init__.py")}
+    lines = ["```"]
+    for folder in sorted(packages | {ROOT / name for name in PLAIN}):
+        where = folder.relative_to(ROOT)
+        depth, name = (0, where) if where.parts[0] != "src" else (len(where.parts) - 2, where.name)
+        label = f"{'  ' * depth}{name if depth else where.as_posix()}/"
+        lines.append(f"{label:<25}{caption(folder)}")
+    return "\n".join([*lines, "```"])
+
+
+TABLES = {ROOT / "README.md": short, ROOT / "docs" / "mechanisms.md": full, ROOT / "CHARTER.md": tree}
 
 
 def fresh(path: Path) -> str:
@@ -64,7 +92,7 @@ def fresh(path: Path) -> str:
 
 
 def stale() -> list[str]:
-    """Files whose generated part differs from what the traits say."""
+    """Files whose generated part differs from what traits and docstrings say."""
     return [path.name for path in TABLES if path.read_text() != fresh(path)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import runpy
 import subprocess
 import sys
@@ -113,21 +112,14 @@ def test_the_contents_page_names_every_mechanism() -> None:
 
 def test_generated_tables_are_fresh() -> None:
     stale = runpy.run_path(str(ROOT / "docs" / "tables.py"))["stale"]()
-    assert not stale, f"run `python docs/tables.py`: {stale} no longer say what the traits say"
+    assert not stale, f"run `python docs/tables.py`: {stale} no longer say what traits and docstrings say"
     assert not runpy.run_path(str(ROOT / "docs" / "costs.py"))["stale"](), "run `python docs/costs.py`: newer records"
 
 
-def test_the_readme_tree_is_true() -> None:
-    tree = re.search(r"```\n(fast-attention/.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert tree, "README.md has a captioned tree"
-    named = set(re.findall(r"(?<![\w.-])([\w.-]+\.(?:py|md|toml|txt)|Makefile|[\w.-]+/)(?=\s|$)", tree.group(1)))
-    for path in FILES:
-        if path.name != "__init__.py":
-            assert path.name in named or f"{path.parent.name}/" in named, f"{path} is not in README's tree"
-    known = {
-        p.name + "/" * p.is_dir() for p in ROOT.rglob("*") if not any(part.startswith(".venv") for part in p.parts)
-    } | {"fast-attention/"}
-    assert named <= known, f"README's tree names what is not there: {sorted(named - known)}"
+def test_every_folder_says_what_it_is_for() -> None:
+    caption = runpy.run_path(str(ROOT / "docs" / "tables.py"))["caption"]
+    for folder in {path.parent for path in FILES}:
+        assert caption(folder), f"{folder} needs an __init__.py whose docstring says what it is for (CHARTER's tree)"
 
 
 def test_numpy_comes_with_the_package() -> None:

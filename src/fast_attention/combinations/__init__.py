@@ -1,4 +1,4 @@
-"""Mechanisms made of mechanisms, one file each. A new one is exported by one line here."""
+"""Mechanisms made of other mechanisms. A new one is exported by one line here."""
 
 from fast_attention.combinations.hybrid import Hybrid as Hybrid
 
