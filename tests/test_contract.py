@@ -138,12 +138,23 @@ def test_other_heads_and_widths_than_declared_are_refused(mechanism: Any) -> Non
             bound(*qkv(6, width=4))
     with pytest.raises(ValueError, match=r"q has .*did you mean q.transpose\(1, 2\)\?"):
         bound(*(x.transpose(1, 2) for x in qkv(6)))
-    if mechanism.needs_weights:
-        try:
-            out = mechanism(*qkv(6, heads=1), bound.w)
-        except (ValueError, RuntimeError, IndexError):
-            return
-        assert out.shape == (2, 1, 6, 8)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if m.needs_weights], ids=repr)
+@pytest.mark.parametrize(("declared", "length"), [(4, 8), (1, 8), (2, 64)])
+def test_weights_for_other_heads_are_refused_or_serve_all_heads(mechanism: Any, declared: int, length: int) -> None:
+    w, own = (mechanism.weights(Shape(heads, 8, 64)) for heads in (declared, 3))
+    inputs = qkv(length, heads=3, dtype=torch.float32)
+    calls = [lambda w: mechanism(*inputs, w)]
+    calls += [lambda w: mechanism.decode(*inputs, w)] if mechanism.traits.memory else []
+    calls += [lambda w: mechanism.summarise(*inputs[1:], w)] if mechanism.traits.memory == "constant" else []
+    for call in calls:
+        if mechanism.heads_of(w) is None:  # they have no head axis
+            assert all(a is None or a.shape == b.shape for a, b in zip(w, own, strict=True))
+            call(w)
+        else:
+            with pytest.raises(ValueError, match=f"for {declared} heads and q has 3"):
+                call(w)
 
 
 @pytest.mark.parametrize("mechanism", CASES[: len(catalogue.names())], ids=repr)

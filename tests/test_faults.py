@@ -39,6 +39,8 @@ FAULTS = [
           LAW + "'padding and Linformer'"),
     Fault("what masked keys and values hold is computed with", "checks.py", "    if key_mask is None:\n        return k, v, None",
           "    if key_mask is not None:\n        return k, v, key_mask[..., None, :]", LAW + "'anything and Softmax'"),
+    Fault("weights for other heads are taken", "checks.py", "not in (None, q.shape[-3]):", "not in (None, heads):",
+          LAW + "'serve_all_heads and BigBird'"),
     Fault("a state of another batch is taken", "decoding.py", "if before[:4] != now[:4]", "if before[0] != now[0]",
           "tests/test_decoding.py -k another"),
     Fault("sums stay in half precision", "ops/precision.py", "return value.float() if", "return value if",

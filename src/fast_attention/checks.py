@@ -128,11 +128,21 @@ def without_hidden(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) ->
     return masks.drop(k, mask) if "k" in reads else k, masks.drop(v, mask), mask
 
 
-def made(out: Tensor, q: Tensor, v: Tensor, mechanism: object) -> Tensor:
-    """``out``, which is (..., H, L, Ev) unless the weights are for other heads; then a ``ValueError``."""
-    if out.shape != (*q.shape[:-1], v.shape[-1]):
-        raise ValueError(f"{mechanism!r} has weights for other heads than the {q.shape[-3]} of q {tuple(q.shape)}")
-    return out
+def weights(mechanism: Any, w: Any, q: Tensor | None = None) -> Any:
+    """``w``; a ``ValueError`` where it is missing, or is for other heads than ``q`` (..., H, L, E) has."""
+    if not mechanism.needs_weights:
+        return w
+    if isinstance(w, tuple) and not w:
+        raise ValueError(
+            f"{mechanism!r} needs its weights: pass w=mechanism.weights(Shape(heads=..., head_dim=..., max_len=...)) "
+            "or call it through fast_attention.Bound"
+        )
+    if q is not None and (heads := mechanism.heads_of(w)) not in (None, q.shape[-3]):
+        raise ValueError(
+            f"{mechanism!r}: its weights are for {heads} heads and q has {q.shape[-3]} (shape {tuple(q.shape)}): give "
+            f"weights(Shape(heads={q.shape[-3]}, ...))"
+        )
+    return w
 
 
 def checked(function: Function) -> Function:

@@ -32,8 +32,16 @@ class Mechanism(Value, ABC, Generic[W, S]):
         """Fresh weights for ``shape``: a NamedTuple of ``nn.Parameter`` (learned) and plain tensors (drawn or fixed).
 
         The only place that draws random numbers, all from torch's global generator. Without weights: ``()``.
+        An attention's first weight has the heads as its first axis, or ``heads_of`` says otherwise.
         """
         return ()  # type: ignore[return-value]
+
+    def heads_of(self, w: W) -> int | None:
+        """How many heads these weights are for; None where they serve however many alike."""
+        first: Any = w
+        while isinstance(first, tuple) and first:
+            first = first[0]
+        return first.shape[0] if isinstance(first, Tensor) else None
 
     def redrawn(self, w: W, shape: Shape) -> W:
         """``w`` with what is drawn at random drawn again; ``Bound.redraw`` takes all but its parameters."""
@@ -67,14 +75,6 @@ class Mechanism(Value, ABC, Generic[W, S]):
             if not traits.padding:
                 raise self.refuse("a key_mask", "padding")
             checks.key_mask(key_mask, tuple(batch), keys)
-
-    def _checked(self, w: Any) -> Any:
-        if self.needs_weights and isinstance(w, tuple) and not w:
-            raise ValueError(
-                f"{self!r} needs its weights: pass w=mechanism.weights(Shape(heads=..., head_dim=..., max_len=...)) "
-                "or call it through fast_attention.Bound"
-            )
-        return w
 
 
 def granting(kind: type[Mechanism[Any, Any]], trait: str) -> list[str]:
@@ -145,7 +145,7 @@ class Attention(Mechanism[W, S]):
         """
         traits = self.traits
         self._check(traits, q, k, v, is_causal, key_mask)
-        weights = self._checked(w)
+        weights = checks.weights(self, w, q)
         plain = attn_mask is None and dropout == 0.0
         if not plain and not isinstance(self, MaskedAttention):
             raise self.refuse("an arbitrary attn_mask" if attn_mask is not None else "attention dropout", "mask")
@@ -159,7 +159,7 @@ class Attention(Mechanism[W, S]):
             out = self.attend_masked(
                 q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
             )
-        return checks.made(out, q, v, self)
+        return out
 
     def decode(
         self,
@@ -194,13 +194,13 @@ class Attention(Mechanism[W, S]):
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
         if q.is_meta:
             raise ValueError("decode keeps what it read, and tensors on the meta device hold nothing: give others")
-        weights, after = self._checked(w), decoding.now(self.spelling, traits.reads, q, k, v)
+        weights, after = checks.weights(self, w, q), decoding.now(self.spelling, traits.reads, q, k, v)
         held = decoding.going_on(state, after)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), after._replace(held=held)
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
         out, held = self.advance(q, k, v, weights, held, key_mask=mask)
-        return checks.made(out, q, v, self), after._replace(held=held)
+        return out, after._replace(held=held)
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state after a stretch of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
@@ -215,7 +215,7 @@ class Attention(Mechanism[W, S]):
         self._check(traits, k, k, v, True, key_mask)
         after = decoding.now(self.spelling, traits.reads, k, k, v)
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
-        return after._replace(held=self.summary(k, v, self._checked(w), key_mask=mask))
+        return after._replace(held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring stretches, associatively (``memory="constant"`` only).
@@ -286,7 +286,7 @@ class Mixer(Mechanism[W, S]):
         if x.ndim < 2:
             raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
         self._check_masks(self.traits, is_causal, key_mask, x.shape[:-2], x)
-        weights = self._checked(w)
+        weights = checks.weights(self, w)
         if checks.empty(x):
             return checks.zeros(x.shape, x)
         return self.mix(masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)

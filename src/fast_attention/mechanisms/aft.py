@@ -172,6 +172,9 @@ class AFTFull(Attention[PositionBias | FactoredBias, None]):
         rows, columns = (nn.Parameter(0.01 * torch.randn(shape.max_len, self.rank)) for _ in range(2))
         return FactoredBias(rows, columns)
 
+    def heads_of(self, w: PositionBias | FactoredBias) -> None:
+        """None: the biases are those of all heads, however many."""
+
     @in_float32
     def attend(
         self,

@@ -90,6 +90,9 @@ class AFTLocal(Attention[Band, WindowState]):
         """Biases from N(0, 0.01^2)."""
         return Band(nn.Parameter(0.01 * torch.randn(shape.max_len, 2 * self.window - 1)))
 
+    def heads_of(self, w: Band) -> None:
+        """None: the biases are those of all heads, however many."""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Band, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``aft_local`` with the learned bias."""
         same_width(self, k, v)

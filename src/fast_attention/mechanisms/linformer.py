@@ -175,6 +175,10 @@ class Linformer(Attention[Any, tuple[()]]):
         """What the projection learns."""
         return self.projection.weights(shape, self.rank)
 
+    def heads_of(self, w: Any) -> int | None:
+        """The first axis, unless E is shared by all heads."""
+        return None if getattr(self.projection, "sharing", "none") != "none" else super().heads_of(w)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Attention to the slots of the keys at hand."""
         limit = self.projection.limit(w, self.rank)
