@@ -28,6 +28,7 @@ CONFIG = steps.config_for(TASK, width=8, heads=2, layers=1)
 SETTINGS = TrainingSettings(
     steps=6, batch_size=2, evaluate_every=3, evaluation_batches=1, log_every=2, save_every=2, keep=2
 )
+RECORDS = {"study": "study.json", "bench": "bench.json", "convert": "report.json"}
 WORDS = ["--width", "8", "--heads", "2", "--layers", "1", "--batch-size", "2", "--evaluate-every", "3"]
 
 
@@ -246,7 +247,7 @@ def test_records_are_not_overwritten_unasked(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor by later versions' neighbours: a record that cannot be read is refused and stays."""
-    name = {"study": "study.json", "bench": "bench.json", "convert": "report.json"}[command[0]]
+    name = RECORDS[command[0]]
     (tmp_path / name).write_text("{}")
     for more, said in (([], "--restart"), (["--resume"], name), (["--resume", "--restart"], "one of them")):
         assert commands.run([*command, "--out", str(tmp_path), *more]) == 2
@@ -256,18 +257,23 @@ def test_records_are_not_overwritten_unasked(
         assert (tmp_path / name).read_text() == "{}"
 
 
-@pytest.mark.parametrize("name", ["study", "bench"])
+@pytest.mark.parametrize("name", ["study", "bench", "convert"])
 def test_a_later_versions_record_is_refused_with_both_versions(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = json.dumps({"schema": f"fast-attention {name} 2", "meta": {"fast_attention": "7.5.0"}})
-    (tmp_path / f"{name}.json").write_text(held)
-    words = {"study": ["study", "Copy(symbols=3, words=2)"], "bench": ["bench", "--mechanisms", "FNet"]}[name]
-    assert commands.run([*words, "--out", str(tmp_path), "--resume"]) == 2
+    record = tmp_path / RECORDS[name]
+    record.write_text(held)
+    words = {
+        "study": ["Copy(symbols=3, words=2)"],
+        "bench": ["--mechanisms=FNet"],
+        "convert": [".", "--mechanism=FNet"],
+    }
+    assert commands.run([name, *words[name], "--out", str(tmp_path), "--resume"]) == 2
     err = capsys.readouterr().err
     assert "7.5.0" in err
     assert __version__ in err
-    assert (tmp_path / f"{name}.json").read_text() == held
+    assert record.read_text() == held
 
 
 def test_a_study_begins_anew_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fast_attention import files
 from fast_attention.conversion import Conversion
+from fast_attention.lab import records
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.records import plain
 
+SCHEMA = "fast-attention convert 1"
 RECORD = "report.json"
 STAGES = {
     "original": "original",
@@ -51,15 +51,15 @@ class Ledger:
         return [when for when in STAGES if when in self.conversion.figures]
 
     def to_json(self) -> str:
-        """``{"meta": ..., "conversion": ..., "figures": ..., "prices": [...]}``."""
+        """``{"schema": ..., "meta": ..., "conversion": ..., "figures": ..., "prices": [...]}``."""
         figures = {when: self.figures(when) for when in self.stages}
-        held = {"meta": self.meta, "conversion": asdict(self.conversion), "figures": figures, "prices": self.prices}
-        return json.dumps(plain(held), indent=1, allow_nan=False)
+        held = {"schema": SCHEMA, "meta": self.meta, "conversion": asdict(self.conversion), "figures": figures}
+        return json.dumps(records.plain({**held, "prices": self.prices}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         """The inverse of ``to_json``."""
-        held = dict(files.decoded(text))
+        held = records.opened(text, SCHEMA, "the conversion")
         return cls(held["meta"], Conversion(**held["conversion"]), held["prices"])
 
 
