@@ -41,6 +41,8 @@ FAULTS = [
           "    if key_mask is not None:\n        return k, v, key_mask[..., None, :]", LAW + "'anything and Softmax'"),
     Fault("weights for other heads are taken", "checks.py", "not in (None, q.shape[-3]):", "not in (None, heads):",
           LAW + "'serve_all_heads and BigBird'"),
+    Fault("padded tokens are projected as they are", "ops/masks.py", "    return x if key_mask is None else drop(",
+          "    return x if True else drop(", "tests/test_token_mixer.py -k 'hold_anything and Softmax'"),
     Fault("a state of another batch is taken", "decoding.py", "if before[:4] != now[:4]", "if before[0] != now[0]",
           "tests/test_decoding.py -k another"),
     Fault("sums stay in half precision", "ops/precision.py", "return value.float() if", "return value if",

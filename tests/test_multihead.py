@@ -517,3 +517,30 @@ def test_export_with_a_dynamic_length(device: torch.device) -> None:
     y = torch.randn(2, 11, 16, dtype=torch.float64, device=device)
     more = torch.rand(2, 11, device=device) < 0.4
     torch.testing.assert_close(exported.module()(y, more), ours(y, y, y, more)[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), INF, 3e38])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("apart", ["self", "value", "cross"])
+def test_padded_tokens_may_hold_anything(apart: str, kind: str, value: float, device: torch.device) -> None:
+    """In self-attention, with values of their own and across: outputs and gradients are those of ordinary padding."""
+    torch.manual_seed(1)
+    ours = MultiheadAttention(8, 2, batch_first=apart != "value").to(device)
+    tokens = torch.randn(2, 5, 8, device=device)
+    ignored = torch.zeros(2, 5, dtype=torch.bool, device=device)
+    ignored[0, 3:] = True
+
+    def answers(hidden: float) -> list[Tensor]:
+        x = tokens.masked_fill(ignored[..., None], hidden)
+        query = tokens[:, :4] if apart == "cross" else x
+        same = ignored[:, :4].logical_not() if apart != "cross" else torch.ones_like(ignored[:, :4])
+        turned = query if ours.batch_first else query.transpose(0, 1)
+        keys = turned if apart != "cross" else x
+        values = keys if apart != "value" else x.clone().transpose(0, 1)
+        mask = ignored if kind == "bool" else torch.zeros(2, 5, device=device).masked_fill(ignored, INF)
+        out, _ = ours(turned, keys, values, key_padding_mask=mask, need_weights=False)
+        seen = (out if ours.batch_first else out.transpose(0, 1))[:, :4][same]
+        return [seen, *torch.autograd.grad(seen.square().sum(), [ours.in_proj_weight, ours.out_proj.weight])]  # type: ignore[list-item]
+
+    for found, expected in zip(answers(value), answers(0.5), strict=True):
+        torch.testing.assert_close(found, expected)

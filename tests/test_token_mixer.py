@@ -127,3 +127,32 @@ def test_compile_and_export(device: torch.device) -> None:
     y = tokens(device, 2, 13)
     torch.testing.assert_close(exported(y), mixer(y))
     assert isinstance(mixer, nn.Module)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("mechanism", [m for m in EVERY if m.traits.padding], ids=repr)
+def test_padded_tokens_may_hold_anything(mechanism: Any, value: float, device: torch.device) -> None:
+    """Outputs, and gradients of the projections too, are those of ordinary padding; streamed as well."""
+    mixer, x = made(mechanism, device).float(), tokens(device, 2, 9).float()
+    mask = torch.ones(2, 9, dtype=torch.bool, device=device)
+    mask[0, 6:] = False
+
+    def answers(hidden: float) -> list[Tensor]:
+        y = x.masked_fill(~mask[..., None], hidden)
+        out = mixer(y, key_mask=mask)[mask]
+        if mechanism.traits.memory:
+            out = torch.cat([out, mixer.decode(y, key_mask=mask)[0][mask]])
+        return [out, *torch.autograd.grad(out.square().sum(), list(mixer.parameters()), allow_unused=True)]
+
+    for found, expected in zip(answers(value), answers(0.5), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_finite_padded_tokens_still_ask(device: torch.device) -> None:
+    """A token that may not be seen may see: its own row is that of its query."""
+    mixer, x = made("Softmax", device), tokens(device, 1, 5)
+    mask = torch.tensor([[True, True, True, True, False]], device=device)
+    moved = x.clone()
+    moved[:, 4] *= -1e9
+    changed = (mixer(moved, key_mask=mask) - mixer(x, key_mask=mask)).abs().amax(-1)[0] > 0
+    assert changed.tolist() == [False, False, False, False, True]

@@ -169,7 +169,7 @@ class MultiheadAttention(nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
-        same = query is key and key is value
+        alike, same = query is key, query is key and key is value
         if query.is_nested:
             plain = same and attn_mask is None and key_padding_mask is None
             plain = plain and positions is None and key_positions is None
@@ -177,10 +177,11 @@ class MultiheadAttention(nn.Module):
         self._check(query, key, value)
         batched = query.dim() == 3
         query, key, value = (self._batch_major(x) for x in (query, key, value))
-        q, k, v = self._project(query, query if same else key, query if same else value)
-        q, k = self._turned(q, k, positions, key_positions)
+        key, value = query if alike else key, query if same else value
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
+        q, k, v = self._project(*torch_masks.tamed(query, key, value, key_padding_mask))
+        q, k = self._turned(q, k, positions, key_positions)
         mechanism = self.attention.mechanism
         seen = torch_masks.read(q, k.shape[-2], attn_mask, key_padding_mask, is_causal, mechanism)
         if self.appended:

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fast_attention import catalogue
+from fast_attention import catalogue, checks
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
-from fast_attention.ops import heads
+from fast_attention.ops import heads, masks
 from fast_attention.ops.fusion import Fusion
 
 
@@ -104,7 +104,7 @@ class TokenMixer(nn.Module):
             ValueError: Sizes do not fit.
         """
         places = None if positions is None else self._places(x, positions)
-        inputs = self._project(x, places) if isinstance(self.mechanism, Attention) else (x,)
+        inputs = self._project(x, places, key_mask) if isinstance(self.mechanism, Attention) else (x,)
         out = self.attention(*inputs, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
         return self._joined(out) if isinstance(self.mechanism, Attention) else out
 
@@ -134,12 +134,12 @@ class TokenMixer(nn.Module):
             raise self.mechanism.refuse("decoding", "memory")
         if self.rotary is None:
             places = None if positions is None else self._places(x, positions)
-            out, state = self.attention.decode(*self._project(x, places), state, key_mask=key_mask)
+            out, state = self.attention.decode(*self._project(x, places, key_mask), state, key_mask=key_mask)
             return self._joined(out), state
         place, inner = (torch.tensor(0), None) if state is None else state
         places = self._places(x, positions, place)
         self.rotary.decodes(places)
-        out, inner = self.attention.decode(*self._project(x, places), inner, key_mask=key_mask)
+        out, inner = self.attention.decode(*self._project(x, places, key_mask), inner, key_mask=key_mask)
         return self._joined(out), Turned(places[..., -1] + 1 if x.shape[-2] else place, inner)
 
     def _places(self, x: Tensor, positions: Tensor | None, start: Tensor | None = None) -> Tensor:
@@ -155,7 +155,12 @@ class TokenMixer(nn.Module):
         own = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         return [own[part] * self.head_dim for part in "qkv" if part in self.mechanism.traits.reads]
 
-    def _project(self, x: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, places: Tensor | None = None, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if key_mask is not None:
+            checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
+        x = masks.tame(x, key_mask)
         read = [part for part in "qkv" if part in self.mechanism.traits.reads]
         parts = self.in_proj(x).split(self._widths(), -1)
         named = {

@@ -57,6 +57,19 @@ def read(
     return Seen(is_causal, key_mask, attn_mask)
 
 
+def tamed(query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (N, L, E), (N, S, E), (N, S, E) with zeros where padding holds what no projection takes (``masks.tame``).
+
+    Queries are padded only where they are the keys. Tensors that were one stay one.
+    """
+    if padding_mask is None:
+        return query, key, value
+    _check("key_padding_mask", padding_mask, (key.shape[0], key.shape[1]))
+    seen = ~padding_mask if padding_mask.dtype == torch.bool else padding_mask != float("-inf")
+    keys = masks.tame(key, seen)
+    return keys if query is key else query, keys, keys if value is key else masks.tame(value, seen)
+
+
 def lengthen(seen: Seen, length: int, keys: int, more: int, like: Tensor) -> Seen:
     """The same with ``more`` keys at the end that every query may see."""
     is_causal, key_mask, attn_mask = seen

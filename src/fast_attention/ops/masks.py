@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+HUGE = 2.0**63  # about the root of what float32 and bfloat16 hold
+
 
 def causal(length: int, keys: int, device: torch.device | None = None) -> Bool[Tensor, "length keys"]:
     """Query i sees key j when j <= i + keys - length: aligned to the bottom right, as FlashAttention does from 2.1."""
@@ -26,6 +28,15 @@ def visible(
 def drop(values: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) -> Float[Tensor, "*batch keys width"]:
     """``values`` with the rows of masked keys set to zero (never multiplied: a masked row may hold anything finite)."""
     return values if key_mask is None else values.masked_fill(~key_mask[..., None], 0.0)
+
+
+def tame(x: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) -> Float[Tensor, "*batch keys width"]:
+    """``x`` with zeros for masked rows that hold what no product takes: NaN, infinities, numbers from ``HUGE`` on.
+
+    For tokens in front of a projection, whose gradient would be 0 * NaN there. Other rows stay, for a masked token
+    still asks as a query.
+    """
+    return x if key_mask is None else drop(x, key_mask | (x.detach().abs().amax(-1) < HUGE))
 
 
 def masked_softmax(scores: Float[Tensor, "*batch length keys"], mask: Tensor | None) -> Tensor:
