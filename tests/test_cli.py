@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from fast_attention import __version__, catalogue
+from fast_attention import __version__, catalogue, extras
 from fast_attention.cli import main
 from fast_attention.lab import inputs, options
 from fast_attention.lab.command_line import COMMANDS, _repeat, load
@@ -293,7 +295,17 @@ def test_a_missing_extra_is_one_line(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "pip install 'fast-attention[lab]'" in done.stderr
+    assert f"needs {missing}: {extras.install('lab')}" in done.stderr
+
+
+def test_an_extra_is_installed_by_what_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This package is on no index: a command that names it would find another's, or nothing."""
+    command = extras.install("hf")
+    assert re.fullmatch(r"pip install ('?[a-z-]+[>=.\d]+'? ?)+", command)
+    assert "transformers>=5" in command
+    assert "fast-attention" not in command
+    monkeypatch.setattr(metadata, "requires", lambda name: None)
+    assert extras.install("hf") == "pip install '.[hf]' in a clone of fast-attention"
 
 
 def test_missing_transformers_names_its_extra(tmp_path: Path) -> None:

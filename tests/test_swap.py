@@ -13,8 +13,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import fast_attention
-from fast_attention import clock, swap, swap_back
+from fast_attention import clock, explain, swap, swap_back
 from fast_attention.conformance.threads import differ
+from fast_attention.integrations import costs
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -486,6 +487,35 @@ def test_a_window_inside_packed_sequences_is_seen() -> None:
     swap(model, "LinearAttention")
     with pytest.raises(Unsupported, match="a mask of the model's own"):
         model(tokens, position_ids=places, use_cache=False)
+
+
+def test_the_report_names_the_path_of_the_length_asked() -> None:
+    """The probe's 8 tokens take the path of short sequences, which says nothing of longer ones."""
+    report = swap(build("Bert"), "FavorPlus(num_features=16)")
+    q = torch.randn(1, 2, 2048, 8)
+    few, many = (explain("FavorPlus(num_features=16)", *[q[..., :n, :]] * 3).steps for n in (8, 2048))
+    assert few[-1].what != many[-1].what, "two paths, or this test tests nothing"
+    assert few[-1].what not in str(report)
+    for length, steps in ((8, few), (2048, many)):
+        assert f"    runs {steps[-1].what}" in str(report.expected(length)).splitlines()
+
+
+def test_reports_are_printed_in_100_columns() -> None:
+    model = build("Bert")
+    wide = "Hybrid(near=Local(window=64), far=LearnedFeatures(num_features=32, scale=0.5), first=2, last=2)"
+    for mechanism in (wide, {"*.0.*": "FavorPlus(num_features=128)"}):
+        report = swap(model, mechanism)
+        for text in (str(report), str(report.expected(64))):
+            assert max(map(len, text.splitlines())) <= 100, text
+    assert "encoder.layer.0-1.attention.self (2 layers): 2 heads of 8\n" in str(swap(model, "LinearAttention()"))
+
+
+def test_layers_in_a_row_have_one_name() -> None:
+    assert costs.span(["a.3.b"]) == "a.3.b"
+    assert costs.span(["a.8.b", "a.9.b", "a.10.b"]) == "a.8-10.b (3 layers)"
+    assert costs.span(["a.0.b", "a.2.b"]) == "a.0.b ... a.2.b (2 layers)"
+    assert costs.span(["a.0.b1", "a.1.b2"]) == "a.0.b1 ... a.1.b2 (2 layers)"
+    assert costs.span(["a.0.own", "a.0.cross"]) == "a.0.own ... a.0.cross (2 layers)"
 
 
 def test_the_report_says_what_a_length_costs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 
+from fast_attention import extras
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
@@ -38,11 +40,10 @@ def _run(arguments: list[str]) -> int:
 
         command_line.prepare(arguments)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("fast_attention"):
+        missing = (error.name or "").split(".")[0]
+        if missing == "fast_attention":
             raise
-        print(
-            f"fast-attention: the command line needs {error.name}: pip install 'fast-attention[lab]'", file=sys.stderr
-        )
+        print(f"fast-attention: the command line needs {missing}: {extras.install('lab')}", file=sys.stderr)
         return 2
     except (ImportError, MemoryError, OSError) as error:
         print(f"fast-attention: a library cannot be loaded: {' '.join(str(error).split())}", file=sys.stderr)

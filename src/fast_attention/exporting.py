@@ -67,7 +67,7 @@ def onnx(
     opset: int | None = None,
     external_data: bool | None = None,
 ) -> None:
-    """Write a module as an ONNX file, whole or not at all. Needs ``pip install 'fast-attention[onnx]'``.
+    """Write a module as an ONNX file, whole or not at all. Needs the extra ``onnx``.
 
     Args:
         module, inputs, open_sizes: As for ``program``; the file's inputs have the same names, its outputs are called

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from fast_attention import clock
 from fast_attention.counting import count_operations, peak_bytes
 from fast_attention.nn.bound import Bound
+from fast_attention.ops.trail import followed
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,12 @@ class Cost:
     operations: int  # as ``counting.count_operations`` counts them
     bytes: int  # the most held at once beyond queries, keys and values, the outputs included
     seconds: float  # on the layer's device, with the threads of this process
+    path: str = ""  # which of the mechanism's implementations ran; empty where it has one
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the replaced layers cost, each as it was and as it is. Printed, it is a table."""
+    """What the replaced layers cost, each as it was and as it is. Print it."""
 
     length: int
     batch: int
@@ -40,13 +44,34 @@ class Expected:
             f"{self.batch} x {self.length:,} tokens, forward, attention alone; time measured here, the rest counted:"
         ]
         for (before, after), names in same.items():
-            count = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            lines.append(
-                f"  {names[0]}{count}: operations {before.operations / 1e6:,.4g} M -> {after.operations / 1e6:,.4g} M, "
-                f"memory {before.bytes / 2**20:,.4g} MiB -> {after.bytes / 2**20:,.4g} MiB, "
+            lines.append(f"{span(names)}{', each' * (len(names) > 1)}")
+            counted = (
+                f"operations {before.operations / 1e6:,.4g} M -> {after.operations / 1e6:,.4g} M, "
+                f"memory {before.bytes / 2**20:,.3g} MiB -> {after.bytes / 2**20:,.3g} MiB, "
                 f"time {before.seconds * 1e3:,.3g} ms -> {after.seconds * 1e3:,.3g} ms"
             )
+            lines += folded(counted)
+            lines += folded(f"runs {after.path}") if after.path else []
         return "\n".join(lines)
+
+
+def folded(text: str) -> list[str]:
+    """Lines of at most 100 columns, set in below a layer's name."""
+    return textwrap.wrap(text, 100, initial_indent="    ", subsequent_indent="      ")
+
+
+def span(names: list[str]) -> str:
+    """One name for layers in a row: ``encoder.layer.0-4.attention (5 layers)`` where only a number counts up."""
+    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
+    if len(names) == 1:
+        return names[0]
+    apart = [at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b]
+    joined = f"{names[0]} ... {names[-1]}"
+    if len(first) == len(last) and len(apart) == 1 and apart[0] % 2 == 1:
+        low, high = first[apart[0]], last[apart[0]]
+        if int(high) - int(low) + 1 == len(names):
+            joined = "".join([*first[: apart[0]], f"{low}-{high}", *first[apart[0] + 1 :]])
+    return f"{joined} ({len(names)} layers)"
 
 
 ROUNDS = 5  # of both, in turns
@@ -71,8 +96,10 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
     with torch.random.fork_rng(devices=[]):
         counted = [(count_operations(run), peak_bytes(run, like.device)) for run in runs]
         took: tuple[list[float], list[float]] = ([], [])
-        while len(took[0]) < ROUNDS and sum(map(sum, took)) < PATIENCE:
-            for run, found in zip(runs, took, strict=True):
-                found.append(clock.seconds(run, like.device))
+        with followed() as steps:
+            while len(took[0]) < ROUNDS and sum(map(sum, took)) < PATIENCE:
+                for run, found in zip(runs, took, strict=True):
+                    found.append(clock.seconds(run, like.device))
+    path = ", ".join(dict.fromkeys(step.what for step in steps))
     exact, ours = (Cost(*found, statistics.median(times)) for found, times in zip(counted, took, strict=True))
-    return exact, ours
+    return exact, replace(ours, path=path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,18 +11,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fast_attention.integrations import attention, calls, probing, swapping, weights
+from fast_attention.integrations import attention, calls, probing, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries, nothing, undropped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.softmax import Softmax
 from fast_attention.nn.bound import Bound
-from fast_attention.ops.trail import followed
 
 BEFORE = "_fast_attention_before"  # the implementation that the model had
 EXACT = "_fast_attention_exact"  # the name of the exact model
-SPELT = "fast_attention:"  # before a mechanism's spelling, in set_attn_implementation
 
 
 def swap(
@@ -50,14 +47,14 @@ def swap(
         for layer, bound in (*layers, *missed):
             if bound is not None:
                 _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
-        done = (*_probed(model, [layer for layer, _ in layers], forward), *(layer for layer, _ in missed))
+        _check_called(model, [layer.name for layer, _ in layers], forward)
     except BaseException:
         _remove(model)
         model.set_attn_implementation(before)
         raise
     settle(model, before, model.name_or_path)
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
-    return done
+    return tuple(layer for layer, _ in (*layers, *missed))
 
 
 def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
@@ -78,13 +75,18 @@ def settle(model: PreTrainedModel, before: str, name: str | None) -> None:
 
 def swap_back(model: PreTrainedModel) -> bool:
     """The model with the attention that it had; whether there was anything to undo."""
-    before = model.__dict__.get(BEFORE)
-    if before is None:
-        return False
-    _remove(model)
-    delattr(model, BEFORE)
-    model.set_attn_implementation(before)
-    return True
+    before = removed(model)
+    if before is not None:
+        model.set_attn_implementation(before)
+    return before is not None
+
+
+def removed(model: PreTrainedModel) -> str | None:
+    """Take the mechanisms out of a model: the implementation that it had before, None where it was not swapped."""
+    before = model.__dict__.pop(BEFORE, None)
+    if before is not None:
+        _remove(model)
+    return before
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -228,52 +230,19 @@ def _remove(model: PreTrainedModel) -> None:
         del model.get_submodule(name)._modules[CHILD]
 
 
-def _probed(model: PreTrainedModel, layers: list[Layer], forward: Callable[[], None]) -> tuple[Layer, ...]:
-    """The layers with the path that each took in a forward pass, in which every one was really called."""
-    paths: dict[str, str] = {}
-    with followed() as steps:
+def _check_called(model: PreTrainedModel, names: list[str], forward: Callable[[], None]) -> None:
+    """Run a forward pass, and raise ``Unsupported`` unless it called every one of the layers."""
+    called: set[str] = set()
 
-        def watch(name: str, part: Swapped) -> list[Any]:
-            began: list[int] = []
+    def watch(name: str, part: Swapped) -> Any:
+        return part.bound.register_forward_hook(lambda module, args, out: called.add(name))
 
-            def ended(module: nn.Module, args: Any, out: Any) -> None:
-                paths[name] = ", ".join(dict.fromkeys(step.what for step in steps[began[-1] :]))
-
-            start = part.bound.register_forward_pre_hook(lambda module, args: began.append(len(steps)))
-            return [start, part.bound.register_forward_hook(ended)]
-
-        handles = [handle for name, part in layers_of(model).items() for handle in watch(name, part)]
-        try:
-            forward()
-        finally:
-            for handle in handles:
-                handle.remove()
-    silent = [layer.name for layer in layers if layer.name not in paths]
+    handles = [watch(name, part) for name, part in layers_of(model).items()]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [name for name in names if name not in called]
     if silent:
         raise Unsupported(f"after the swap these layers were not called: {', '.join(silent)}")
-    return tuple(replace(layer, path=paths[layer.name]) for layer in layers)
-
-
-def register() -> None:
-    """Let ``model.set_attn_implementation("fast_attention:FavorPlus(num_features=128)")`` swap a model's attention.
-
-    The same as ``swap(model, "FavorPlus(num_features=128)")``, for code that sets implementations by name; any other
-    name puts a swapped model back first. Done once, it stays for this process.
-    """
-    before = PreTrainedModel.set_attn_implementation
-    if getattr(before, "swaps", False):
-        return
-
-    def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **settings: Any) -> None:
-        if isinstance(attn_implementation, str) and attn_implementation.startswith(SPELT):
-            swapping.swap(self, attn_implementation.removeprefix(SPELT))
-            return
-        if attn_implementation != NAME:
-            saved = self.__dict__.pop(BEFORE, None)
-            if saved is not None:
-                _remove(self)
-        before(self, attn_implementation, *args, **settings)
-
-    set_attn_implementation.swaps = True  # type: ignore[attr-defined]
-    set_attn_implementation.__doc__ = before.__doc__
-    PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]

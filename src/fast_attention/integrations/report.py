@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fast_attention.integrations.costs import Cost, Expected, pair
+from fast_attention.integrations.costs import Cost, Expected, folded, pair, span
 from fast_attention.mechanism import Mechanism
 from fast_attention.nn.bound import Bound
 
@@ -30,12 +30,11 @@ class Layer:
     why: str = ""  # for a layer that was kept: why; for a swapped one: what to know
     replaced: bool = True
     parameters: int = 0  # learned ones that came with it
-    path: str = ""  # which implementation the probe took
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``swap`` did. Printed, it is a table.
+    """What ``swap`` did. Print it.
 
     ``model`` is the model itself, with the mechanisms in it.
     """
@@ -63,7 +62,8 @@ class Report:
         """What the attention of every replaced layer costs at a length, as it was and as it is.
 
         Operations and memory are counted in one forward pass on Gaussian tensors, as many keys as queries; times are
-        medians of up to five passes on the layer's device, here and now. ``fast-attention advise`` compares many.
+        medians of up to five passes on the layer's device, here and now, and the implementation is the one that these
+        took. ``fast-attention advise`` compares many mechanisms.
 
         Args:
             length: Tokens of a sequence.
@@ -87,16 +87,15 @@ class Report:
         return Expected(length, batch, found)
 
     def __str__(self) -> str:
-        """A table: equal layers in a row stand together."""
-        rows = [("layer", "heads", "was", "is", "note")]
+        """Equal layers in a row stand together, with what they were, what they are and what to know."""
+        lines = []
         for group in _groups(self.layers):
-            first, last = group[0], group[-1]
-            name = first.name if len(group) == 1 else f"{first.name} ... {last.name} ({len(group)})"
-            side = "causal" if first.is_causal else "both sides"
-            note = "; ".join(x for x in (first.why, first.path and f"runs {first.path}") if x)
-            rows.append((name, f"{first.heads} x {first.head_dim}, {side}", first.kind, first.mechanism, note))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+            first = group[0]
+            causal = ", causal" if first.is_causal else ""
+            lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}{causal}")
+            done = f"-> {first.mechanism}" if first.replaced else f"kept, {first.mechanism}"
+            for text in filter(None, (f"{first.kind} {done}", first.why)):
+                lines += folded(text)
         total = f"{len(self.replaced)} of {len(self.layers)} attention layers replaced"
         return "\n".join([*lines, f"{total}, {self.parameters:,} parameters added", *self.refused])
 
