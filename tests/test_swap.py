@@ -492,7 +492,7 @@ def test_a_window_inside_packed_sequences_is_seen() -> None:
 def test_the_report_names_the_path_of_the_length_asked() -> None:
     """The probe's 8 tokens take the path of short sequences, which says nothing of longer ones."""
     report = swap(build("Bert"), "FavorPlus(num_features=16)")
-    q = torch.randn(1, 2, 2048, 8)
+    q = torch.randn(1, 4, 2048, 8)
     few, many = (explain("FavorPlus(num_features=16)", *[q[..., :n, :]] * 3).steps for n in (8, 2048))
     assert few[-1].what != many[-1].what, "two paths, or this test tests nothing"
     assert few[-1].what not in str(report)
@@ -507,7 +507,7 @@ def test_reports_are_printed_in_100_columns() -> None:
         report = swap(model, mechanism)
         for text in (str(report), str(report.expected(64))):
             assert max(map(len, text.splitlines())) <= 100, text
-    assert "encoder.layer.0-1.attention.self (2 layers): 2 heads of 8\n" in str(swap(model, "LinearAttention()"))
+    assert "encoder.layer.0-1.attention.self (2 layers): 4 heads of 8\n" in str(swap(model, "LinearAttention()"))
 
 
 def test_layers_in_a_row_have_one_name() -> None:
