@@ -7,7 +7,6 @@ with mechanisms that keep a state, through transformers' own ``generate``, and p
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCr
 
 import fast_attention
 from fast_attention import files
-from fast_attention.lab import records
+from fast_attention.lab import records, surroundings
 
 AROUND = 64  # tokens whose median stands for a position
 
@@ -96,9 +95,9 @@ def main() -> None:
         meta = {
             "status": "complete", "command": sys.argv[1:], "started": started, "batch": asked.batch,
             "model": "Llama, 2 layers, width 256, 4 heads, random weights",
-            "transformers": transformers.__version__, **records.surroundings(torch.device("cpu")),
+            "transformers": transformers.__version__, **surroundings.surroundings(torch.device("cpu")),
         }  # fmt: skip
-        files.write(asked.out, json.dumps({"meta": meta, "mechanisms": found}, indent=1) + "\n")
+        files.write(asked.out, records.sealed("generation", {"meta": meta, "mechanisms": found}) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 import fast_attention
 from fast_attention import catalogue, files
 from fast_attention.conversion.goals import Likeness
-from fast_attention.lab import capture, corpus, loading, records
+from fast_attention.lab import capture, corpus, loading, records, surroundings
 from fast_attention.lab.converting import prices
 from fast_attention.lab.converting.reading import Reading
 
@@ -78,9 +77,9 @@ def main() -> None:
         "status": "complete", "command": sys.argv[1:], "started": started,
         "model": f"{type(original).__name__}, {sum(p.numel() for p in original.parameters()):,} parameters",
         "passages": sum(len(each.batch["input_ids"]) for each in held), "length": asked.length,
-        "transformers": transformers.__version__, **records.surroundings(torch.device("cpu")),
+        "transformers": transformers.__version__, **surroundings.surroundings(torch.device("cpu")),
     }  # fmt: skip
-    files.write(asked.out, json.dumps(records.plain({"meta": meta, "rows": rows, "prices": costs}), indent=1) + "\n")
+    files.write(asked.out, records.sealed("costs", {"meta": meta, "rows": rows, "prices": costs}) + "\n")
     for row in rows:
         print(f"{row['mechanism']:60} {row.get('sentence_cosine', float('nan')):7.4f}  {row['note'][:90]}")
 

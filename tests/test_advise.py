@@ -15,18 +15,20 @@ from fast_attention.lab.advice.measuring import Plan, investigate
 from fast_attention.lab.advice.ranking import ORDER, Question, advice, ranked
 from fast_attention.lab.capture import Gaussian
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import EXACT, Cell, Error, Record
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 from tests.test_compare import CONFIGS, WORDS, reading, saved, setting
 
 TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "20"]
 
 
-def record(ratios: dict[str, dict[int, float]], errors: dict[str, float], lengths: tuple[int, ...] = (512,)) -> Record:
+def record(
+    ratios: dict[str, dict[int, float]], errors: dict[str, float], lengths: tuple[int, ...] = (512,)
+) -> Comparison:
     """Exact attention takes a second; the others their ratio; every head has the same error."""
     cells = [Cell(EXACT, n, "measured", forward_ms=1000.0, forward_ratio=1.0, forward_bytes=64) for n in lengths]
     for name, found in ratios.items():
         cells += [Cell(name, n, "measured", forward_ms=1000 * r, forward_ratio=r) for n, r in found.items()]
-    return Record({}, cells, [Error(name, 512, "Softmax", [[size]]) for name, size in errors.items()])
+    return Comparison({}, cells, [Error(name, 512, "Softmax", [[size]]) for name, size in errors.items()])
 
 
 def parsed(*names: str) -> list[Any]:
@@ -150,7 +152,7 @@ def test_an_error_at_fewer_tokens_is_no_proof() -> None:
     assert said[1].startswith("Worth a look is Local(window=2): median error 0 % at 512 tokens, 2 times as fast")
 
 
-def investigated(monkeypatch: pytest.MonkeyPatch, ratio: dict[int, float], seconds: float = 60.0) -> Record:
+def investigated(monkeypatch: pytest.MonkeyPatch, ratio: dict[int, float], seconds: float = 60.0) -> Comparison:
     """A real investigation, in which the races' times are given: the window is exact, as it covers everything."""
 
     def run(self: Any) -> None:
@@ -160,7 +162,7 @@ def investigated(monkeypatch: pytest.MonkeyPatch, ratio: dict[int, float], secon
             )
 
     monkeypatch.setattr(measuring.Race, "run", run)
-    found = Record({})
+    found = Comparison({})
     plan = Plan(Gaussian(2, 8), parsed("Local(window=99)"), setting(2, 8), Question(16, 0.1), seconds)
     investigate(plan, found, lambda what: None)
     return found
@@ -280,7 +282,7 @@ def test_bad_input_is_one_line(case: str, capsys: pytest.CaptureFixture[str], tm
 
 
 def test_no_time_for_errors_is_said() -> None:
-    found = Record({})
+    found = Comparison({})
     plan = Plan(Gaussian(2, 8), parsed("Local(window=4)"), Setting(**vars(setting(2, 8))), Question(16, 0.1), 0.0)
     investigate(plan, found, lambda what: None)
     row = next(row for row in ranked(found, plan.mechanisms, plan.question) if row.mechanism != EXACT)

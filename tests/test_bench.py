@@ -19,7 +19,7 @@ from fast_attention.cli import main
 from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup, memory, page, run, terminal
 from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes, line
 from fast_attention.lab.bench.heat import Heat
-from fast_attention.lab.bench.ledger import Ledger, Row, Step, Weight
+from fast_attention.lab.bench.record import Benchmark, Row, Step, Weight
 from fast_attention.lab.measure import Competitor, Setting
 from fast_attention.lab.race import FEWEST_ROUNDS
 from fast_attention.lab.records import EXACT, Cell
@@ -44,8 +44,8 @@ def bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> 
     return stopped.value.code, out, err
 
 
-def read(folder: Path) -> Ledger:
-    return Ledger.from_json((folder / "bench.json").read_text())
+def read(folder: Path) -> Benchmark:
+    return Benchmark.from_json((folder / "bench.json").read_text())
 
 
 def test_a_small_benchmark_leaves_a_table_a_page_and_a_record(
@@ -57,14 +57,14 @@ def test_a_small_benchmark_leaves_a_table_a_page_and_a_record(
     assert "LinearAttention(), causal" in out
     for when in ("before", "before 32 tokens", "after"):
         assert f"Machine {when}: matrix product" in out
-    ledger = read(tmp_path)
+    record = read(tmp_path)
     rows = ["LinearAttention()", "LinearAttention(), causal", "FNet()", "Local(window=8)", "Local(window=8), causal"]
-    assert [row.name for row in ledger.rows] == rows
-    assert {row.check for row in ledger.rows} == {"right"}
+    assert [row.name for row in record.rows] == rows
+    assert {row.check for row in record.rows} == {"right"}
     lines = [EXACT, f"{EXACT}, causal", f"{EXACT}, projected"]
     for name in (*rows, *lines):
         for length in (16, 32):
-            cell = ledger.cell(name, length)
+            cell = record.cell(name, length)
             assert cell is not None
             assert cell.status == "measured"
             assert cell.rounds >= 1
@@ -74,12 +74,12 @@ def test_a_small_benchmark_leaves_a_table_a_page_and_a_record(
             assert cell.operations
             assert cell.training_operations
             assert cell.training_operations > cell.operations
-    assert ledger.row("FNet()").reference == f"{EXACT}, projected"  # type: ignore[union-attr]
-    assert ledger.meta["status"] == "complete"
-    assert set(ledger.ceilings[0]) == {
+    assert record.row("FNet()").reference == f"{EXACT}, projected"  # type: ignore[union-attr]
+    assert record.meta["status"] == "complete"
+    assert set(record.ceilings[0]) == {
         "when", "load_average", "gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "fresh_gb_s", "empty_us"
     }  # fmt: skip
-    assert set(ledger.summary["crossover"]) == set(rows)
+    assert set(record.summary["crossover"]) == set(rows)
     html = (tmp_path / "bench.html").read_text()
     assert html.endswith("</html>\n")
     assert html.count("<svg") == 3
@@ -92,13 +92,13 @@ def test_the_record_is_strict_json_and_comes_back(capsys: pytest.CaptureFixture[
     code, out, _ = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "--causal", "--json", "--no-backward")
     assert code == 0
     held = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert {"schema", "meta", "ceilings", "rows", "cells", "weights", "steps", "done", "summary"} == set(held)
-    ledger = read(tmp_path)
-    assert json.loads(ledger.to_json()) == held
-    assert [row.name for row in ledger.rows] == ["AFTSimple(), causal"]
-    assert all(cell.training_ms is None for cell in ledger.cells)
-    ledger.ceilings[0]["gemm_gflops"] = math.inf
-    assert json.loads(ledger.to_json())["ceilings"][0]["gemm_gflops"] is None
+    assert {"sha256", "schema", "meta", "ceilings", "rows", "cells", "weights", "steps", "done", "summary"} == set(held)
+    record = read(tmp_path)
+    assert json.loads(record.to_json()) == held
+    assert [row.name for row in record.rows] == ["AFTSimple(), causal"]
+    assert all(cell.training_ms is None for cell in record.cells)
+    record.ceilings[0]["gemm_gflops"] = math.inf
+    assert json.loads(record.to_json())["ceilings"][0]["gemm_gflops"] is None
 
 
 def test_what_is_wrong_gets_no_speed(
@@ -112,16 +112,16 @@ def test_what_is_wrong_gets_no_speed(
     monkeypatch.setattr(AFTSimple, "attend", leaky)
     code, out, _ = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "LinearAttention")
     assert code == 1
-    ledger = read(tmp_path)
+    record = read(tmp_path)
     for name in ("AFTSimple()", "AFTSimple(), causal"):
-        row, cell = ledger.row(name), ledger.cell(name, 16)
+        row, cell = record.row(name), record.cell(name, 16)
         assert row is not None
         assert row.check == "wrong"
         assert any("future" in fault for fault in row.faults)
         assert cell is not None
         assert (cell.status, cell.forward_ms, cell.operations) == ("refused", None, None)
         assert cell.note.startswith("no speed: ")
-    assert ledger.cell("LinearAttention()", 16).forward_ms  # type: ignore[union-attr]
+    assert record.cell("LinearAttention()", 16).forward_ms  # type: ignore[union-attr]
     assert "AFTSimple(), causal WRONG" in out
     assert "WRONG, so no speed" in out
     assert "no speed" in (tmp_path / "bench.html").read_text()
@@ -194,7 +194,7 @@ def test_a_stopped_benchmark_keeps_what_it_has_and_goes_on(
     assert "head_dim was 8, is 4" in err
     code, _, err = bench(capsys, tmp_path / "new", *chosen, "--resume")
     assert code == 2
-    assert "no benchmark to go on with" in err
+    assert "no benchmark to resume" in err
 
 
 def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,8 @@ def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     calls, real = [0], clock.seconds
     setting = Setting(2, 8, CPU, torch.float32, False, False)
     group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
-    ledger = Ledger({})
-    heat = Heat(setting, group, ledger, 16, 30.0, lambda what: None, group="AFTSimple()")
+    record = Benchmark({})
+    heat = Heat(setting, group, record, 16, 30.0, lambda what: None, group="AFTSimple()")
     heat.rests = lambda name, number: False  # type: ignore[method-assign]
 
     def cut(*rest: Any) -> float:
@@ -215,7 +215,7 @@ def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(clock, "seconds", cut)
     with pytest.raises(KeyboardInterrupt):
         heat.run()
-    assert [cell.rounds for cell in ledger.cells] == [3, 2] or [cell.rounds for cell in ledger.cells] == [2, 2]
+    assert [cell.rounds for cell in record.cells] == [3, 2] or [cell.rounds for cell in record.cells] == [2, 2]
 
 
 class Fake(nn.Module):
@@ -255,24 +255,24 @@ def test_peers_run_beside_ours_with_their_faults_marked(
     monkeypatch.setattr(lineup, "load_peers", lambda: FAKES)
     code, out, err = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "--vs-peers")
     assert code == 0, err
-    ledger = read(tmp_path)
-    found = {row.name: row.check for row in ledger.rows}
+    record = read(tmp_path)
+    found = {row.name: row.check for row in record.rows}
     assert found == {
         "AFTSimple()": "right", "AFTSimple(), projected": "right", "AFTSimple(), causal": "right",
         "good": "right", "off": "faulty", "leaky, causal": "faulty", "absent": "missing", "whole": "right",
     }  # fmt: skip
-    assert {row.name for row in ledger.rows if not row.same} == {"off"}
-    assert "off by 1 %" in ledger.row("off").faults[0]  # type: ignore[union-attr]
-    assert "future" in ledger.row("leaky, causal").faults[0]  # type: ignore[union-attr]
+    assert {row.name for row in record.rows if not row.same} == {"off"}
+    assert "off by 1 %" in record.row("off").faults[0]  # type: ignore[union-attr]
+    assert "future" in record.row("leaky, causal").faults[0]  # type: ignore[union-attr]
     for name in ("good", "off", "leaky, causal", "whole"):
-        assert ledger.cell(name, 32).forward_ms  # type: ignore[union-attr]
-    assert ledger.cell("absent", 32).status == "refused"  # type: ignore[union-attr]
-    assert ledger.row("whole").reference == line("module", False)  # type: ignore[union-attr]
-    assert len({cell.rounds for cell in ledger.cells if cell.length == 32 and cell.rounds}) == 1, "the same rounds"
+        assert record.cell(name, 32).forward_ms  # type: ignore[union-attr]
+    assert record.cell("absent", 32).status == "refused"  # type: ignore[union-attr]
+    assert record.row("whole").reference == line("module", False)  # type: ignore[union-attr]
+    assert len({cell.rounds for cell in record.cells if cell.length == 32 and cell.rounds}) == 1, "the same rounds"
     assert "off *" in out
     assert "absent not installed" in out
     assert "times the speed of the best peer" in out
-    kinds = {(m.kind, m.is_causal, m.peer) for m in figures.matches(ledger, 32)}
+    kinds = {(m.kind, m.is_causal, m.peer) for m in figures.matches(record, 32)}
     assert {kind[:2] for kind in kinds} == {("core", False), ("core", True), ("module", False)}
     assert "Beside the best peer" in (tmp_path / "bench.html").read_text()
 
@@ -316,7 +316,7 @@ def test_crossovers_are_joined_on_logarithmic_scales() -> None:
     assert figures.crossover({}) is None
 
 
-def synthetic() -> Ledger:
+def synthetic() -> Benchmark:
     """Two families with peers: ours 4 and 0.5 times as fast as exact attention, the peers 1, 2 and 1."""
     rows = [
         Row("A()", "A()", "core", False, "fast-attention", EXACT),
@@ -333,32 +333,32 @@ def synthetic() -> Ledger:
         Cell(name, 64, "measured", forward_ms=1.0, forward_best_ms=1.0, forward_ratio=1 / speed, operations=10**8)
         for name, speed in speeds.items()
     ]
-    ledger = Ledger({"lengths": [64]}, cells, rows=rows)
-    ledger.ceilings = [{"when": "before", "gemm_gflops": 100.0}, {"when": "after", "gemm_gflops": 200.0}]
-    return ledger
+    record = Benchmark({"lengths": [64]}, cells, rows=rows)
+    record.ceilings = [{"when": "before", "gemm_gflops": 100.0}, {"when": "after", "gemm_gflops": 200.0}]
+    return record
 
 
 def test_peers_are_compared_at_the_greatest_length_that_nearly_all_reached() -> None:
-    ledger = synthetic()
+    record = synthetic()
     for length, names in ((128, ("A()", "A(), projected", "a", "am", "B()", "b")), (256, ("A()", "a"))):
         for name in names:
-            ledger.cells.append(Cell(name, length, "measured", forward_ms=1.0, forward_best_ms=1.0, forward_ratio=1.0))
-    assert figures.common_length(ledger) == 128
+            record.cells.append(Cell(name, length, "measured", forward_ms=1.0, forward_best_ms=1.0, forward_ratio=1.0))
+    assert figures.common_length(record) == 128
 
 
 def test_like_is_compared_with_like() -> None:
-    ledger = synthetic()
-    found = figures.matches(ledger, 64)
+    record = synthetic()
+    found = figures.matches(record, 64)
     assert [(m.family, m.kind, m.peer, m.factor) for m in found] == [
         ("A()", "core", "a2", 2.0), ("A()", "module", "am", 3.0), ("B()", "core", "b", 0.5)
     ]  # fmt: skip
     assert [m.factor for m in figures.hardest(found)] == [2.0, 0.5]
-    summary = figures.summarise(ledger)
+    summary = figures.summarise(record)
     assert summary["peers_forward"]["geometric_mean"] == pytest.approx(1.0)
     assert summary["peers_forward"]["smallest"]["family"] == "B()"
     assert summary["peers_training"]["geometric_mean"] is None
-    ledger.row("b").same = False  # type: ignore[union-attr]
-    again = figures.summarise(ledger)["peers_forward"]
+    record.row("b").same = False  # type: ignore[union-attr]
+    again = figures.summarise(record)["peers_forward"]
     assert again["geometric_mean"] == pytest.approx(1.0)
     assert again["geometric_mean_of_the_same_function"] == pytest.approx(2.0)
     assert summary["common_length"] == 64
@@ -366,11 +366,11 @@ def test_like_is_compared_with_like() -> None:
 
 
 def test_percent_of_the_ceiling_is_of_the_best_product_of_the_run() -> None:
-    ledger = synthetic()
-    assert run.percent_of_ceiling(ledger, ledger.cells[0]) == pytest.approx(50.0)  # 1e8 in 1 ms, of 2e11 a second
-    assert run.percent_of_ceiling(ledger, ledger.cells[0], "training") is None
-    ledger.ceilings = []
-    assert run.percent_of_ceiling(ledger, ledger.cells[0]) is None
+    record = synthetic()
+    assert run.percent_of_ceiling(record, record.cells[0]) == pytest.approx(50.0)  # 1e8 in 1 ms, of 2e11 a second
+    assert run.percent_of_ceiling(record, record.cells[0], "training") is None
+    record.ceilings = []
+    assert run.percent_of_ceiling(record, record.cells[0]) is None
 
 
 def test_slopes_and_means() -> None:
@@ -395,25 +395,25 @@ def test_rounds_go_on_when_the_slow_have_sat_down(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(clock, "seconds", seconds)
     monkeypatch.setattr(Heat, "spent", property(lambda self: now[0]))
     group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
-    ledger = Ledger({})
-    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, ledger, 16, 10.0, lambda what: None)
+    record = Benchmark({})
+    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, record, 16, 10.0, lambda what: None)
     heat.runners = {EXACT: quick, "AFTSimple()": slow}
     heat.estimates = {EXACT: (0.1, 0.1), "AFTSimple()": (8.0, 8.0)}
-    ledger.cells = [Cell(name, 16) for name in heat.runners]
+    record.cells = [Cell(name, 16) for name in heat.runners]
     heat.race()
-    assert {cell.mechanism: cell.rounds for cell in ledger.cells} == {EXACT: FEWEST_ROUNDS, "AFTSimple()": 1}
-    assert ledger.cells[1].forward_ratio == pytest.approx(80.0)
+    assert {cell.mechanism: cell.rounds for cell in record.cells} == {EXACT: FEWEST_ROUNDS, "AFTSimple()": 1}
+    assert record.cells[1].forward_ratio == pytest.approx(80.0)
 
 
 def test_the_slow_sit_out_and_what_takes_too_long_is_over_budget() -> None:
     entrants = lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional")
     group = run.groups(entrants, 64)["AFTSimple()"]
-    ledger = Ledger({}, [Cell("AFTSimple()", 16, "measured", forward_best_ms=100.0, training_best_ms=150.0)])
-    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, ledger, 64, 2.0, lambda what: None)
+    record = Benchmark({}, [Cell("AFTSimple()", 16, "measured", forward_best_ms=100.0, training_best_ms=150.0)])
+    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, record, 64, 2.0, lambda what: None)
     assert heat.reason(entrants[0]) == "about 1.0 s a pass: too long for its group's 2 s at this length"
     heat.share = 4.0
     assert heat.reason(entrants[0]) == ""
-    ledger.cells[0].training_bytes = 2**50
+    record.cells[0].training_bytes = 2**50
     assert "more than half of the free memory" in heat.reason(entrants[0])
     heat.runners = dict.fromkeys(["AFTSimple()", EXACT])  # type: ignore[arg-type]
     heat.estimates = {"AFTSimple()": (0.9, 0.5), EXACT: (9.0, 9.0)}
@@ -437,9 +437,9 @@ def test_peers_stop_where_asked() -> None:
         [True, True],
         [True, False],
     ]
-    ledger = Ledger({})
-    run.finish(plan, ledger, "complete")
-    assert "peers run up to 16 tokens" in [cell.note for cell in ledger.cells if cell.mechanism == "theirs"]
+    record = Benchmark({})
+    run.finish(plan, record, "complete")
+    assert "peers run up to 16 tokens" in [cell.note for cell in record.cells if cell.mechanism == "theirs"]
 
 
 def test_long_lengths_share_the_lines_to_beat() -> None:
@@ -461,8 +461,8 @@ def test_memory_is_weighed_in_fresh_processes(capsys: pytest.CaptureFixture[str]
     chosen = ["--mechanisms", "LinearAttention", "--no-causal", "--memory-lengths", "4096", "8192"]
     code, _, err = bench(capsys, tmp_path, *sizes, *chosen)
     assert code == 0, err
-    ledger = read(tmp_path)
-    weights = {(weight.name, weight.length): weight for weight in ledger.weights}
+    record = read(tmp_path)
+    weights = {(weight.name, weight.length): weight for weight in record.weights}
     assert set(weights) == {(name, n) for name in (EXACT, "LinearAttention()") for n in (4096, 8192)}
     for weight in weights.values():
         assert weight.note == ""
@@ -470,7 +470,7 @@ def test_memory_is_weighed_in_fresh_processes(capsys: pytest.CaptureFixture[str]
         output = weight.essential_bytes / 4
         assert 0.9 * output < weight.forward_bytes < 20 * output, "at least the output, and nothing quadratic"  # type: ignore[operator]
         assert weight.training_bytes > weight.forward_bytes  # type: ignore[operator]
-    assert "LinearAttention()" in ledger.summary["memory_slope"]
+    assert "LinearAttention()" in record.summary["memory_slope"]
     assert "Memory" in (tmp_path / "bench.html").read_text()
 
 
@@ -507,18 +507,18 @@ def test_decoding_measures_every_position(monkeypatch: pytest.MonkeyPatch) -> No
     assert broken[0].note
 
 
-def test_a_partial_ledger_still_makes_a_page_and_a_table() -> None:
-    ledger = Ledger({
+def test_a_partial_record_still_makes_a_page_and_a_table() -> None:
+    record = Benchmark({
         "status": "interrupted", "command": ["fast-attention", "bench"], "started": "now", "heads": 1, "head_dim": 8,
         "batch": 1, "lengths": [16], "dtype": "float32", "seed": 0, "hardware": "h", "device": "cpu", "threads": 1,
         "cores": 1, "load_average": [0.0], "fast_attention": "0", "commit": None, "torch": "0", "python": "3",
         "platform": "p", "memory": "m", "backward": True,
     })  # fmt: skip
-    ledger.summary = figures.summarise(ledger)
-    assert "was interrupted" in page.html(ledger)
-    assert terminal.table(ledger).row_count == 0
-    ledger.weights = [Weight("A()", 16, note="over budget")]
-    assert "memory at 16 tokens: over budget" in page.html(ledger)
+    record.summary = figures.summarise(record)
+    assert "was interrupted" in page.html(record)
+    assert terminal.table(record).row_count == 0
+    record.weights = [Weight("A()", 16, note="over budget")]
+    assert "memory at 16 tokens: over budget" in page.html(record)
 
 
 def test_records_that_tell_of_this_machine_are_not_kept(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fast_attention.lab.capture import Gaussian, HuggingFace
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import EXACT, Cell, Error, Record
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 
 transformers = pytest.importorskip("transformers")
 WORDS = " ".join(f"word{i * i % 37}" for i in range(400))
@@ -204,7 +204,7 @@ def plan(*mechanisms: str, lengths: tuple[int, ...] = (16, 32), **options: Any) 
     )
 
 
-def record_of(of: compare.Plan) -> Record:
+def record_of(of: compare.Plan) -> Comparison:
     meta: dict[str, Any] = {
         "status": "running", "command": ["fast-attention", "compare"], "started": "now", "source": of.source.title,
         "heads": 2, "head_dim": 16, "lengths": of.lengths, "causal": of.setting.is_causal,
@@ -213,7 +213,7 @@ def record_of(of: compare.Plan) -> Record:
         "fast_attention": "0", "commit": None, "torch": "0", "python": "3",
         "platform": "p",
     }  # fmt: skip
-    return Record(meta)
+    return Comparison(meta)
 
 
 MIXER = next(name for name in catalogue.names() if isinstance(catalogue.default(name), Mixer))
@@ -222,7 +222,7 @@ FEW = ("FavorPlus(num_features=64)", "LinearAttention()", f"{MIXER}()", f"{LEARN
 
 
 @pytest.fixture(scope="module")
-def complete() -> Record:
+def complete() -> Comparison:
     """One comparison of four kinds of mechanism."""
     torch.manual_seed(0)
     of = plan(*FEW)
@@ -233,7 +233,7 @@ def complete() -> Record:
     return record
 
 
-def test_a_comparison_measures_everything(complete: Record) -> None:
+def test_a_comparison_measures_everything(complete: Comparison) -> None:
     assert complete.mechanisms == list(FEW)
     for cell in complete.cells:
         assert cell.status == "measured", cell
@@ -261,17 +261,17 @@ def test_a_comparison_measures_everything(complete: Record) -> None:
     assert list(complete.matrices.approximate) == [FEW[0]]
 
 
-def test_json_is_strict_and_comes_back(complete: Record) -> None:
+def test_json_is_strict_and_comes_back(complete: Comparison) -> None:
     held = json.loads(complete.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert set(held) == {"meta", "rows", "errors"}
-    back = Record.from_json(complete.to_json())
+    assert set(held) == {"schema", "meta", "rows", "errors", "sha256"}
+    back = Comparison.from_json(complete.to_json())
     assert back.cells == complete.cells
     assert back.errors == complete.errors
-    odd = Record({}, [], [Error("Favor()", 8, "Softmax", [[math.inf, 1.0]])])
-    assert Record.from_json(odd.to_json()).errors[0].output == [[math.inf, 1.0]]
+    odd = Comparison({}, [], [Error("Favor()", 8, "Softmax", [[math.inf, 1.0]])])
+    assert Comparison.from_json(odd.to_json()).errors[0].output == [[math.inf, 1.0]]
 
 
-def test_the_page_is_self_contained_and_says_it_all(complete: Record, tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_path: Path) -> None:
     _, page = report.save(complete, tmp_path)
     html = page.read_text()
     loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
@@ -289,7 +289,7 @@ def test_the_page_is_self_contained_and_says_it_all(complete: Record, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html"]
 
 
-def test_numbers_without_an_error_for_what_must_be_trained(complete: Record) -> None:
+def test_numbers_without_an_error_for_what_must_be_trained(complete: Comparison) -> None:
     for name in FEW[1:]:
         assert complete.error(name) is None
         assert "%" not in verdicts.sentence(complete, catalogue.parse(name))
@@ -403,10 +403,10 @@ def test_the_clock_waits_for_the_device(device: torch.device) -> None:
     assert many > 10 * once
 
 
-def made_up(ratios: dict[int, float], *, exact: tuple[int, ...] = (128, 256, 512, 1024)) -> Record:
+def made_up(ratios: dict[int, float], *, exact: tuple[int, ...] = (128, 256, 512, 1024)) -> Comparison:
     cells = [Cell(EXACT, n, "measured", forward_ms=1.0, forward_ratio=1.0) for n in exact]
     cells += [Cell("Local()", n, "measured", forward_ms=r, forward_ratio=r) for n, r in ratios.items()]
-    return Record({"lengths": list(exact)}, cells, [Error("Local()", 128, "Softmax", [[0.1, 0.2], [0.3, 0.4]])])
+    return Comparison({"lengths": list(exact)}, cells, [Error("Local()", 128, "Softmax", [[0.1, 0.2], [0.3, 0.4]])])
 
 
 def test_the_crossover_holds_at_every_greater_length() -> None:
@@ -539,7 +539,7 @@ def test_pictures_stand_for_themselves() -> None:
     record.errors[0].output.append([0.35])
     heat = pictures.heat(record.errors, ["layer 0", "layer 1", "layer 2"])
     assert ">(1 heads)<" in heat.svg
-    many = Record(record.meta, [Cell(f"Local(window={n})", 8, "measured", forward_ms=n) for n in range(1, 9)])
+    many = Comparison(record.meta, [Cell(f"Local(window={n})", 8, "measured", forward_ms=n) for n in range(1, 9)])
     drawn = pictures.growth(many, lambda cell: cell.forward_ms, "ms", "alt").svg
     assert all(f">window={n}<" in drawn for n in range(1, 9)), "no variant is left out"
     assert "Local() median 30 %, worst 40 %" in heat.alt

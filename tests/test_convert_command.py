@@ -19,8 +19,8 @@ from fast_attention import from_pretrained
 from fast_attention.cli import main
 from fast_attention.lab import corpus
 from fast_attention.lab.converting import page, prices
-from fast_attention.lab.converting.ledger import read
 from fast_attention.lab.converting.reading import Reading
+from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
 
 transformers = pytest.importorskip("transformers")
@@ -74,7 +74,7 @@ def test_a_model_is_converted_and_reported(
     assert code == 0, err
     for words in ("after the fine-tune", "loss if exact", "against the original", "Budget 1.5"):
         assert words in out
-    held = read(tmp_path / "report.json")
+    held = Converted.read(tmp_path / "report.json")
     assert held.stages == ["original", "swapped", "transferred", "tuned"]
     assert {row["length"] for row in held.prices} == {32, 96}  # the models know 64 positions
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in held.prices)
@@ -130,14 +130,14 @@ def test_ctrl_c_leaves_a_model_and_resume_goes_on(
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 130, rest
-    assert read(tmp_path / "report.json").conversion.status == "interrupted"
+    assert Converted.read(tmp_path / "report.json").conversion.status == "interrupted"
     assert (tmp_path / "checkpoint").exists()
     from_pretrained(tmp_path)
     code, out, err = run(capsys, *given, "--resume")
     assert code == 0, err
     assert "goes on from" in err
     assert "after the fine-tune" in out
-    assert read(tmp_path / "report.json").conversion.status == "complete"
+    assert Converted.read(tmp_path / "report.json").conversion.status == "complete"
 
 
 BAD = {

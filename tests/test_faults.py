@@ -419,6 +419,8 @@ FAULTS = [
           "tests/test_loading.py -k 'damaged and missing'"),
     Fault("a tokenizer that transformers made up reads", "lab/loading.py", "if len(words) < 2:", "if False:",
           "tests/test_loading.py -k 'tokenizer and maps'"),
+    Fault("a record's checksum is taken and not looked at", "lab/records.py", "saved != (found := checksum(held))",
+          "saved is (found := None)", "tests/test_records.py -k 'digit or optional'"),
     Fault("noise counts as a win", "lab/verdicts.py", " or even(cell, which):", ":", "tests/test_compare.py -k noise"),
     Fault("a file that disagrees with its model is kept", "lab/export.py",
           "if max(trial.difference for trial in trials) > tolerance:", "if False:",

@@ -261,7 +261,7 @@ def test_records_are_not_overwritten_unasked(
 def test_a_later_versions_record_is_refused_with_both_versions(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = json.dumps({"schema": f"fast-attention {name} 2", "meta": {"fast_attention": "7.5.0"}})
+    held = json.dumps({"schema": f"fast-attention {name} 3", "meta": {"fast_attention": "7.5.0"}})
     record = tmp_path / RECORDS[name]
     record.write_text(held)
     words = {

@@ -12,8 +12,8 @@ import pytest
 
 from fast_attention import cli, tasks
 from fast_attention.lab.study import drawings, page, run
-from fast_attention.lab.study.ledger import Ledger, Result
 from fast_attention.lab.study.plan import ALONE, EXACT, Plan, folder, matched, parameters
+from fast_attention.lab.study.record import Result, Study
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.steps import config_for
 
@@ -59,15 +59,15 @@ def test_intervals_are_students() -> None:
     def result(seed: int, value: float) -> Result:
         return Result(EXACT, seed, "complete", value, value, 5, 0.01, 10, 20, 4)
 
-    ledger = Ledger({}, [result(0, 1.0), result(1, 2.0), result(2, 3.0)])
-    summary = ledger.summary(EXACT)
+    record = Study({}, [result(0, 1.0), result(1, 2.0), result(2, 3.0)])
+    summary = record.summary(EXACT)
     assert summary is not None
     assert summary.mean == 2.0
     assert summary.spread == pytest.approx(4.303 / math.sqrt(3), rel=2e-3)
-    alone = Ledger({}, [result(0, 1.0)]).summary(EXACT)
+    alone = Study({}, [result(0, 1.0)]).summary(EXACT)
     assert alone is not None
     assert alone.spread is None
-    assert ledger.summary("FNet()") is None
+    assert record.summary("FNet()") is None
 
 
 def test_a_study_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -75,25 +75,25 @@ def test_a_study_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert code == 0
     for words in ("no mixing", "exact attention", "LinearAttention()", "baseline: chance", "±"):
         assert words in out
-    ledger = Ledger.from_json((tmp_path / "study.json").read_text())
-    assert ledger.meta["status"] == "complete"
-    assert [(r.mechanism, r.seed) for r in ledger.results] == [
+    record = Study.from_json((tmp_path / "study.json").read_text())
+    assert record.meta["status"] == "complete"
+    assert [(r.mechanism, r.seed) for r in record.results] == [
         (name, seed) for seed in (0, 1) for name in (EXACT, ALONE, "LinearAttention()")
     ]
-    for result in ledger.results:
+    for result in record.results:
         assert result.steps == 6
         assert result.value is not None
         assert result.peak_bytes > 1000
         assert result.step_seconds > 0
         assert [step for step, _, _ in result.curve] == [0, 3, 6]
         assert (tmp_path / "cells" / folder(result.mechanism, result.seed) / "model" / "config.json").exists()
-    one, two = (next(r for r in ledger.results if r.mechanism == EXACT and r.seed == seed) for seed in (0, 1))
+    one, two = (next(r for r in record.results if r.mechanism == EXACT and r.seed == seed) for seed in (0, 1))
     assert one.curve[1:] != two.curve[1:]
     html = (tmp_path / "study.html").read_text()
     assert html.count("<svg") == 2
     assert "<script" not in html
     assert not re.search(r"(?:src|href)=.http|url\(.?http|@import", html)
-    assert json.loads((tmp_path / "study.json").read_text())["schema"] == "fast-attention study 1"
+    assert json.loads((tmp_path / "study.json").read_text())["schema"] == "fast-attention study 2"
 
 
 def test_layers_of_different_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_layers_of_different_kinds(capsys: pytest.CaptureFixture[str], tmp_path:
     assert name in out
     config = json.loads((tmp_path / "cells" / folder(name, 0) / "model" / "config.json").read_text())
     assert config["mechanism"] == name.split(" + ")
-    sizes = {r.parameters for r in Ledger.from_json((tmp_path / "study.json").read_text()).results}
+    sizes = {r.parameters for r in Study.from_json((tmp_path / "study.json").read_text()).results}
     assert max(sizes) - min(sizes) <= 2 * 33, "as many parameters, up to a unit of the feed-forward layers"
     assert study(capsys, tmp_path / "b", "--mechanisms", "FNet, Softmax + Local", "--seeds", "1")[0] == 2
 
@@ -124,7 +124,7 @@ def test_a_stopped_study_goes_on(
     code, _, err = study(capsys, tmp_path / "cut", "--seeds", "1")
     assert code == 130
     assert "--resume" in err
-    partial = Ledger.from_json((tmp_path / "cut" / "study.json").read_text())
+    partial = Study.from_json((tmp_path / "cut" / "study.json").read_text())
     assert len(partial.results) == 1
     assert partial.meta["status"] == "interrupted"
     assert "partial" in (tmp_path / "cut" / "study.html").read_text()
@@ -139,7 +139,7 @@ def test_a_stopped_study_goes_on(
     code, _, _ = study(capsys, tmp_path / "cut", "--seeds", "1", "--resume")
     assert code == 0
     ends = [
-        [(r.mechanism, r.value, [(s, v) for s, _, v in r.curve]) for r in Ledger.from_json(text).results]
+        [(r.mechanism, r.value, [(s, v) for s, _, v in r.curve]) for r in Study.from_json(text).results]
         for text in ((tmp_path / name / "study.json").read_text() for name in ("whole", "cut"))
     ]
     assert ends[0] == ends[1]
@@ -176,7 +176,7 @@ def test_rows_stand_best_first_and_say_what_diverged() -> None:
         return Result(name, 0, "complete" if value else "failed", value, value, 5, 0.01, 10, 20, 4)
 
     meta = {"metric": "nats", "mechanisms": [EXACT, ALONE, "AFTSimple()"], "baselines": {"counts": 2.5}}
-    rows = page.rows(Ledger(meta, [result(EXACT, 2.0), result(ALONE, 3.0), result("AFTSimple()", None)]))
+    rows = page.rows(Study(meta, [result(EXACT, 2.0), result(ALONE, 3.0), result("AFTSimple()", None)]))
     assert [row[0].split("  ")[0] for row in rows] == [EXACT, "baseline: counts", ALONE, "AFTSimple()"]
     assert rows[1][2] == "+0.5000"
     assert rows[3][1] == "diverged"
@@ -189,6 +189,6 @@ def test_a_picture_of_few_equal_results(price: tuple[float, int], others: int) -
     names = [EXACT, "FNet()"][: 1 + others]
     seconds, size = price
     results = [Result(name, 0, "complete", 0.25, 0.25, 6, seconds, size, 10, 4, [(6, 1.0, 0.25)]) for name in names]
-    ledger = Ledger({"mechanisms": names, "metric": "accuracy", "baselines": {"chance": 0.25}}, results)
-    assert drawings.prices(ledger).svg.startswith("<svg")
-    assert drawings.curves(ledger).svg.startswith("<svg")
+    record = Study({"mechanisms": names, "metric": "accuracy", "baselines": {"chance": 0.25}}, results)
+    assert drawings.prices(record).svg.startswith("<svg")
+    assert drawings.curves(record).svg.startswith("<svg")

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,18 +15,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention import files
 from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import catalogue, conformance
     from fast_attention.known_names import known
-    from fast_attention.lab import compare, inputs, measure, records, report, sources, tables, verdicts
+    from fast_attention.lab import compare, inputs, measure, report, sources, tables, verdicts
     from fast_attention.lab.command_line import run as run
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.progress import progress_bar
-    from fast_attention.lab.records import Record
+    from fast_attention.lab.records import Comparison
+    from fast_attention.lab.surroundings import begun
     from fast_attention.lab.whole import told
     from fast_attention.mechanism import Mixer
 
@@ -73,7 +72,7 @@ def compare_command(
     is_causal = source.is_causal if causal is None else causal
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
     plan = compare.Plan(source, chosen, sizes, setting, budget, drawn)
-    record = Record(_meta(plan, dtype))
+    record = Comparison(_meta(plan, dtype))
     console = Console(stderr=True)
     status = _carry_out(plan, record, out, console)
     compare.finish(plan, record, status)
@@ -82,7 +81,7 @@ def compare_command(
     return 0 if status == "complete" else 130
 
 
-def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) -> str:
+def _carry_out(plan: compare.Plan, record: Comparison, out: Path, console: Console) -> str:
     """Compare under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with progress_bar(console) as progress:
@@ -92,7 +91,7 @@ def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) 
             progress.update(task, advance=1, description=what)
 
         def save() -> None:
-            files.write(out / "records.json", record.to_json() + "\n")
+            record.save(out / "records.json")
 
         try:
             compare.compare(plan, record, watch, save)
@@ -103,24 +102,21 @@ def _carry_out(plan: compare.Plan, record: Record, out: Path, console: Console) 
 
 def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:
     source, setting = plan.source, plan.setting
-    return {
-        "status": "running",
-        "command": ["fast-attention", *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "source": source.title,
-        "heads": source.heads,
-        "head_dim": source.head_dim,
-        "lengths": plan.lengths,
-        "causal": setting.is_causal,
-        "backward": setting.backward,
-        "dtype": dtype,
-        "seed": setting.seed,
-        "reference": "torch.nn.functional.scaled_dot_product_attention",
-        **records.surroundings(setting.device),
-    }
+    return begun(
+        setting.device,
+        source=source.title,
+        heads=source.heads,
+        head_dim=source.head_dim,
+        lengths=plan.lengths,
+        causal=setting.is_causal,
+        backward=setting.backward,
+        dtype=dtype,
+        seed=setting.seed,
+        reference="torch.nn.functional.scaled_dot_product_attention",
+    )
 
 
-def _tell(record: Record, page: Path, say: Console, as_json: bool) -> None:
+def _tell(record: Comparison, page: Path, say: Console, as_json: bool) -> None:
     if as_json:
         print(record.to_json())
     else:

@@ -14,7 +14,8 @@ from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.race import MOST_ROUNDS, Race
-from fast_attention.lab.records import EXACT, Cell, Error, Matrices, Record, load_average
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Matrices
+from fast_attention.lab.surroundings import load_average, now
 from fast_attention.mechanism import Unsupported
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
@@ -66,7 +67,7 @@ class Plan:
 
 
 def compare(
-    plan: Plan, record: Record, watch: Callable[[str], None] = _nothing, save: Callable[[], None] = _nothing
+    plan: Plan, record: Comparison, watch: Callable[[str], None] = _nothing, save: Callable[[], None] = _nothing
 ) -> None:
     """Fill ``record``. Interrupted, it holds what was measured until then.
 
@@ -92,7 +93,7 @@ def compare(
         save()
 
 
-def _errors(plan: Plan, record: Record, watch: Callable[[str], None], until: float) -> None:
+def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until: float) -> None:
     """Errors at every length the model can read, the greatest first; what the time does not allow says so."""
     read: dict[int, str] = {}
     record.meta["error_tensors"] = read
@@ -137,7 +138,7 @@ def _matrices(plan: Plan, watch: Callable[[str], None]) -> Matrices:
     return Matrices(where, one(scene.truths(matrix=True), number, head), shown)
 
 
-def finish(plan: Plan, record: Record, status: str) -> None:
+def finish(plan: Plan, record: Comparison, status: str) -> None:
     """Note how it ended, and every cell that was not reached."""
     record.meta["status"] = status
     for length in plan.lengths:
@@ -148,4 +149,4 @@ def finish(plan: Plan, record: Record, status: str) -> None:
         if cell.status == "not reached":
             cell.note = f"the comparison was {status} before"
     record.meta["load_average_after"] = load_average()
-    record.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    record.meta["finished"] = now()

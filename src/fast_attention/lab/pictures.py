@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fast_attention.lab.records import EXACT, Cell, Error, Record
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 from fast_attention.lab.verdicts import Pass, crossing, percent
 
 INK, PALE, WIN = "#1f2933", "#9aa5b1", "#d9f2e3"
@@ -47,7 +47,7 @@ class Picture(NamedTuple):
     alt: str
 
 
-def growth(record: Record, quantity: Quantity, unit: str, alt: str, crossed: Crossed = None) -> Picture:
+def growth(record: Comparison, quantity: Quantity, unit: str, alt: str, crossed: Crossed = None) -> Picture:
     """A panel per kind of mechanism: a quantity against length, log-log, exact attention as the line to beat.
 
     Args:
@@ -77,7 +77,7 @@ def growth(record: Record, quantity: Quantity, unit: str, alt: str, crossed: Cro
         return Picture(svg(figure, alt), alt)
 
 
-def _line(record: Record, name: str, quantity: Quantity) -> tuple[list[int], list[float]]:
+def _line(record: Comparison, name: str, quantity: Quantity) -> tuple[list[int], list[float]]:
     points = [(cell.length, quantity(cell)) for cell in record.cells if cell.mechanism == name]
     known = sorted((length, value) for length, value in points if value)
     return [length for length, _ in known], [value for _, value in known]
@@ -85,7 +85,7 @@ def _line(record: Record, name: str, quantity: Quantity) -> tuple[list[int], lis
 
 def _panel(
     axes: Axes,
-    record: Record,
+    record: Comparison,
     family: str,
     names: list[str],
     quantity: Quantity,

@@ -12,7 +12,7 @@ from fast_attention import clock
 from fast_attention.lab import measure
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Competitor, Setting
-from fast_attention.lab.records import EXACT, Cell, Record
+from fast_attention.lab.records import EXACT, Cell, Timed
 from fast_attention.mechanism import Unsupported
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
@@ -35,7 +35,7 @@ class Race:
 
     setting: Setting
     mechanisms: list[Any]
-    record: Record
+    record: Timed
     length: int
     share: float
     watch: Callable[[str], None]

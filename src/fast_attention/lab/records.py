@@ -1,24 +1,151 @@
-"""What a comparison leaves behind: rows of numbers and what they were measured with, as one JSON file."""
+"""What a command leaves behind: what it ran with and rows of numbers, as one JSON file that holds its own checksum."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
-import platform
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
-import torch
 from torch import Tensor
 
-from fast_attention import __version__, files
+from fast_attention import files
+from fast_attention.lab.refusals import InputError
 
+FORMAT = 2  # of all records; those of format 1 hold no checksum, and some no schema
 Status = Literal["measured", "over budget", "refused", "failed", "not reached"]
 EXACT = "exact attention"
+
+
+@dataclass
+class Record:
+    """What was run, and what was measured: a field for each kind of rows. Subclasses add the fields."""
+
+    kind: ClassVar[str]  # as the file's schema has it
+    noun: ClassVar[str]  # as messages call it
+    same: ClassVar[tuple[str, ...]] = ()  # what of ``meta`` may not differ when it is resumed
+    keys: ClassVar[Mapping[str, str]] = {}  # fields that the file calls otherwise; "": not in the file
+
+    meta: dict[str, Any]
+
+    def parts(self) -> dict[str, Any]:
+        """What stands in the file, beside its schema and checksum."""
+        names = {each.name: self.keys.get(each.name, each.name) for each in fields(self)}
+        return {key: getattr(self, name) for name, key in names.items() if key}
+
+    def to_json(self) -> str:
+        """``{"schema": ..., "meta": ..., ..., "sha256": ...}``; numbers that are not finite become null."""
+        return sealed(self.kind, self.parts())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of ``to_json``.
+
+        Raises:
+            ValueError: It is no such record, or damaged.
+            Newer: A later version of this library wrote it.
+        """
+        held, kinds = opened(text, cls.kind, f"the {cls.noun}"), get_type_hints(cls)
+        keys = {each.name: cls.keys.get(each.name, each.name) for each in fields(cls)}
+        try:
+            return cls(**{name: _revived(held[key], kinds[name]) for name, key in keys.items() if key})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no record of a {cls.noun}: {error}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The record in a file.
+
+        Raises:
+            InputError: It is none, or damaged.
+        """
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is no record of a {cls.noun}: {error}") from error
+
+    @classmethod
+    def resume(cls, path: Path, meta: dict[str, Any]) -> Self:
+        """The record of a command that was stopped, with ``meta`` as it is now.
+
+        Raises:
+            InputError: There is none, it is damaged, or it was made with other settings.
+        """
+        try:
+            record = cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"--resume: {path} holds no {cls.noun} to resume ({error})") from error
+        before = record.meta
+        other = [f"{key} was {before.get(key)}, is {meta[key]}" for key in cls.same if before.get(key) != meta[key]]
+        if other:
+            raise InputError(f"--resume: {path} is of another {cls.noun}: {'; '.join(other)}")
+        kept = {name: before[name] for name in ("started", "seconds") if name in before}
+        record.meta = {**meta, **kept, "resumed": [*before.get("resumed", []), meta["started"]]}
+        return record
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        files.write(path, self.to_json() + "\n")
+
+
+def _revived(value: Any, kind: Any) -> Any:
+    """JSON's value as a field of this kind: a dataclass, or a list of them, or what it is."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        return kind(**value)
+    inner: Any = next(iter(get_args(kind)), None)
+    return [inner(**row) for row in value] if is_dataclass(inner) and isinstance(inner, type) else value
+
+
+def sealed(kind: str, parts: Mapping[str, Any], indent: int | None = 1) -> str:
+    """A record's file: its parts with the schema before and the checksum behind them."""
+    held = plain({"schema": f"fast-attention {kind} {FORMAT}", **parts})
+    return json.dumps({**held, "sha256": checksum(held)}, indent=indent, allow_nan=False)
+
+
+def opened(text: str, kind: str, what: str) -> dict[str, Any]:
+    """The parts of a record, whose checksum is right.
+
+    Args:
+        text: The file.
+        kind: What its schema should name.
+        what: How messages call it.
+
+    Raises:
+        ValueError: It is no record of this kind, or damaged.
+        Newer: A later version of this library wrote it.
+    """
+    held = files.decoded(text)
+    if not isinstance(held, dict) or not isinstance(held.get("meta"), dict):
+        raise ValueError(f"no record of 'fast-attention {kind}'")
+    saved, schema = held.pop("sha256", None), held.get("schema", f"fast-attention {kind} 1")
+    old = schema == f"fast-attention {kind} 1"
+    if not old:
+        known = {"format": schema, "version": held["meta"].get("fast_attention")}
+        files.readable(known, f"fast-attention {kind} {FORMAT}", what)
+    if not (old and saved is None) and saved != (found := checksum(held)):
+        raise ValueError(f"{what} is damaged: its SHA-256 is {found}, and {saved} was saved")
+    held.pop("schema", None)
+    return held
+
+
+def checksum(held: Mapping[str, Any]) -> str:
+    """SHA-256 of all that a record says, whatever blanks and order its file has."""
+    text = json.dumps(held, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: dataclasses as objects, tuples as lists, numbers that are not finite as None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass
@@ -67,6 +194,10 @@ class Error:
     matrix: list[list[float]] | None = None  # relative Frobenius norm of the attention matrix
     note: str = ""
 
+    def __post_init__(self) -> None:
+        for rows in (self.output, self.matrix or []):  # JSON knows no infinity
+            rows[:] = [[math.inf if value is None else value for value in row] for row in rows]
+
     def summary(self, which: Literal["output", "matrix"] = "output") -> tuple[float, float] | None:
         """Median and worst over all heads of all layers; None where nothing was measured."""
         rows = self.output if which == "output" else self.matrix
@@ -83,108 +214,31 @@ class Matrices(NamedTuple):
 
 
 @dataclass
-class Record:
-    """All of one comparison."""
+class Timed(Record):
+    """A record of times and memory."""
 
-    meta: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
-    errors: list[Error] = field(default_factory=list)
-    matrices: Matrices | None = None
 
     @property
     def mechanisms(self) -> list[str]:
-        """What was compared, in order, without exact attention."""
+        """What was measured, in order, without exact attention."""
         return [name for name in dict.fromkeys(cell.mechanism for cell in self.cells) if name != EXACT]
 
     def cell(self, mechanism: str, length: int) -> Cell | None:
         """The cell of a mechanism and a length."""
         return next((c for c in self.cells if (c.mechanism, c.length) == (mechanism, length)), None)
 
+
+@dataclass
+class Comparison(Timed):
+    """All of one comparison with exact attention."""
+
+    kind, noun, keys = "compare", "comparison", {"cells": "rows", "matrices": ""}
+
+    errors: list[Error] = field(default_factory=list)
+    matrices: Matrices | None = None
+
     def error(self, mechanism: str) -> Error | None:
         """The error at the greatest length at which it was measured."""
         own = [error for error in self.errors if error.mechanism == mechanism and error.output]
         return max(own, key=lambda error: error.length, default=None)
-
-    def to_json(self) -> str:
-        """``{"meta": ..., "rows": [...], "errors": [...]}``; numbers that are not finite become null."""
-        rows = {"meta": self.meta, "rows": self.cells, "errors": self.errors}
-        return json.dumps(plain(rows), indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        """The inverse of ``to_json``."""
-        held = json.loads(text)
-        errors = [Error(**error) for error in held["errors"]]
-        for error in errors:
-            for rows in (error.output, error.matrix or []):
-                rows[:] = [[math.inf if value is None else value for value in row] for row in rows]
-        return cls(held["meta"], [Cell(**row) for row in held["rows"]], errors)
-
-
-def opened(text: str, schema: str, what: str) -> dict[str, Any]:
-    """The object that a record's JSON spells.
-
-    Raises:
-        ValueError: It is no record of this schema.
-        Newer: A later version of this library wrote it.
-    """
-    held = files.decoded(text)
-    if not isinstance(held, dict) or not isinstance(held.get("meta"), dict):
-        raise ValueError(f"not a record of {schema!r}")
-    files.readable({"format": held.get("schema"), "version": held["meta"].get("fast_attention")}, schema, what)
-    return held
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it: cells as objects, tuples as lists, numbers that are not finite as None."""
-    if isinstance(value, Cell | Error):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def surroundings(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware, for the record."""
-    return {
-        "fast_attention": __version__,
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": str(device),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": load_average(),
-    }
-
-
-def load_average() -> list[float] | None:
-    """How many processes wanted the cores over the last 1, 5 and 15 minutes, this one among them."""
-    return [round(load, 2) for load in os.getloadavg()] if sys.platform != "win32" else None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit of the source tree this runs from, with ``+`` where files were changed; None outside of one."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    ask = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
-        return subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

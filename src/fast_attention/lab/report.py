@@ -11,7 +11,7 @@ from fast_attention import catalogue, files
 from fast_attention.lab import pictures, verdicts
 from fast_attention.lab.numbers import amount, bytes_of, digits, factor, milliseconds, percent
 from fast_attention.lab.pictures import Picture, Quantity
-from fast_attention.lab.records import EXACT, Cell, Record
+from fast_attention.lab.records import EXACT, Cell, Comparison
 from fast_attention.lab.tables import footnotes
 from fast_attention.lab.tradeoff import scatter, tradeoff
 
@@ -19,15 +19,15 @@ PASSES: tuple[verdicts.Pass, ...] = ("forward", "training")
 _PAGE = Path(__file__).with_name("report.html")
 
 
-def save(record: Record, folder: Path) -> tuple[Path, Path]:
+def save(record: Comparison, folder: Path) -> tuple[Path, Path]:
     """Write records.json and report.html into ``folder``, each whole or not at all; their paths."""
     data, page = folder / "records.json", folder / "report.html"
-    files.write(data, record.to_json() + "\n")
+    record.save(data)
     files.write(page, html(record))
     return data, page
 
 
-def html(record: Record) -> str:
+def html(record: Comparison) -> str:
     """The page."""
     body = "\n".join([
         _warnings(record), _verdict(record), _table(record), _sizes(record), _growth(record), _errors(record),
@@ -47,7 +47,7 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
 
 
-def _run(record: Record) -> str:
+def _run(record: Comparison) -> str:
     meta = record.meta
     lengths = ", ".join(f"{length:,}" for length in meta["lengths"])
     rows = {
@@ -67,7 +67,7 @@ def _run(record: Record) -> str:
     return section("What was run", f"<dl>{cells}</dl>")
 
 
-def _warnings(record: Record) -> str:
+def _warnings(record: Comparison) -> str:
     meta, status = record.meta, record.meta["status"]
     warning = "" if status == "complete" else f"<p class=warn>This comparison was {escape(status)}: it is partial.</p>"
     load = max((meta[when] or [0.0])[0] for when in ("load_average", "load_average_after"))
@@ -77,7 +77,7 @@ def _warnings(record: Record) -> str:
     return f"{warning}<p>{escape(meta['source'])}; {escape(meta['hardware'])}, {meta['threads']} threads.</p>"
 
 
-def _verdict(record: Record) -> str:
+def _verdict(record: Comparison) -> str:
     said = "".join(f"<p class=lead>{escape(words)}</p>" for words in verdicts.headline(record))
     found = tradeoff(record)
     if found is None:
@@ -89,7 +89,7 @@ def _verdict(record: Record) -> str:
     return section("Verdict", figure(scatter(found), caption, "small"), said)
 
 
-def _each(record: Record) -> str:
+def _each(record: Comparison) -> str:
     names = [name for name in verdicts.order(record) if name != EXACT]
     rows = "".join(
         f"<li><code>{escape(name)}</code> {escape(verdicts.sentence(record, catalogue.parse(name)))}</li>"
@@ -106,7 +106,7 @@ and values: it is timed on tokens of the same width against the same exact atten
 Hover over a dash for its reason, over a speed for its time.</p>"""
 
 
-def _table(record: Record) -> str:
+def _table(record: Comparison) -> str:
     lengths = record.meta["lengths"]
     heads = ["mechanism", "error, median head", "error, worst head"]
     heads += [f"speed at {length:,}" for length in lengths] + ["faster", "faster in training"]
@@ -122,7 +122,7 @@ def _table(record: Record) -> str:
     return section("Error and speed", _READING, _wide(heads, rows))
 
 
-def _sizes(record: Record) -> str:
+def _sizes(record: Comparison) -> str:
     """Memory and the like, at the greatest length."""
     last = record.meta["lengths"][-1]
     heads = ["mechanism", "peak memory", "operations", "decoding state", "weights"]
@@ -154,17 +154,17 @@ def _wide(heads: list[str], rows: list[str]) -> str:
     return f"<div class=wide tabindex=0>{table}</div>"
 
 
-def _matrix_length(record: Record) -> str:
+def _matrix_length(record: Comparison) -> str:
     return next((f"{error.length:,}" for error in record.errors if error.matrix), "-")
 
 
-def _matrix_error(record: Record, name: str) -> str:
+def _matrix_error(record: Comparison, name: str) -> str:
     measured = [e for e in record.errors if e.mechanism == name and e.matrix]
     found = measured[-1].summary("matrix") if measured else None
     return percent(found[0]) if found else "-"
 
 
-def _error_cells(record: Record, name: str) -> str:
+def _error_cells(record: Comparison, name: str) -> str:
     mechanism: Any = catalogue.parse(name)
     error = record.error(name)
     output = error.summary() if error else None
@@ -201,7 +201,7 @@ _LINE = "The dark line is exact attention; green is where the mechanism beats it
 _DOTS = "The dotted line and its number mark the crossover, interpolated between the measured lengths."
 
 
-def _growth(record: Record) -> str:
+def _growth(record: Comparison) -> str:
     if verdicts.longest(record) is None:
         return ""
     backward = record.meta["backward"]
@@ -214,13 +214,13 @@ def _growth(record: Record) -> str:
     return section("Time against length", *figures) + section("Memory against length", memory)
 
 
-def _against_length(record: Record, title: str, quantity: Quantity, crossed: pictures.Crossed = None) -> str:
+def _against_length(record: Comparison, title: str, quantity: Quantity, crossed: pictures.Crossed = None) -> str:
     alt = f"{title} against length, a panel per mechanism. {_LINE}"
     picture = pictures.growth(record, quantity, "milliseconds" if crossed else "MiB", alt, crossed)
     return figure(picture, f"{title}. {_LINE} {_DOTS if crossed else ''}")
 
 
-def _errors(record: Record) -> str:
+def _errors(record: Comparison) -> str:
     shown = [error for name in record.mechanisms if (error := record.error(name)) is not None]
     length = max((error.length for error in shown), default=0)
     shown = [error for error in shown if error.length == length]
@@ -230,7 +230,7 @@ def _errors(record: Record) -> str:
     return section("Error of every head", figure(pictures.heat(shown, record.meta["layers"]), caption))
 
 
-def _matrices(record: Record) -> str:
+def _matrices(record: Comparison) -> str:
     held = record.matrices
     if held is None:
         return ""
@@ -241,7 +241,7 @@ def _matrices(record: Record) -> str:
     return section("Attention matrices", figure(picture, caption))
 
 
-def _cannot(record: Record) -> str:
+def _cannot(record: Comparison) -> str:
     rows = ""
     for name in sorted(record.mechanisms):
         denied = ", ".join(verdicts.cannot(catalogue.parse(name))) or "-"
@@ -251,11 +251,11 @@ def _cannot(record: Record) -> str:
     )
 
 
-def _notes(record: Record) -> str:
+def _notes(record: Comparison) -> str:
     rows = "".join(f"<li>{escape(note)}</li>" for note in footnotes(record))
     return section("Not measured", f"<ul>{rows}</ul>") if rows else ""
 
 
-def _again(record: Record) -> str:
+def _again(record: Comparison) -> str:
     command = escape(shlex.join(record.meta["command"]))
     return section("How to reproduce", f"<pre>{command}</pre>", "<p>All numbers: records.json beside this page.</p>")

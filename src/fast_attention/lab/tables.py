@@ -11,11 +11,11 @@ from fast_attention import catalogue
 from fast_attention.conformance import Report
 from fast_attention.lab import verdicts
 from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
-from fast_attention.lab.records import EXACT, Record
+from fast_attention.lab.records import EXACT, Comparison
 from fast_attention.mechanism import Mixer
 
 
-def footnotes(record: Record) -> list[str]:
+def footnotes(record: Comparison) -> list[str]:
     """Why cells are empty: one line for every mechanism and reason."""
     found: dict[tuple[str, str], list[int]] = {}
     for cell in record.cells:
@@ -26,7 +26,7 @@ def footnotes(record: Record) -> list[str]:
     return said
 
 
-def summary(record: Record) -> Table:
+def summary(record: Comparison) -> Table:
     """The comparison on the terminal."""
     lengths = record.meta["lengths"]
     shown = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
@@ -46,7 +46,7 @@ def summary(record: Record) -> Table:
     return table
 
 
-def _error(record: Record, name: str) -> Text:
+def _error(record: Comparison, name: str) -> Text:
     if name == EXACT:
         return Text("the reference", style="bold")
     mechanism: Any = catalogue.parse(name)
@@ -58,7 +58,7 @@ def _error(record: Record, name: str) -> Text:
     return Text(f"{percent(found[0])} / {percent(found[1])}" if found else "not measured")
 
 
-def _speed(record: Record, name: str, length: int) -> Text:
+def _speed(record: Comparison, name: str, length: int) -> Text:
     cell = record.cell(name, length)
     if cell is None or cell.forward_ratio is None or cell.forward_ms is None:
         return Text(cell.status if cell else "-", style="dim")

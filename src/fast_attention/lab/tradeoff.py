@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from fast_attention.lab.numbers import factor, percent
 from fast_attention.lab.pictures import INK, PALE, STYLE, Picture, svg
-from fast_attention.lab.records import EXACT, Record
+from fast_attention.lab.records import EXACT, Comparison
 from fast_attention.lab.verdicts import longest
 
 FLOOR, TOP = 1e-3, 3.0  # of the errors that are drawn apart: 0.1 % to 300 %
@@ -50,7 +50,7 @@ class Tradeoff(NamedTuple):
         return found
 
 
-def tradeoff(record: Record) -> Tradeoff | None:
+def tradeoff(record: Comparison) -> Tradeoff | None:
     """The points of a record; None where no approximation has both an error and a time."""
     errors = {(error.mechanism, error.length): error for error in record.errors if error.output}
     known = sorted({length for _, length in errors}, reverse=True)

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from fast_attention.lab.numbers import bytes_of, digits, percent
-from fast_attention.lab.records import EXACT, Cell, Record
+from fast_attention.lab.records import EXACT, Cell, Comparison
 from fast_attention.mechanism import Mixer
 
 Pass = Literal["forward", "training"]
@@ -14,7 +14,7 @@ TRAIN_IT = "not an approximation: train it"
 NOISE = 0.05
 
 
-def ratios(record: Record, name: str, which: Pass = "forward") -> dict[int, float]:
+def ratios(record: Comparison, name: str, which: Pass = "forward") -> dict[int, float]:
     """Time relative to exact attention by length, where it was measured."""
     cells = sorted((c for c in record.cells if c.mechanism == name), key=lambda c: c.length)
     found = {cell.length: cell.forward_ratio if which == "forward" else cell.training_ratio for cell in cells}
@@ -29,7 +29,7 @@ def even(cell: Cell, which: Pass = "forward") -> bool:
     return ratio is not None and (abs(ratio - 1) < NOISE or (low or 0.0) <= 1.0 <= (high or 0.0))
 
 
-def order(record: Record) -> list[str]:
+def order(record: Comparison) -> list[str]:
     """Exact attention and all others, the fastest first: at the greatest length, then those measured up to less."""
 
     def place(name: str) -> tuple[float, float]:
@@ -40,7 +40,7 @@ def order(record: Record) -> list[str]:
     return sorted([EXACT, *record.mechanisms], key=place)
 
 
-def crossover(record: Record, name: str, which: Pass = "forward") -> int | None:
+def crossover(record: Comparison, name: str, which: Pass = "forward") -> int | None:
     """The shortest measured length from which it beats exact attention there and at every greater length asked for.
 
     A greater length at which it was not measured (over budget, failed) counts as not beaten, and so does a time within
@@ -56,7 +56,7 @@ def crossover(record: Record, name: str, which: Pass = "forward") -> int | None:
     return won
 
 
-def crossing(record: Record, name: str, which: Pass = "forward") -> float | None:
+def crossing(record: Comparison, name: str, which: Pass = "forward") -> float | None:
     """The length at which the ratio passes 1, between the crossover and the length before it, on log-log lines."""
     won, measured = crossover(record, name, which), ratios(record, name, which)
     shorter = [length for length in measured if won is not None and length < won]
@@ -67,7 +67,7 @@ def crossing(record: Record, name: str, which: Pass = "forward") -> float | None
     return math.exp(math.log(before) + above / (above + below) * math.log(won / before))
 
 
-def longest(record: Record) -> int | None:
+def longest(record: Comparison) -> int | None:
     """The greatest length at which exact attention was timed."""
     return max(ratios(record, EXACT), default=None)
 
@@ -102,7 +102,7 @@ def cannot(mechanism: Any) -> list[str]:
     return [words for words, is_denied in denied.items() if is_denied]
 
 
-def wins(record: Record, name: str, which: Pass = "forward") -> str:
+def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
     """The crossover in words."""
     won, end, measured = crossover(record, name, which), longest(record), ratios(record, name, which)
     if end is None or not measured:
@@ -115,13 +115,13 @@ def wins(record: Record, name: str, which: Pass = "forward") -> str:
     return f"not up to {last:,}" if measured[last] >= 1.0 else f"not timed beyond {last:,}"
 
 
-def sentence(record: Record, mechanism: Any) -> str:
+def sentence(record: Comparison, mechanism: Any) -> str:
     """One sentence: when it is worth its time, and what it costs in accuracy."""
     name, error = repr(mechanism), record.error(repr(mechanism))
     return f"{_speed(record, name)}; {_accuracy(mechanism, error.summary() if error else None)}."
 
 
-def _speed(record: Record, name: str) -> str:
+def _speed(record: Comparison, name: str) -> str:
     measured, won, end = ratios(record, name), crossover(record, name), longest(record)
     if not measured or end is None:
         notes = [cell.note for cell in record.cells if cell.mechanism == name and cell.note]
@@ -150,7 +150,7 @@ def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
     return f"output error {percent(summary[0])} in the median head and {percent(summary[1])} in the worst"
 
 
-def headline(record: Record) -> list[str]:
+def headline(record: Comparison) -> list[str]:
     """What to take away, in a few sentences."""
     end = longest(record)
     if end is None:
@@ -158,7 +158,7 @@ def headline(record: Record) -> list[str]:
     return [*_fastest(record, end), *_leanest(record, end)]
 
 
-def _fastest(record: Record, end: int) -> list[str]:
+def _fastest(record: Comparison, end: int) -> list[str]:
     approximate = [name for name in record.mechanisms if record.error(name) is not None]
     firsts = {name: crossover(record, name) for name in record.mechanisms}
     won = {name: length for name, length in firsts.items() if length is not None}
@@ -183,7 +183,7 @@ def _fastest(record: Record, end: int) -> list[str]:
     return said
 
 
-def _leanest(record: Record, end: int) -> list[str]:
+def _leanest(record: Comparison, end: int) -> list[str]:
     """Memory's answer."""
     cells = [cell for cell in record.cells if cell.length == end and cell.peak_bytes is not None]
     sizes = {cell.mechanism: cell.peak_bytes or 0 for cell in cells}

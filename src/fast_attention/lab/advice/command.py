@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ from rich.text import Text
 from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention.lab import capture, compare, inputs, measure, records, sources
+    from fast_attention.lab import capture, compare, inputs, measure, sources
     from fast_attention.lab.advice.measuring import Plan, investigate
     from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
     from fast_attention.lab.advice.transferring import candidates, transfer
@@ -24,7 +23,8 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
     from fast_attention.lab.progress import progress_bar
-    from fast_attention.lab.records import Record, plain
+    from fast_attention.lab.records import Comparison, plain
+    from fast_attention.lab.surroundings import begun
 
 STAND_INS = "Gaussian stand-ins"
 NUMBERS = ("error: median / worst", "time", "speed", "memory")
@@ -78,7 +78,7 @@ def advise_command(
         raise InputError("--transfer-minutes trains a Hugging Face model: name one")
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, training, seed, batch)
     question = Question(length, budget, "training" if training else "forward")
-    record = Record(_meta(source, setting, question, dtype))
+    record = Comparison(_meta(source, setting, question, dtype))
     _carry_out(Plan(source, chosen, setting, question, seconds), record, transfer_minutes)
     rows = ranked(record, chosen, question)
     said = advice(record, rows, question)
@@ -90,13 +90,10 @@ def advise_command(
 
 
 def _meta(source: capture.Source, setting: Setting, question: Question, dtype: str) -> dict[str, Any]:
-    return {
-        "command": ["fast-attention", *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    made_up = isinstance(source, capture.Gaussian)
+    settings = {
         "source": source.title,
-        "quality": "Gaussian stand-ins"
-        if isinstance(source, capture.Gaussian)
-        else "the model's own tensors, zero-shot",
+        "quality": STAND_INS if made_up else "the model's own tensors, zero-shot",
         "heads": setting.heads,
         "head_dim": setting.head_dim,
         "length": question.length,
@@ -106,11 +103,11 @@ def _meta(source: capture.Source, setting: Setting, question: Question, dtype: s
         "budget": question.budget,
         "dtype": dtype,
         "seed": setting.seed,
-        **records.surroundings(setting.device),
     }
+    return begun(setting.device, **settings)
 
 
-def _carry_out(plan: Plan, record: Record, transfer_minutes: float) -> None:
+def _carry_out(plan: Plan, record: Comparison, transfer_minutes: float) -> None:
     with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("starting", total=plan.steps)
 
@@ -121,20 +118,21 @@ def _carry_out(plan: Plan, record: Record, transfer_minutes: float) -> None:
         if transfer_minutes and isinstance(plan.source, capture.HuggingFace):
             chosen = candidates(ranked(record, plan.mechanisms, plan.question))
             transfer(plan.source, chosen, plan.question.length, transfer_minutes, record, watch)
+    record.meta["status"] = "complete"
 
 
-def as_object(record: Record, rows: list[Row], said: list[str], question: Question) -> dict[str, Any]:
+def as_object(record: Comparison, rows: list[Row], said: list[str], question: Question) -> dict[str, Any]:
     """``{"advice": {"use", "words", "measured_up_to"}, "ranking": [...], "meta", "rows", "errors"}``; ``use`` may be
     exact attention."""
     best = rows[0]
     return {
         "advice": {"use": best.mechanism, "words": said, "measured_up_to": furthest(record, question)},
         "ranking": [plain(asdict(row)) for row in rows],
-        **json.loads(record.to_json()),
+        **plain(record.parts()),
     }
 
 
-def _tell(record: Record, rows: list[Row], said: list[str], question: Question) -> None:
+def _tell(record: Comparison, rows: list[Row], said: list[str], question: Question) -> None:
     show = Console(width=None if sys.stdout.isatty() else 200)
     for number, words in enumerate(said):
         show.print(Text(words, style="" if number else "bold"))
@@ -159,7 +157,7 @@ def _tell(record: Record, rows: list[Row], said: list[str], question: Question) 
     show.print(Text("\n".join(words), style="dim"))
 
 
-def _transfers(record: Record, tried: dict[str, Any]) -> list[str]:
+def _transfers(record: Comparison, tried: dict[str, Any]) -> list[str]:
     """What the transfers did: the layers' outputs, behind their projections, on held-out text."""
     lines = [f"Error of the median layer's output, before and after {record.meta['transfer_minutes']:g} minutes:"]
     for name, found in tried.items():

@@ -13,7 +13,7 @@ from fast_attention.lab.advice.ranking import Question, ranked
 from fast_attention.lab.capture import Source
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.race import MOST_ROUNDS, PASSES, Race, foretold
-from fast_attention.lab.records import EXACT, Record
+from fast_attention.lab.records import EXACT, Comparison
 
 SHARES = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones
 UNBOUNDED = 4096  # tokens on which errors are measured at most, where a source has no limit of its own
@@ -35,7 +35,7 @@ class Plan:
         return 2 * len(self.mechanisms) + 1 + MOST_ROUNDS
 
 
-def investigate(plan: Plan, record: Record, watch: Callable[[str], None]) -> None:
+def investigate(plan: Plan, record: Comparison, watch: Callable[[str], None]) -> None:
     """Fill ``record``: everybody at the length asked for; and at twice that, and twice that again, those that are
     accurate enough, as long as none of them is faster and time is left.
 
@@ -58,7 +58,7 @@ def investigate(plan: Plan, record: Record, watch: Callable[[str], None]) -> Non
 
 
 def _errors(
-    plan: Plan, mechanisms: list[Any], length: int, record: Record, watch: Callable[[str], None], until: float
+    plan: Plan, mechanisms: list[Any], length: int, record: Comparison, watch: Callable[[str], None], until: float
 ) -> None:
     """At this length or the greatest that is read, unless known there; what the time does not allow is left out."""
     read = record.meta.setdefault("error_tensors", {})
@@ -76,7 +76,7 @@ def _errors(
             record.errors.append(scene.error(mechanism, matrix=False))
 
 
-def _waiting(plan: Plan, record: Record) -> list[Any]:
+def _waiting(plan: Plan, record: Comparison) -> list[Any]:
     """Who is accurate enough and not faster, at the greatest length so far; nobody, once somebody is both."""
     last = Question(record.meta["lengths"][-1], plan.question.budget, plan.question.which)
     rows = {row.mechanism: row.kind for row in ranked(record, plan.mechanisms, last)}
@@ -85,7 +85,7 @@ def _waiting(plan: Plan, record: Record) -> list[Any]:
     return [mechanism for mechanism in plan.mechanisms if rows[repr(mechanism)] == "slower"]
 
 
-def _affordable(plan: Plan, record: Record, waiting: list[Any], length: int, until: float) -> bool:
+def _affordable(plan: Plan, record: Comparison, waiting: list[Any], length: int, until: float) -> bool:
     """Whether a greater length fits the time that is left and half of the memory."""
     costs = [foretold(record.cells, EXACT, 2.0, length)]
     costs += [foretold(record.cells, repr(mechanism), mechanism.traits.order, length) for mechanism in waiting]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fast_attention.lab import verdicts
 from fast_attention.lab.numbers import percent
-from fast_attention.lab.records import EXACT, Cell, Error, Record
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error
 from fast_attention.lab.verdicts import Pass
 
 Kind = Literal["use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
@@ -43,7 +43,7 @@ class Row:
     cannot: tuple[str, ...] = ()
 
 
-def ranked(record: Record, mechanisms: list[Any], question: Question) -> list[Row]:
+def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> list[Row]:
     """Exact attention and every mechanism, best first.
 
     Those within the budget and faster, the fastest first; those that are so after the transfer that was tried; exact
@@ -64,12 +64,12 @@ def _within(row: Row) -> tuple[float, float]:
     return (row.faster_from or math.inf, ratio) if row.kind == "slower" else (ratio, 0.0)
 
 
-def _exact(record: Record, question: Question) -> Row:
+def _exact(record: Comparison, question: Question) -> Row:
     cell = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
     return Row(EXACT, "exact", "the reference", _time(cell, question), 1.0, cell.peak_bytes, 0.0, 0.0, question.length)
 
 
-def _row(record: Record, mechanism: Any, question: Question) -> Row:
+def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
     name = repr(mechanism)
     tried = record.meta.get("transfer", {}).get(name, {})
     error = _error(record, name, question.length)
@@ -109,13 +109,13 @@ def _proven(tried: dict[str, Any], question: Question) -> bool:
     return tried.get("length", 0) >= question.length and tried.get("after", math.inf) <= question.budget
 
 
-def _error(record: Record, name: str, length: int) -> Error | None:
+def _error(record: Comparison, name: str, length: int) -> Error | None:
     """The error at the greatest length up to this one at which it was measured."""
     own = [error for error in record.errors if error.mechanism == name and error.output and error.length <= length]
     return max(own, key=lambda error: error.length, default=None)
 
 
-def _later(record: Record, name: str, question: Question) -> tuple[str, float | None]:
+def _later(record: Comparison, name: str, question: Question) -> tuple[str, float | None]:
     """What becomes of a mechanism at greater lengths, in words, and the length from which it is faster and accurate."""
     won, end = verdicts.crossover(record, name, question.which), furthest(record, question)
     where = verdicts.crossing(record, name, question.which)
@@ -129,7 +129,7 @@ def _later(record: Record, name: str, question: Question) -> tuple[str, float | 
     return f"faster from about {rounded(where):,} tokens on{known}", where
 
 
-def furthest(record: Record, question: Question) -> int:
+def furthest(record: Comparison, question: Question) -> int:
     """The greatest length that was measured."""
     return max(verdicts.ratios(record, EXACT, question.which), default=question.length)
 
@@ -143,7 +143,7 @@ def _time(cell: Cell, question: Question) -> float | None:
     return cell.forward_ms if question.which == "forward" else cell.training_ms
 
 
-def advice(record: Record, rows: list[Row], question: Question) -> list[str]:
+def advice(record: Comparison, rows: list[Row], question: Question) -> list[str]:
     """The answer in one to three sentences."""
     at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
     if best.kind == "use":

@@ -13,7 +13,7 @@ from fast_attention.conversion import ConversionSettings, convert
 from fast_attention.lab.advice.ranking import WORTH, Row
 from fast_attention.lab.capture import HuggingFace
 from fast_attention.lab.converting.reading import Reading
-from fast_attention.lab.records import Record
+from fast_attention.lab.records import Comparison
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.training.loop import Diverged
 
@@ -30,7 +30,12 @@ def candidates(rows: list[Row]) -> list[Any]:
 
 
 def transfer(
-    source: HuggingFace, chosen: list[Any], length: int, minutes: float, record: Record, watch: Callable[[str], None]
+    source: HuggingFace,
+    chosen: list[Any],
+    length: int,
+    minutes: float,
+    record: Comparison,
+    watch: Callable[[str], None],
 ) -> None:
     """Transfer each for so many minutes, into ``record.meta["transfer"]``: every layer's relative RMS error, the median
     of the layers, on held-out text before and after; or why there is none.

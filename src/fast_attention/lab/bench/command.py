@@ -19,13 +19,14 @@ from fast_attention.lab.options import DTYPES, SEED, at_work
 if TYPE_CHECKING or at_work():
     import torch
 
-    from fast_attention.lab import inputs, records
+    from fast_attention.lab import inputs
     from fast_attention.lab.bench import figures, lineup, page, run, terminal
-    from fast_attention.lab.bench.ledger import Ledger, resume
+    from fast_attention.lab.bench.record import Benchmark
     from fast_attention.lab.bench.run import Plan
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.progress import progress_bar
+    from fast_attention.lab.surroundings import begun
 
 RECORD, PAGE = "bench.json", "bench.html"
 
@@ -78,10 +79,10 @@ def bench_command(
     meta = _meta(plan, dtype)
     with inputs.alone(out):
         inputs.results([out / RECORD], out, "a benchmark", resume=go_on, restart=restart)
-        ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
-        status = _carry_out(plan, ledger, out, Console(stderr=True))
-    _tell(ledger, out, as_json)
-    wrong = any(row.check == "wrong" for row in ledger.rows)
+        record = Benchmark.resume(out / RECORD, meta) if go_on else Benchmark(meta)
+        status = _carry_out(plan, record, out, Console(stderr=True))
+    _tell(record, out, as_json)
+    wrong = any(row.check == "wrong" for row in record.rows)
     return 130 if status == "interrupted" else int(wrong)
 
 
@@ -89,7 +90,7 @@ def _some(lengths: list[int]) -> list[int]:
     return [] if lengths == [0] else inputs.lengths(lengths)
 
 
-def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
+def _carry_out(plan: Plan, record: Benchmark, out: Path, console: Console) -> str:
     """Run under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     status, began = "complete", time.perf_counter()
@@ -100,49 +101,46 @@ def _carry_out(plan: Plan, ledger: Ledger, out: Path, console: Console) -> str:
             progress.update(task, advance=1, description=what)
 
         def save() -> None:
-            files.write(out / RECORD, ledger.to_json() + "\n")
+            record.save(out / RECORD)
 
         watched = replace(plan, watch=watch, save=save)
         try:
-            run.bench(watched, ledger)
+            run.bench(watched, record)
         except KeyboardInterrupt:
             status = "interrupted"
-    ledger.meta["seconds"] = round(ledger.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
-    run.finish(plan, ledger, status)
-    ledger.summary = figures.summarise(ledger)
-    files.write(out / RECORD, ledger.to_json() + "\n")
-    files.write(out / PAGE, page.html(ledger))
+    record.meta["seconds"] = round(record.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
+    run.finish(plan, record, status)
+    record.summary = figures.summarise(record)
+    record.save(out / RECORD)
+    files.write(out / PAGE, page.html(record))
     return status
 
 
 def _meta(plan: Plan, dtype: str) -> dict[str, Any]:
     setting = plan.setting
-    return {
-        "status": "running",
-        "command": ["fast-attention", *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "heads": setting.heads,
-        "head_dim": setting.head_dim,
-        "batch": setting.batch,
-        "lengths": plan.lengths,
-        "direction": plan.direction,
-        "backward": setting.backward,
-        "dtype": dtype,
-        "seed": setting.seed,
-        "budget": plan.budget,
-        "memory": "growth of resident memory in a fresh process per pass, beyond weights and inputs",
-        **records.surroundings(setting.device),
-    }
+    return begun(
+        setting.device,
+        heads=setting.heads,
+        head_dim=setting.head_dim,
+        batch=setting.batch,
+        lengths=plan.lengths,
+        direction=plan.direction,
+        backward=setting.backward,
+        dtype=dtype,
+        seed=setting.seed,
+        budget=plan.budget,
+        memory="growth of resident memory in a fresh process per pass, beyond weights and inputs",
+    )
 
 
-def _tell(ledger: Ledger, out: Path, as_json: bool) -> None:
+def _tell(record: Benchmark, out: Path, as_json: bool) -> None:
     if as_json:
-        print(ledger.to_json())
+        print(record.to_json())
     else:
         show = Console(width=None if sys.stdout.isatty() else 200)
-        show.print(terminal.table(ledger))
+        show.print(terminal.table(record))
         show.print()
-        for words in terminal.remarks(ledger):
+        for words in terminal.remarks(record):
             show.print(Text(words))
     say = Console(stderr=True)
     say.print(Text(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}"), soft_wrap=True)

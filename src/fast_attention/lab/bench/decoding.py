@@ -12,7 +12,7 @@ import torch
 
 from fast_attention import clock
 from fast_attention.lab import measure
-from fast_attention.lab.bench.ledger import Step
+from fast_attention.lab.bench.record import Step
 from fast_attention.lab.measure import Setting
 from fast_attention.mechanism import Attention, Shape
 from fast_attention.nn.bound import Bound

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 from fast_attention.lab.bench import figures
 from fast_attention.lab.bench.entrants import OURS
 from fast_attention.lab.bench.figures import Pass
-from fast_attention.lab.bench.ledger import Ledger, Row
+from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.bench.run import percent_of_ceiling
 from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE, Picture, svg
 
@@ -62,19 +62,19 @@ def _number(value: float, _: Any = None) -> str:
     return f"{value:g}"
 
 
-def speeds(ledger: Ledger, which: Pass) -> Picture:
+def speeds(record: Benchmark, which: Pass) -> Picture:
     """A panel per family: speed against length; peers dashed."""
-    families = [f for f in dict.fromkeys(row.family for row in ledger.rows) if _timed(ledger, f, which)]
-    lengths = sorted({length for row in ledger.rows for length in figures.speeds(ledger, row.name, which)})
+    families = [f for f in dict.fromkeys(row.family for row in record.rows) if _timed(record, f, which)]
+    lengths = sorted({length for row in record.rows for length in figures.speeds(record, row.name, which)})
     alt = "Speed against length, a panel per mechanism; above 1 it is faster than exact attention; peers are dashed."
     with matplotlib.rc_context(STYLE):
         figure, panels = _grid(len(families), 2.7, sharex=True)
         for axes, family in zip(panels, families, strict=False):
             _by_length(axes, lengths, family)
-            rows = [row for row in ledger.rows if row.family == family]
+            rows = [row for row in record.rows if row.family == family]
             inks = {True: itertools.cycle(COLOURS[:2]), False: itertools.cycle(PEERS)}
             for row in rows:
-                known = figures.speeds(ledger, row.name, which)
+                known = figures.speeds(record, row.name, which)
                 if not known:
                     continue
                 mine = row.owner == OURS
@@ -85,7 +85,7 @@ def speeds(ledger: Ledger, which: Pass) -> Picture:
                 )
                 colour = COLOURS[_shade(row)] if mine else next(inks[False])
                 dash = "-" if mine else "--"
-                axes.plot(list(known), list(known.values()), dash, color=colour, label=_label(row, ledger), **style)
+                axes.plot(list(known), list(known.values()), dash, color=colour, label=_label(row, record), **style)
             axes.axhline(1.0, color=INK, linewidth=1.0)
             _legend(axes)
         figure.supxlabel("tokens", fontsize=9)
@@ -93,22 +93,22 @@ def speeds(ledger: Ledger, which: Pass) -> Picture:
         return Picture(svg(figure, alt), alt)
 
 
-def _timed(ledger: Ledger, family: str, which: Pass) -> bool:
-    return any(figures.speeds(ledger, row.name, which) for row in ledger.rows if row.family == family)
+def _timed(record: Benchmark, family: str, which: Pass) -> bool:
+    return any(figures.speeds(record, row.name, which) for row in record.rows if row.family == family)
 
 
 def _shade(row: Row) -> int:
     return int(row.is_causal) + (2 if row.kind == "module" else 0)
 
 
-def _label(row: Row, ledger: Ledger) -> str:
+def _label(row: Row, record: Benchmark) -> str:
     words = row.name if row.owner != OURS else "ours" + row.name[len(row.family) :]
     return words + (" *" if row.check == "faulty" else "")
 
 
-def beside_peers(ledger: Ledger, length: int) -> Picture:
+def beside_peers(record: Benchmark, length: int) -> Picture:
     """Bars: ours beside the best peer of the same kind and direction; forward on the left."""
-    found = {which: figures.matches(ledger, length, which) for which in figures.PASSES}
+    found = {which: figures.matches(record, length, which) for which in figures.PASSES}
     names = [f"{m.family}{_words(m)}" for m in found["forward"]]
     alt = f"At {length:,} tokens, ours beside the best peer: " + "; ".join(
         f"{name} {match.factor:.2g} times {match.peer}" for name, match in zip(names, found["forward"], strict=True)
@@ -148,15 +148,15 @@ def _bars(axes: Axes, found: list[figures.Match], which: Pass) -> None:
     axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
-def ceilings(ledger: Ledger, length: int) -> Picture:
+def ceilings(record: Benchmark, length: int) -> Picture:
     """Bars: counted operations per second in percent of the best matrix product."""
-    rows = [row for row in ledger.rows if row.owner == OURS and row.kind != "module"]
+    rows = [row for row in record.rows if row.owner == OURS and row.kind != "module"]
     names = [*dict.fromkeys(row.reference for row in rows), *(row.name for row in rows)]
-    cells = [(name, ledger.cell(name, length)) for name in names]
+    cells = [(name, record.cell(name, length)) for name in names]
     shares = [
-        (name, [percent_of_ceiling(ledger, cell, which) for which in figures.PASSES])
+        (name, [percent_of_ceiling(record, cell, which) for which in figures.PASSES])
         for name, cell in cells
-        if cell is not None and percent_of_ceiling(ledger, cell) is not None
+        if cell is not None and percent_of_ceiling(record, cell) is not None
     ]
     alt = f"Percent of the matrix product's rate at {length:,} tokens: " + "; ".join(
         f"{name} {both[0]:.0f}" for name, both in shares if both[0] is not None
@@ -179,14 +179,14 @@ def ceilings(ledger: Ledger, length: int) -> Picture:
         return Picture(svg(figure, alt), alt)
 
 
-def memory(ledger: Ledger) -> Picture | None:
+def memory(record: Benchmark) -> Picture | None:
     """Peak memory over the bytes of inputs and output, against length: flat is linear."""
-    essential = {(weight.name, weight.length): weight.essential_bytes for weight in ledger.weights}
-    rows = [row for row in ledger.rows if row.owner == OURS and row.kind != "module"]
-    rows = [row for row in rows if figures.memory_of(ledger, row.name)]
+    essential = {(weight.name, weight.length): weight.essential_bytes for weight in record.weights}
+    rows = [row for row in record.rows if row.owner == OURS and row.kind != "module"]
+    rows = [row for row in rows if figures.memory_of(record, row.name)]
     if not rows:
         return None
-    lengths = sorted({weight.length for weight in ledger.weights})
+    lengths = sorted({weight.length for weight in record.weights})
     families = list(dict.fromkeys(row.family for row in rows))
     alt = "Peak memory over the bytes of inputs and output, against length, a panel per mechanism: flat is linear."
     with matplotlib.rc_context(STYLE):
@@ -194,7 +194,7 @@ def memory(ledger: Ledger) -> Picture | None:
         for axes, family in zip(panels, families, strict=False):
             _by_length(axes, lengths, family)
             for row, which in itertools.product((r for r in rows if r.family == family), figures.PASSES):
-                known = figures.memory_of(ledger, row.name, which)
+                known = figures.memory_of(record, row.name, which)
                 points = {n: size / essential[row.name, n] for n, size in known.items() if size > 0}
                 if points:
                     label = ("causal " if row.is_causal else "") + ("" if which == "forward" else "with backward")
@@ -208,9 +208,9 @@ def memory(ledger: Ledger) -> Picture | None:
         return Picture(svg(figure, alt), alt)
 
 
-def decoding(ledger: Ledger) -> Picture | None:
+def decoding(record: Benchmark) -> Picture | None:
     """Time of one token against its position, a panel per batch."""
-    known = [step for step in ledger.steps if step.seconds is not None]
+    known = [step for step in record.steps if step.seconds is not None]
     if not known:
         return None
     batches = sorted({step.batch for step in known})

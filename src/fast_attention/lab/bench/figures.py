@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fast_attention.lab.bench.decoding import flatness
 from fast_attention.lab.bench.entrants import OURS, TORCH
-from fast_attention.lab.bench.ledger import Ledger, Row
+from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.bench.run import percent_of_ceiling
 from fast_attention.lab.records import Cell
 from fast_attention.lab.verdicts import Pass
@@ -24,9 +24,9 @@ def speed(cell: Cell | None, which: Pass = "forward") -> float | None:
     return 1 / ratio if ratio else None
 
 
-def speeds(ledger: Ledger, name: str, which: Pass = "forward") -> dict[int, float]:
+def speeds(record: Benchmark, name: str, which: Pass = "forward") -> dict[int, float]:
     """Speed by length, where it was measured."""
-    found = {cell.length: speed(cell, which) for cell in ledger.cells if cell.mechanism == name}
+    found = {cell.length: speed(cell, which) for cell in record.cells if cell.mechanism == name}
     return {length: value for length, value in sorted(found.items()) if value}
 
 
@@ -67,16 +67,16 @@ class Match(NamedTuple):
         return self.ours / self.theirs
 
 
-def matches(ledger: Ledger, length: int, which: Pass = "forward", *, same: bool = False) -> list[Match]:
+def matches(record: Benchmark, length: int, which: Pass = "forward", *, same: bool = False) -> list[Match]:
     """Every comparison of like with like that was measured at ``length``; ``same``: of the same function only."""
     found = []
-    for row in ledger.rows:
-        mine = speed(ledger.cell(row.name, length), which) if row.owner == OURS else None
+    for row in record.rows:
+        mine = speed(record.cell(row.name, length), which) if row.owner == OURS else None
         if mine is None:
             continue
         rivals = {
-            peer.name: speed(ledger.cell(peer.name, length), which)
-            for peer in rivals_of(ledger, row)
+            peer.name: speed(record.cell(peer.name, length), which)
+            for peer in rivals_of(record, row)
             if peer.same or not same
         }
         known = {name: value for name, value in rivals.items() if value}
@@ -86,10 +86,10 @@ def matches(ledger: Ledger, length: int, which: Pass = "forward", *, same: bool 
     return found
 
 
-def rivals_of(ledger: Ledger, row: Row) -> list[Row]:
+def rivals_of(record: Benchmark, row: Row) -> list[Row]:
     """The peers of one of ours: same family, same direction, same kind."""
     like = (row.family, row.is_causal, row.kind)
-    return [r for r in ledger.rows if r.owner not in (OURS, TORCH) and (r.family, r.is_causal, r.kind) == like]
+    return [r for r in record.rows if r.owner not in (OURS, TORCH) and (r.family, r.is_causal, r.kind) == like]
 
 
 def hardest(found: Iterable[Match]) -> list[Match]:
@@ -118,48 +118,48 @@ def slope(points: Mapping[int, float]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in known) / spread
 
 
-def memory_of(ledger: Ledger, name: str, which: Pass = "forward") -> dict[int, int]:
+def memory_of(record: Benchmark, name: str, which: Pass = "forward") -> dict[int, int]:
     """Peak growth by length in fresh processes."""
-    values = {w.length: w.forward_bytes if which == "forward" else w.training_bytes for w in sorted_weights(ledger)
+    values = {w.length: w.forward_bytes if which == "forward" else w.training_bytes for w in sorted_weights(record)
               if w.name == name}  # fmt: skip
     return {length: value for length, value in values.items() if value is not None}
 
 
-def sorted_weights(ledger: Ledger) -> list[Any]:
+def sorted_weights(record: Benchmark) -> list[Any]:
     """By length."""
-    return sorted(ledger.weights, key=lambda weight: weight.length)
+    return sorted(record.weights, key=lambda weight: weight.length)
 
 
-def common_length(ledger: Ledger) -> int | None:
+def common_length(record: Benchmark) -> int | None:
     """The greatest length with nearly as many comparisons with peers (three quarters) as any; else the greatest."""
-    lengths = sorted({cell.length for cell in ledger.cells if speed(cell) is not None})
-    counts = {length: len(matches(ledger, length)) for length in lengths}
+    lengths = sorted({cell.length for cell in record.cells if speed(cell) is not None})
+    counts = {length: len(matches(record, length)) for length in lengths}
     most = max(counts.values(), default=0)
     return max((length for length in lengths if 4 * counts[length] >= 3 * most), default=None)
 
 
-def summarise(ledger: Ledger) -> dict[str, Any]:
+def summarise(record: Benchmark) -> dict[str, Any]:
     """Everything that is derived, as it goes into the record."""
-    length = common_length(ledger)
-    mine = [row.name for row in ledger.rows if row.owner == OURS]
+    length = common_length(record)
+    mine = [row.name for row in record.rows if row.owner == OURS]
     found: dict[str, Any] = {"common_length": length, "crossover": {}, "percent_of_gemm": {}, "memory_slope": {}}
     for name in mine:
-        found["crossover"][name] = {which: crossover(speeds(ledger, name, which)) for which in PASSES}
-        slopes = {which: slope(memory_of(ledger, name, which)) for which in PASSES}
+        found["crossover"][name] = {which: crossover(speeds(record, name, which)) for which in PASSES}
+        slopes = {which: slope(memory_of(record, name, which)) for which in PASSES}
         if slopes["forward"] is not None:
             found["memory_slope"][name] = slopes
-        cell = ledger.cell(name, length) if length else None
+        cell = record.cell(name, length) if length else None
         if cell is not None and cell.status == "measured":
-            found["percent_of_gemm"][name] = {w: percent_of_ceiling(ledger, cell, w) for w in PASSES}
+            found["percent_of_gemm"][name] = {w: percent_of_ceiling(record, cell, w) for w in PASSES}
     for which in PASSES:
-        each = hardest(matches(ledger, length, which)) if length else []
-        alike = hardest(matches(ledger, length, which, same=True)) if length else []
+        each = hardest(matches(record, length, which)) if length else []
+        alike = hardest(matches(record, length, which, same=True)) if length else []
         worst = min(each, key=lambda match: match.factor, default=None)
         found[f"peers_{which}"] = {
             "geometric_mean": geometric_mean(match.factor for match in each),
             "geometric_mean_of_the_same_function": geometric_mean(match.factor for match in alike),
             "smallest": None if worst is None else {**worst._asdict(), "factor": worst.factor},
-            "matches": [{**match._asdict(), "factor": match.factor} for match in matches(ledger, length or 0, which)],
+            "matches": [{**match._asdict(), "factor": match.factor} for match in matches(record, length or 0, which)],
         }
-    found["decode_flatness"] = {f"{name}, batch {batch}": v for (name, batch), v in flatness(ledger.steps).items()}
+    found["decode_flatness"] = {f"{name}, batch {batch}": v for (name, batch), v in flatness(record.steps).items()}
     return found

@@ -8,7 +8,7 @@ from html import escape
 from fast_attention.lab import report
 from fast_attention.lab.bench import drawings, figures, terminal
 from fast_attention.lab.bench.entrants import OURS
-from fast_attention.lab.bench.ledger import Ledger, Row
+from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.bench.run import percent_of_ceiling
 from fast_attention.lab.numbers import bytes_of, milliseconds
 from fast_attention.lab.records import Cell
@@ -24,18 +24,18 @@ formulas) divided by the fastest time, in percent of the rate of one 2048-wide m
 Mechanisms that spend their time on exponentials, sorts or memory cannot come near 100."""
 
 
-def html(ledger: Ledger) -> str:
+def html(record: Benchmark) -> str:
     """The page."""
-    length = ledger.summary.get("common_length")
-    parts = [_run(ledger), _lead(ledger)]
+    length = record.summary.get("common_length")
+    parts = [_run(record), _lead(record)]
     if length is not None:
-        parts += [_pictures(ledger, length), _crossovers(ledger), _table(ledger), _times(ledger)]
-    parts += [_faults(ledger), _missing(ledger), _again(ledger)]
+        parts += [_pictures(record, length), _crossovers(record), _table(record), _times(record)]
+    parts += [_faults(record), _missing(record), _again(record)]
     return report.page("bench", "\n".join(parts))
 
 
-def _run(ledger: Ledger) -> str:
-    meta = ledger.meta
+def _run(record: Benchmark) -> str:
+    meta = record.meta
     status = meta["status"]
     warning = "" if status == "complete" else f"<p class=warn>This benchmark was {escape(status)}: it is partial.</p>"
     rows = {
@@ -54,7 +54,7 @@ def _run(ledger: Ledger) -> str:
              "fresh memory, GB/s", "one small operation, us")  # fmt: skip
     body = "".join(
         f"<tr><th scope=row>{escape(found['when'])}</th>" + "".join(f"<td>{found[h]:.3g}</td>" for h in heads) + "</tr>"
-        for found in ledger.ceilings
+        for found in record.ceilings
     )
     limits = _grid(words, body)
     return warning + section("What was run", f"<dl>{cells}</dl>") + section("The machine's limits in this run", limits)
@@ -65,55 +65,55 @@ def _grid(heads: tuple[str, ...] | list[str], body: str) -> str:
     return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _lead(ledger: Ledger) -> str:
-    words = [line for line in terminal.remarks(ledger) if line.startswith(("Forward", "Decoding"))]
+def _lead(record: Benchmark) -> str:
+    words = [line for line in terminal.remarks(record) if line.startswith(("Forward", "Decoding"))]
     return section("In short", *(f"<p class=lead>{escape(line)}.</p>" for line in words)) if words else ""
 
 
-def _pictures(ledger: Ledger, length: int) -> str:
+def _pictures(record: Benchmark, length: int) -> str:
     said = "Above the line at 1 it beats exact attention; ours solid, peers dashed, * a peer with a fault of its own."
-    parts = [section("Speed against length", figure(drawings.speeds(ledger, "forward"), f"Forward pass. {said}"))]
-    if ledger.meta["backward"]:
-        parts.append(figure(drawings.speeds(ledger, "training"), f"Forward and backward pass. {said}"))
-    if figures.matches(ledger, length):
+    parts = [section("Speed against length", figure(drawings.speeds(record, "forward"), f"Forward pass. {said}"))]
+    if record.meta["backward"]:
+        parts.append(figure(drawings.speeds(record, "training"), f"Forward and backward pass. {said}"))
+    if figures.matches(record, length):
         words = (
             f"At {length:,} tokens: ours beside the best peer of the same kind and direction, and the factor between."
         )
-        parts.append(section("Beside the best peer", figure(drawings.beside_peers(ledger, length), words)))
-    parts.append(section("Percent of the ceiling", figure(drawings.ceilings(ledger, length), _CEILING)))
-    memory, decoding = drawings.memory(ledger), drawings.decoding(ledger)
+        parts.append(section("Beside the best peer", figure(drawings.beside_peers(record, length), words)))
+    parts.append(section("Percent of the ceiling", figure(drawings.ceilings(record, length), _CEILING)))
+    memory, decoding = drawings.memory(record), drawings.decoding(record)
     if memory is not None:
         words = "Peak growth of resident memory in a fresh process over the bytes of inputs and output: flat is linear."
-        parts.append(section("Memory", figure(memory, words), _slopes(ledger)))
+        parts.append(section("Memory", figure(memory, words), _slopes(record)))
     if decoding is not None:
         words = "Median time of one token after so many were read: flat lines do not slow down."
         parts.append(section("Decoding", figure(decoding, words)))
     return "\n".join(parts)
 
 
-def _slopes(ledger: Ledger) -> str:
+def _slopes(record: Benchmark) -> str:
     body = ""
-    for name, slopes in ledger.summary["memory_slope"].items():
+    for name, slopes in record.summary["memory_slope"].items():
         cells = "".join(f"<td>{'-' if slopes[w] is None else format(slopes[w], '.2f')}</td>" for w in figures.PASSES)
         body += f"<tr><th scope=row>{escape(name)}</th>{cells}</tr>"
     return _grid(["memory grows with the power", "forward", "forward and backward"], body)
 
 
-def _crossovers(ledger: Ledger) -> str:
+def _crossovers(record: Benchmark) -> str:
     body = ""
-    for row in ledger.rows:
+    for row in record.rows:
         if row.owner == OURS and row.check != "wrong":
-            cells = "".join(f"<td>{escape(terminal.wins(ledger, row.name, which))}</td>" for which in figures.PASSES)
+            cells = "".join(f"<td>{escape(terminal.wins(record, row.name, which))}</td>" for which in figures.PASSES)
             body += f"<tr><th scope=row>{escape(row.name)}</th>{cells}</tr>"
     words = "<p>The length from which on it is faster at every measured length, interpolated on logarithmic scales.</p>"
     return section("Faster from", words, _grid(["", "forward", "forward and backward"], body))
 
 
-def _table(ledger: Ledger) -> str:
-    lengths = sorted({cell.length for cell in ledger.cells})
+def _table(record: Benchmark) -> str:
+    lengths = sorted({cell.length for cell in record.cells})
     body = ""
-    for row in ledger.rows:
-        cells = "".join(_speed(ledger.cell(row.name, length), which) for length in lengths for which in figures.PASSES)
+    for row in record.rows:
+        cells = "".join(_speed(record.cell(row.name, length), which) for length in lengths for which in figures.PASSES)
         body += f"<tr><th scope=row>{escape(_title(row))}</th>{cells}</tr>"
     heads = ["", *(f"{n:,} {'fwd' if which == 'forward' else 'fwd+bwd'}" for n in lengths for which in figures.PASSES)]
     return section("Speeds", _SPEED, _grid(heads, body))
@@ -139,50 +139,50 @@ def _pair(cell: Cell, which: figures.Pass) -> tuple[float, float]:
     return cell.training_ms or 0.0, cell.training_best_ms or 0.0
 
 
-def _times(ledger: Ledger) -> str:
+def _times(record: Benchmark) -> str:
     """Everything measured, one line for a row and a length."""
     body = ""
-    names = [*dict.fromkeys(row.reference for row in ledger.rows), *(row.name for row in ledger.rows)]
+    names = [*dict.fromkeys(row.reference for row in record.rows), *(row.name for row in record.rows)]
     for name in names:
-        for length in sorted({cell.length for cell in ledger.cells}):
-            cell = ledger.cell(name, length)  # of a line to beat, which ran in several groups, the first
+        for length in sorted({cell.length for cell in record.cells}):
+            cell = record.cell(name, length)  # of a line to beat, which ran in several groups, the first
             if cell is not None and cell.status == "measured":
-                body += f"<tr><th scope=row>{escape(name)}</th><td>{cell.length:,}</td>{_numbers(ledger, cell)}</tr>"
+                body += f"<tr><th scope=row>{escape(name)}</th><td>{cell.length:,}</td>{_numbers(record, cell)}</tr>"
     heads = ["", "tokens", "fwd median", "least", "fwd+bwd median", "least", "rounds", "% of GEMM", "% fwd+bwd",
              "peak fwd", "peak fwd+bwd", "weights"]  # fmt: skip
     table = _grid(heads, body)
     return section("Times and memory", f"<details><summary>Every row and length</summary>{table}</details>")
 
 
-def _numbers(ledger: Ledger, cell: Cell) -> str:
-    shares = [percent_of_ceiling(ledger, cell, which) for which in figures.PASSES]
+def _numbers(record: Benchmark, cell: Cell) -> str:
+    shares = [percent_of_ceiling(record, cell, which) for which in figures.PASSES]
     times = [*_pair(cell, "forward"), *_pair(cell, "training")]
-    peaks = [figures.memory_of(ledger, cell.mechanism, w).get(cell.length) for w in figures.PASSES]
+    peaks = [figures.memory_of(record, cell.mechanism, w).get(cell.length) for w in figures.PASSES]
     texts = [milliseconds(t) if t else "-" for t in times]
     texts += [str(cell.rounds), *("-" if share is None else f"{share:.2g}" for share in shares)]
     texts += [bytes_of(peak) for peak in peaks] + [bytes_of(cell.weight_bytes)]
     return "".join(f"<td>{escape(text)}</td>" for text in texts)
 
 
-def _faults(ledger: Ledger) -> str:
-    lines = [f"<li><code>{escape(r.name)}</code> {escape('; '.join(r.faults))}</li>" for r in ledger.rows if r.faults]
-    notes = [f"<li><code>{escape(r.name)}</code> {escape(r.note)}</li>" for r in ledger.rows if r.note]
+def _faults(record: Benchmark) -> str:
+    lines = [f"<li><code>{escape(r.name)}</code> {escape('; '.join(r.faults))}</li>" for r in record.rows if r.faults]
+    notes = [f"<li><code>{escape(r.name)}</code> {escape(r.note)}</li>" for r in record.rows if r.note]
     parts = [section("Checks that failed", f"<ul>{''.join(lines)}</ul>")] if lines else []
     return "\n".join([*parts, section("What peers do differently", f"<ul>{''.join(notes)}</ul>") if notes else ""])
 
 
-def _missing(ledger: Ledger) -> str:
+def _missing(record: Benchmark) -> str:
     said = dict.fromkeys(
         f"{cell.mechanism} at {cell.length:,} tokens: {cell.status}, {cell.note}"
-        for cell in ledger.cells
+        for cell in record.cells
         if cell.status != "measured"
     )
-    said |= dict.fromkeys(f"{w.name}, memory at {w.length:,} tokens: {w.note}" for w in ledger.weights if w.note)
-    said |= dict.fromkeys(f"{s.name}, decoding with batch {s.batch}: {s.note}" for s in ledger.steps if s.note)
+    said |= dict.fromkeys(f"{w.name}, memory at {w.length:,} tokens: {w.note}" for w in record.weights if w.note)
+    said |= dict.fromkeys(f"{s.name}, decoding with batch {s.batch}: {s.note}" for s in record.steps if s.note)
     rows = "".join(f"<li>{escape(words)}</li>" for words in said)
     return section("Not measured", f"<ul>{rows}</ul>") if rows else ""
 
 
-def _again(ledger: Ledger) -> str:
-    command = escape(shlex.join(ledger.meta["command"]))
+def _again(record: Benchmark) -> str:
+    command = escape(shlex.join(record.meta["command"]))
     return section("How to reproduce", f"<pre>{command}</pre>", "<p>All numbers: bench.json beside this page.</p>")

@@ -11,10 +11,11 @@ from typing import Any
 from fast_attention.lab.bench import ceilings, checks, decoding, lineup, memory
 from fast_attention.lab.bench.entrants import OURS, Entrant, Peer
 from fast_attention.lab.bench.heat import Heat
-from fast_attention.lab.bench.ledger import Ledger, Row, Weight, time_key
+from fast_attention.lab.bench.record import Benchmark, Row, Weight, time_key
 from fast_attention.lab.measure import Setting, memory_at_hand
 from fast_attention.lab.race import MOST_ROUNDS, foretold
-from fast_attention.lab.records import Cell, load_average
+from fast_attention.lab.records import Cell
+from fast_attention.lab.surroundings import load_average, now
 
 LONG = 2048  # tokens beyond which several families share a group, so that exact attention runs less often
 FAMILIES_AT_ONCE, LONGER_AT_ONCE = 6, 10  # the latter beyond four times that length
@@ -65,40 +66,40 @@ class Plan:
         return count + timed + weighed + self.decode * len(self.mechanisms) * 10
 
 
-def bench(plan: Plan, ledger: Ledger) -> None:
-    """Fill ``ledger``. Interrupted, it holds what was measured until then."""
+def bench(plan: Plan, record: Benchmark) -> None:
+    """Fill ``record``. Interrupted, it holds what was measured until then."""
     began = time.perf_counter()
-    _measure_ceilings(plan, ledger, "before")
-    right = _check(plan, ledger)
+    _measure_ceilings(plan, record, "before")
+    right = _check(plan, record)
     plan.save()
     if plan.memory_lengths and not memory.available(plan.setting.device):
-        ledger.meta["memory"] = "the allocator's peak, in the timed process: resident memory tells nothing here"
+        record.meta["memory"] = "the allocator's peak, in the timed process: resident memory tells nothing here"
     later = {"memory": bool(plan.memory_lengths), "decode": plan.decode}
     spare = sum(share for name, share in SHARES.items() if not later.get(name, True))
-    _times(plan, ledger, right, plan.budget * (SHARES["time"] + spare) - (time.perf_counter() - began))
+    _times(plan, record, right, plan.budget * (SHARES["time"] + spare) - (time.perf_counter() - began))
     if plan.memory_lengths and memory.available(plan.setting.device):
-        _weigh(plan, ledger, right, max(plan.budget * SHARES["memory"], 10.0))
+        _weigh(plan, record, right, max(plan.budget * SHARES["memory"], 10.0))
     if plan.decode:
-        _decode(plan, ledger, right, max(plan.budget * SHARES["decode"], 10.0))
-    _measure_ceilings(plan, ledger, "after")
+        _decode(plan, record, right, max(plan.budget * SHARES["decode"], 10.0))
+    _measure_ceilings(plan, record, "after")
 
 
-def _measure_ceilings(plan: Plan, ledger: Ledger, when: str) -> None:
+def _measure_ceilings(plan: Plan, record: Benchmark, when: str) -> None:
     plan.watch(f"ceilings {when}")
     found = ceilings.ceilings(plan.setting.device, plan.setting.dtype)
-    ledger.ceilings.append({"when": when, "load_average": load_average(), **found})
+    record.ceilings.append({"when": when, "load_average": load_average(), **found})
 
 
-def _check(plan: Plan, ledger: Ledger) -> list[Entrant]:
+def _check(plan: Plan, record: Benchmark) -> list[Entrant]:
     """The entrants that may run: ours if they are right, peers if they are there, whatever their faults."""
     allowed: list[Entrant] = []
     laws: dict[str, list[str]] = {}
     for entrant in plan.entrants:
         plan.watch(f"check: {entrant.name}")
-        row = ledger.row(entrant.name)
+        row = record.row(entrant.name)
         if row is None:
             row = Row.of(entrant)
-            ledger.rows.append(row)
+            record.rows.append(row)
         if entrant.peer is not None:
             row.check, row.faults = checks.peer(entrant.peer)
             row.same = entrant.peer.same and not any(fault.startswith(checks.OTHER) for fault in row.faults)
@@ -127,66 +128,66 @@ def groups(entrants: list[Entrant], length: int) -> dict[str, list[Entrant]]:
     return found
 
 
-def _times(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
+def _times(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float) -> None:
     """Every group at every length, each within its share of the time; a group that is done is saved as such."""
     todo = [
         (length, name, group)
         for length in plan.lengths
         for name, group in groups([e for e in entrants if plan.timed(e, length)], length).items()
     ]
-    todo = [job for job in todo if time_key(*job[:2]) not in ledger.done]
+    todo = [job for job in todo if time_key(*job[:2]) not in record.done]
     left, before = max(budget, 1.0), None
     for number, (length, name, group) in enumerate(todo):
         started = time.perf_counter()
         if before not in (None, length):
-            _measure_ceilings(plan, ledger, f"before {length:,} tokens")
+            _measure_ceilings(plan, record, f"before {length:,} tokens")
         before = length
-        ahead = sum(_effort(ledger, later, others) for later, _, others in todo[number:])
-        share = max(left * _effort(ledger, length, group) / ahead, SHORTEST_SHARE)
-        Heat(plan.setting, group, ledger, length, share, plan.watch, group=name).run()
+        ahead = sum(_effort(record, later, others) for later, _, others in todo[number:])
+        share = max(left * _effort(record, length, group) / ahead, SHORTEST_SHARE)
+        Heat(plan.setting, group, record, length, share, plan.watch, group=name).run()
         left = max(left - (time.perf_counter() - started), 1.0)
-        ledger.done.append(time_key(length, name))
+        record.done.append(time_key(length, name))
         plan.save()
 
 
-def _effort(ledger: Ledger, length: int, group: list[Entrant]) -> float:
+def _effort(record: Benchmark, length: int, group: list[Entrant]) -> float:
     """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up.
 
     Who is slower than the slowest line to beat is taken to run once, and counts for less.
     """
     lines = {entrant.reference for entrant in group}
-    seconds = {e.name: foretold(ledger.cells, e.name, e.order, length)[0] or GUESS * length for e in group}
+    seconds = {e.name: foretold(record.cells, e.name, e.order, length)[0] or GUESS * length for e in group}
     most = max(seconds[name] for name in lines)
     return sum(SET_UP + (each if each <= most else max(most, ONCE * each)) for each in seconds.values())
 
 
-def _weigh(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
+def _weigh(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float) -> None:
     """Peak memory of everybody, the lines to beat and ours first, the short lengths first."""
     everybody = [*lineup.references(entrants), *sorted(entrants, key=lambda e: e.owner != OURS)]
-    todo = [(e, n) for n in plan.memory_lengths for e in everybody if f"memory {n} {e.name}" not in ledger.done]
-    ledger.weights = [w for w in ledger.weights if f"memory {w.length} {w.name}" in ledger.done]
+    todo = [(e, n) for n in plan.memory_lengths for e in everybody if f"memory {n} {e.name}" not in record.done]
+    record.weights = [w for w in record.weights if f"memory {w.length} {w.name}" in record.done]
     until = time.perf_counter() + budget
     scales = memory.Scales(plan.setting, plan.threads, plan.mechanisms, bool(plan.peers))
     try:
         for entrant, length in todo:
             plan.watch(f"memory at {length:,} tokens: {entrant.name}")
             weight = Weight(entrant.name, length, essential_bytes=_essential(plan.setting, entrant, length))
-            weight.note = _too_much(plan, ledger, entrant, length, until - time.perf_counter())
+            weight.note = _too_much(plan, record, entrant, length, until - time.perf_counter())
             patience = max(min(until - time.perf_counter(), budget / 4), 5.0)
             if not weight.note:
                 weight.forward_bytes, weight.note = scales.weigh(entrant.name, length, False, patience)
             if not weight.note and plan.setting.backward:
                 weight.training_bytes, weight.note = scales.weigh(entrant.name, length, True, patience)
-            ledger.weights.append(weight)
-            ledger.done.append(f"memory {length} {entrant.name}")
+            record.weights.append(weight)
+            record.done.append(f"memory {length} {entrant.name}")
             plan.save()
     finally:
         scales.close()
 
 
-def _too_much(plan: Plan, ledger: Ledger, entrant: Entrant, length: int, left: float) -> str:
+def _too_much(plan: Plan, record: Benchmark, entrant: Entrant, length: int, left: float) -> str:
     """Why a weighing is not worth it, foretold from the times and sizes already known, or nothing."""
-    timed = [c for c in ledger.cells if c.mechanism == entrant.name and c.forward_best_ms and c.length <= length]
+    timed = [c for c in record.cells if c.mechanism == entrant.name and c.forward_best_ms and c.length <= length]
     if left <= 0:
         return "over budget: the time for memory was spent"
     if not timed:
@@ -206,7 +207,7 @@ def _essential(setting: Setting, entrant: Entrant, length: int) -> int:
     return tensors * setting.batch * length * setting.heads * setting.head_dim * setting.dtype.itemsize
 
 
-def _decode(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) -> None:
+def _decode(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float) -> None:
     """Time per token of whatever decodes in a memory that does not grow."""
     fine = {entrant.family for entrant in entrants if entrant.owner == OURS}
     chosen = [m for m in plan.mechanisms if decoding.steady(m) and repr(m) in fine]
@@ -214,32 +215,32 @@ def _decode(plan: Plan, ledger: Ledger, entrants: list[Entrant], budget: float) 
     for mechanism in chosen:
         for batch in decoding.BATCHES:
             key = f"decode {batch} {mechanism!r}"
-            if key in ledger.done:
+            if key in record.done:
                 continue
             if time.perf_counter() > until:
                 note = "over budget: the time for decoding was spent"
-                ledger.steps += [decoding.Step(repr(mechanism), batch, at, note=note) for at in plan.positions]
+                record.steps += [decoding.Step(repr(mechanism), batch, at, note=note) for at in plan.positions]
                 continue
             setting = replace(plan.setting, backward=False)
-            ledger.steps += decoding.decoding(
+            record.steps += decoding.decoding(
                 mechanism, batch, setting, plan.positions, patience=budget / 4, watch=plan.watch
             )
-            ledger.done.append(key)
+            record.done.append(key)
             plan.save()
 
 
-def finish(plan: Plan, ledger: Ledger, status: str) -> None:
+def finish(plan: Plan, record: Benchmark, status: str) -> None:
     """Note how it ended, and every cell that was not reached or not allowed."""
-    ledger.meta["status"] = status
-    ledger.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    ledger.meta["load_average_after"] = load_average()
+    record.meta["status"] = status
+    record.meta["finished"] = now()
+    record.meta["load_average_after"] = load_average()
     for entrant in plan.entrants:
-        row = ledger.row(entrant.name)
+        row = record.row(entrant.name)
         for length in plan.lengths:
-            cell = ledger.cell(entrant.name, length)
+            cell = record.cell(entrant.name, length)
             if cell is None:
                 cell = Cell(entrant.name, length)
-                ledger.cells.append(cell)
+                record.cells.append(cell)
             if row is not None and row.check in ("wrong", "missing"):
                 cell.status = "refused"
                 cell.note = f"no speed: {'; '.join(row.faults)}"
@@ -249,11 +250,11 @@ def finish(plan: Plan, ledger: Ledger, status: str) -> None:
                 cell.note = f"the benchmark was {status} before"
 
 
-def percent_of_ceiling(ledger: Ledger, cell: Cell, which: str = "forward") -> float | None:
+def percent_of_ceiling(record: Benchmark, cell: Cell, which: str = "forward") -> float | None:
     """Counted operations per second of the fastest sample, in percent of the best matrix product of the same run."""
     best = cell.forward_best_ms if which == "forward" else cell.training_best_ms
     operations = cell.operations if which == "forward" else cell.training_operations
-    peak = max((found["gemm_gflops"] for found in ledger.ceilings), default=math.nan)
+    peak = max((found["gemm_gflops"] for found in record.ceilings), default=math.nan)
     if not best or operations is None or not peak > 0:
         return None
     return 100 * operations / (best / 1000) / (peak * 1e9)

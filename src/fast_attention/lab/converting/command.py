@@ -18,10 +18,10 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
     from fast_attention.conversion.goals import is_language_model
-    from fast_attention.lab import capture, corpus, inputs, loading, measure, records
-    from fast_attention.lab.converting import ledger, page, prices
-    from fast_attention.lab.converting.ledger import RECORD, STAGES, Ledger
+    from fast_attention.lab import capture, corpus, inputs, loading, measure, surroundings
+    from fast_attention.lab.converting import page, prices
     from fast_attention.lab.converting.reading import Reading
+    from fast_attention.lab.converting.record import RECORD, STAGES, Converted
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning.train import refused
     from fast_attention.lab.progress import training_bar
@@ -81,7 +81,7 @@ def convert_command(
         tokenizer = loading.tokenizer(model)
         context = capture.context(converted.config, tokenizer)
         read = Reading(corpus.read(text, fasta), tokenizer, _length(length, context), batch_size, seed)
-        held = Ledger(_meta(model, converted, read, settings, budget), Conversion("", repr(kind), [], {}))
+        held = Converted(_meta(model, converted, read, settings, budget), Conversion("", repr(kind), [], {}))
         held.meta["length"] = _length(length, context)
         held.conversion = _carry_out(converted, kind, read, settings, _numbers(keep_layers), budget, out, resume)
         converted.save_pretrained(out)
@@ -94,12 +94,12 @@ def convert_command(
     return 0 if held.conversion.status == "complete" else 130
 
 
-def _begun(out: Path, resume: bool, restart: bool) -> Ledger | None:
+def _begun(out: Path, resume: bool, restart: bool) -> Converted | None:
     """The record of a conversion that is complete and asked for again; None where there is something to do."""
     inputs.results([out / CHECKPOINT, out / RECORD], out, "a conversion", resume=resume, restart=restart)
     if (out / CHECKPOINT).exists() or not (out / RECORD).exists():
         return None
-    held = ledger.read(out / RECORD)
+    held = Converted.read(out / RECORD)
     return held if held.conversion.status == "complete" else None
 
 
@@ -136,7 +136,7 @@ def _meta(name: str, model: Any, read: Reading, settings: ConversionSettings, bu
         "bits_per_byte_of_a_nat": read.tokens_per_byte / math.log(2),
         "loss": LOSSES[is_language_model(model)],
         "transformers": inputs.need("transformers", "hf", "converting a model").__version__,
-        **records.surroundings(model.device),
+        **surroundings.surroundings(model.device),
     }
 
 
@@ -169,7 +169,7 @@ def _carry_out(
 
 
 def _price(
-    held: Ledger, original: Any, converted: Any, lengths: list[int] | None, context: int | None, out: Path
+    held: Converted, original: Any, converted: Any, lengths: list[int] | None, context: int | None, out: Path
 ) -> None:
     """Time and memory before and after; Ctrl-C leaves them out."""
     sizes = inputs.lengths(lengths or list(LENGTHS))
@@ -183,13 +183,13 @@ def _price(
     _save(held, out)
 
 
-def _save(held: Ledger, out: Path) -> None:
+def _save(held: Converted, out: Path) -> None:
     held.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    files.write(out / RECORD, held.to_json() + "\n")
+    held.save(out / RECORD)
     files.write(out / PAGE, page.html(held))
 
 
-def _show(held: Ledger, out: Path, as_json: bool) -> None:
+def _show(held: Converted, out: Path, as_json: bool) -> None:
     if as_json:
         print(held.to_json())
     else:

@@ -8,15 +8,15 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.converting.ledger import SPELT, STAGES, Ledger
+from fast_attention.lab.converting.record import SPELT, STAGES, Converted
 from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE, Picture, svg
 
 GRID = {"color": "#e4e7eb", "linewidth": 0.5}
 
 
-def stages(ledger: Ledger) -> Picture:
+def stages(record: Converted) -> Picture:
     """The first figure of every stage, with the original and the budget as lines."""
-    found = {when: ledger.figures(when) for when in ledger.stages}
+    found = {when: record.figures(when) for when in record.stages}
     name = next(iter(found["original"]))
     heights = [figures[name] for figures in found.values()]
     with matplotlib.rc_context(STYLE):
@@ -32,9 +32,9 @@ def stages(ledger: Ledger) -> Picture:
     return _drawn(figure, f"{SPELT[name]}: {said}")
 
 
-def layers(ledger: Ledger) -> Picture:
+def layers(record: Converted) -> Picture:
     """The error of every layer at every stage; the loss with each single layer exact."""
-    held = ledger.conversion
+    held = record.conversion
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -68,19 +68,19 @@ def _numbered(axes: Axes, count: int, label: str) -> None:
     axes.set_axisbelow(True)
 
 
-def prices(ledger: Ledger) -> Picture:
+def prices(record: Converted) -> Picture:
     """Time of a pass, of its attention, and memory against the length, before and after."""
     quantities: list[tuple[str, str, float]] = [
         ("milliseconds, whole model", "seconds", 1000.0),
         ("milliseconds, attention", "attention_seconds", 1000.0),
         ("MiB at the peak", "bytes", 2.0**-20),
     ]
-    names = list(dict.fromkeys(row["model"] for row in ledger.prices))
+    names = list(dict.fromkeys(row["model"] for row in record.prices))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 3.2), layout="constrained")
         for axes, (words, key, unit) in zip(figure.subplots(1, 3), quantities, strict=True):
             for name, colour in zip(names, (INK, COLOURS[0]), strict=False):
-                rows: list[dict[str, Any]] = [r for r in ledger.prices if r["model"] == name and r.get(key)]
+                rows: list[dict[str, Any]] = [r for r in record.prices if r["model"] == name and r.get(key)]
                 axes.plot(
                     [r["length"] for r in rows], [unit * r[key] for r in rows], color=colour, marker="o",
                     markersize=3, label=name,
@@ -91,14 +91,14 @@ def prices(ledger: Ledger) -> Picture:
             axes.set_ylabel(words)
             axes.grid(**GRID)
             axes.legend(frameon=False)
-    longest = [row for row in ledger.prices if row.get("seconds")][-len(names) :]
+    longest = [row for row in record.prices if row.get("seconds")][-len(names) :]
     said = ", ".join(f"{r['model']} {r['seconds']:.3g} s at {r['length']:,} tokens" for r in longest)
     return _drawn(figure, f"Time and memory against length: {said}")
 
 
-def curves(ledger: Ledger) -> Picture:
+def curves(record: Converted) -> Picture:
     """The training losses of both stages against time."""
-    held = ledger.conversion.curves
+    held = record.conversion.curves
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 2.6), layout="constrained")
         for axes, (stage, points) in zip(figure.subplots(1, len(held), squeeze=False)[0], held.items(), strict=True):

@@ -10,28 +10,28 @@ from rich.text import Text
 
 from fast_attention.lab import report
 from fast_attention.lab.converting import drawings
-from fast_attention.lab.converting.ledger import SPELT, STAGES, Ledger
+from fast_attention.lab.converting.record import SPELT, STAGES, Converted
 from fast_attention.lab.numbers import bytes_of, factor, milliseconds
 from fast_attention.lab.report import figure, section
 
 Rows = list[list[str]]  # the head first
 
 
-def stages(ledger: Ledger) -> Rows:
+def stages(record: Converted) -> Rows:
     """What the model was worth at every stage, and how far its layers were off."""
-    found = {when: ledger.figures(when) for when in ledger.stages}
+    found = {when: record.figures(when) for when in record.stages}
     names = list(found["original"]) if found else []
     rows = [["", *(SPELT[name] for name in names), "mean error of a layer"]]
     for when, figures in found.items():
-        errors = list(ledger.conversion.errors.get(when, {}).values())
+        errors = list(record.conversion.errors.get(when, {}).values())
         mean = f"{sum(errors) / len(errors):.3f}" if errors else "0"
         rows.append([STAGES[when], *(f"{figures[name]:.4f}" for name in names), mean])
     return rows
 
 
-def layers(ledger: Ledger) -> Rows:
+def layers(record: Converted) -> Rows:
     """What every layer runs, its error at every stage, and the loss if that layer alone were exact."""
-    held = ledger.conversion
+    held = record.conversion
     measured = [when for when in STAGES if when in held.errors]
     rows = [["layer", "runs", *(f"error, {STAGES[when]}" for when in measured), "loss if exact"]]
     for name in held.layers:
@@ -43,12 +43,12 @@ def layers(ledger: Ledger) -> Rows:
     return rows
 
 
-def prices(ledger: Ledger) -> Rows:
+def prices(record: Converted) -> Rows:
     """Time and memory of a forward pass before and after, at every length."""
     heads = ["tokens", "original", "converted", "speed", "attention", "converted", "speed", "memory", "converted"]
     rows = [heads]
     by_length: dict[int, list[dict[str, float]]] = {}
-    for row in ledger.prices:
+    for row in record.prices:
         by_length.setdefault(row["length"], []).append(row)
     for length, pair in by_length.items():
         cells = [f"{length:,}"]
@@ -62,9 +62,9 @@ def prices(ledger: Ledger) -> Rows:
     return rows
 
 
-def words(ledger: Ledger) -> list[str]:
+def words(record: Converted) -> list[str]:
     """The choice of layers in words."""
-    held, budget = ledger.conversion, ledger.meta["budget"]
+    held, budget = record.conversion, record.meta["budget"]
     if not held.put_back or held.whole is None:
         return []
     best = min(held.put_back, key=lambda name: held.put_back[name])
@@ -79,9 +79,9 @@ def words(ledger: Ledger) -> list[str]:
     return said
 
 
-def tables(ledger: Ledger) -> list[Table]:
+def tables(record: Converted) -> list[Table]:
     """All of it for the terminal."""
-    return [_table(rows) for rows in (stages(ledger), layers(ledger), prices(ledger)) if len(rows) > 1]
+    return [_table(rows) for rows in (stages(record), layers(record), prices(record)) if len(rows) > 1]
 
 
 def _table(rows: Rows) -> Table:
@@ -93,23 +93,23 @@ def _table(rows: Rows) -> Table:
     return made
 
 
-def html(ledger: Ledger) -> str:
+def html(record: Converted) -> str:
     """The page."""
-    held, parts = ledger.conversion, [_run(ledger)]
-    if ledger.stages:
+    held, parts = record.conversion, [_run(record)]
+    if record.stages:
         said = "The original is the line; the budget, where there is one, is dotted."
-        lead = "".join(f"<p class=lead>{escape(each)}</p>" for each in words(ledger))
-        parts.append(section("What it is worth", figure(drawings.stages(ledger), said), _html(stages(ledger))))
+        lead = "".join(f"<p class=lead>{escape(each)}</p>" for each in words(record))
+        parts.append(section("What it is worth", figure(drawings.stages(record), said), _html(stages(record))))
         said = "Left: squared error of a layer's output over its variance, on the original's own inputs; right: the "
         said += "loss with this layer alone put back to the original's."
-        parts.append(section("Layer by layer", lead, figure(drawings.layers(ledger), said), _html(layers(ledger))))
-    if ledger.prices:
+        parts.append(section("Layer by layer", lead, figure(drawings.layers(record), said), _html(layers(record))))
+    if record.prices:
         said = "Forward passes of one sequence, interleaved. Beyond the model's positions their numbers begin anew, "
         said += "which tells times and no quality. Attention: the modules with their projections."
-        parts.append(section("What it costs", figure(drawings.prices(ledger), said), _html(prices(ledger))))
+        parts.append(section("What it costs", figure(drawings.prices(record), said), _html(prices(record))))
     if held.curves:
-        parts.append(section("While training", figure(drawings.curves(ledger), "Running means of the losses.")))
-    again = f"<pre>{escape(shlex.join(ledger.meta['command']))}</pre>"
+        parts.append(section("While training", figure(drawings.curves(record), "Running means of the losses.")))
+    again = f"<pre>{escape(shlex.join(record.meta['command']))}</pre>"
     again += (
         "<p>The model: fast_attention.from_pretrained on this folder. All numbers: report.json beside this page.</p>"
     )
@@ -125,8 +125,8 @@ def _html(rows: Rows) -> str:
     return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _run(ledger: Ledger) -> str:
-    meta, held = ledger.meta, ledger.conversion
+def _run(record: Converted) -> str:
+    meta, held = record.meta, record.conversion
     warning = "" if held.status == "complete" else f"<p class=warn>This conversion was {escape(held.status)}.</p>"
     told = {
         "Model": f"{meta['model']}, {len(held.layers)} attention layers, {len(held.converted)} converted",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning import curve, grid
     from fast_attention.lab.progress import training_bar
+    from fast_attention.lab.surroundings import surroundings
     from fast_attention.mechanism import Unsupported
     from fast_attention.nn.models import ModelConfig
     from fast_attention.tasks.needle import Needle
@@ -181,12 +181,12 @@ def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: 
         "baselines": baselines,
         "data": task.describe(),
         "curve": [{key: line[key] for key in ("step", "seconds", "valid")} for line in log if "valid" in line],
-        **records.surroundings(inputs.device(settings.device)),
+        **surroundings(inputs.device(settings.device)),
     }
     if isinstance(task, Needle):
         with say.status("needles at every depth"):
             result["recalled"] = grid.recalled(out / "model", task, settings)
-    files.write(out / RESULT, json.dumps(result, indent=1) + "\n")
+    files.write(out / RESULT, records.sealed("train", result) + "\n")
     spent = f"{outcome.parameters:,} parameters, {outcome.step:,} steps, {outcome.seconds:.0f} s, {outcome.status}"
     show.print(Text(f"{task!r}, {mechanisms}: {spent}"), soft_wrap=True)
     show.print(curve.table(outcome, task, baselines))

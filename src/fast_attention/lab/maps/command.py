@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +14,14 @@ from fast_attention.lab.options import KINDS, SEED, at_work
 if TYPE_CHECKING or at_work():
     import torch
 
-    from fast_attention.lab import inputs, records
+    from fast_attention.lab import inputs
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.loading import default_model
     from fast_attention.lab.maps import page
     from fast_attention.lab.maps.heads import Call, Head, compared, sampled
     from fast_attention.lab.maps.models import Subject
     from fast_attention.lab.progress import progress_bar
+    from fast_attention.lab.surroundings import begun
     from fast_attention.mechanism import Unsupported
 
 
@@ -64,10 +63,11 @@ def maps_command(
     kept = range(len(before)) if wanted is None else _within("--layers", wanted, len(before), "layers")
     found = _compared([before[i] for i in kept], [after[i] for i in kept], drawn)
     runs = [" + ".join(dict.fromkeys(repr(call.bound.mechanism) for call in calls)) for calls in (before, after)]
-    meta = {
-        "command": ["fast-attention", *sys.argv[1:]], "model": subject.name, "read": subject.read, "tokens": tokens,
-        "before": runs[0], "after": runs[1], "rows": drawn, "seed": seed, **records.surroundings(torch.device("cpu")),
-    }  # fmt: skip
+    meta = begun(
+        torch.device("cpu"), model=subject.name, read=subject.read, tokens=tokens, before=runs[0], after=runs[1],
+        rows=drawn, seed=seed,
+    )  # fmt: skip
+    meta["status"] = "complete"
     written = page.save(meta, found, out)
     _tell(meta, found, written, as_json)
     return 0
@@ -109,7 +109,7 @@ def _compared(before: list[Call], after: list[Call], drawn: list[int]) -> list[l
 def _tell(meta: dict[str, Any], layers: list[list[Head]], written: Path, as_json: bool) -> None:
     say = Console(stderr=True)
     if as_json:
-        print(json.dumps(page.as_json(meta, layers), allow_nan=False))
+        print(page.as_json(meta, layers))
     else:
         print(f"{meta['before']} and {meta['after']} on {meta['read']}: distance of every head")
         width = max(len(heads[0].layer) for heads in layers)

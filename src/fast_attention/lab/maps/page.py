@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any
 from fast_attention import files
 from fast_attention.lab.maps import drawings
 from fast_attention.lab.maps.heads import Head
-from fast_attention.lab.records import plain
+from fast_attention.lab.records import plain, sealed
 from fast_attention.lab.report import figure, page, section
 
 _MEANING = (
@@ -31,18 +30,15 @@ _READING = (
 
 def save(meta: dict[str, Any], layers: list[list[Head]], folder: Path) -> Path:
     """Write maps.html and maps.json into ``folder``, each whole or not at all; the page's path."""
-    files.write(folder / "maps.json", json.dumps(as_json(meta, layers), allow_nan=False) + "\n")
+    files.write(folder / "maps.json", as_json(meta, layers) + "\n")
     files.write(folder / "maps.html", html(meta, layers))
     return folder / "maps.html"
 
 
-def as_json(meta: dict[str, Any], layers: list[list[Head]]) -> dict[str, Any]:
-    """``{"meta": ..., "median_distance": ..., "heads": [...]}``, weights to four digits."""
-    return {
-        "meta": meta,
-        "median_distance": median(layers),
-        "heads": [_rounded(plain(asdict(head))) for heads in layers for head in heads],
-    }
+def as_json(meta: dict[str, Any], layers: list[list[Head]]) -> str:
+    """The record ``{"meta": ..., "median_distance": ..., "heads": [...]}``, weights to four digits."""
+    heads = [_rounded(plain(asdict(head))) for heads in layers for head in heads]
+    return sealed("maps", {"meta": meta, "median_distance": median(layers), "heads": heads}, indent=None)
 
 
 def median(layers: list[list[Head]]) -> float:

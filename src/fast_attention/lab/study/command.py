@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +16,15 @@ from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
-    from fast_attention.lab import inputs, records
+    from fast_attention.lab import inputs
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning.train import refused
     from fast_attention.lab.progress import training_bar
     from fast_attention.lab.study import page, run
-    from fast_attention.lab.study.ledger import Ledger, resume
     from fast_attention.lab.study.plan import Plan, spelt
+    from fast_attention.lab.study.record import Study
     from fast_attention.lab.study.run import CELLS
+    from fast_attention.lab.surroundings import begun, now
     from fast_attention.training.settings import TrainingSettings, from_toml
 
 RECORD, PAGE = "study.json", "study.html"
@@ -78,11 +78,11 @@ def study_command(
         with inputs.alone(out):
             inputs.results([out / RECORD], out, "a study", resume=go_on, restart=restart)
             meta = _meta(plan)
-            ledger = resume(out / RECORD, meta) if go_on else Ledger(meta)
+            record = Study.resume(out / RECORD, meta) if go_on and (out / RECORD).exists() else Study(meta)
             if restart and not go_on:
                 shutil.rmtree(out / CELLS, ignore_errors=True)
-            status = _carry_out(plan, ledger, out)
-    _tell(ledger, out, as_json)
+            status = _carry_out(plan, record, out)
+    _tell(record, out, as_json)
     return 130 if status == "interrupted" else 0
 
 
@@ -91,23 +91,20 @@ MODEL = ("width", "layers", "heads", "positions")
 
 
 def _meta(plan: Plan) -> dict[str, Any]:
-    return {
-        "status": "running",
-        "command": ["fast-attention", *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "task": repr(plan.task),
-        "metric": plan.task.metric,
-        "mechanisms": list(plan.mechanisms),
-        "seeds": plan.seeds,
-        "training": repr(plan.settings),
-        "model": plan.model,
-        "baselines": plan.task.baselines(),
-        "data": plan.task.describe(),
-        **records.surroundings(inputs.device(plan.settings.device)),
-    }
+    return begun(
+        inputs.device(plan.settings.device),
+        task=repr(plan.task),
+        metric=plan.task.metric,
+        mechanisms=list(plan.mechanisms),
+        seeds=plan.seeds,
+        training=repr(plan.settings),
+        model=plan.model,
+        baselines=plan.task.baselines(),
+        data=plan.task.describe(),
+    )
 
 
-def _carry_out(plan: Plan, ledger: Ledger, out: Path) -> str:
+def _carry_out(plan: Plan, record: Study, out: Path) -> str:
     """Run under a progress bar; whatever has been trained is kept, and a run that was stopped goes on where it was."""
     console = Console(stderr=True)
     with training_bar(console) as progress:
@@ -115,30 +112,30 @@ def _carry_out(plan: Plan, ledger: Ledger, out: Path) -> str:
 
         def watch(who: str, line: dict[str, Any]) -> None:
             if "result" in line:
-                _save(ledger, out)
+                _save(record, out)
             elif "step" in line:
                 share = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
                 words = f"{who}  step {line['step']:,}"
-                progress.update(bar, completed=len(ledger.results) + share, description=words)
+                progress.update(bar, completed=len(record.results) + share, description=words)
 
-        status = run.study(plan, ledger, out, watch)
-    ledger.meta["status"] = status
-    ledger.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    _save(ledger, out)
+        status = run.study(plan, record, out, watch)
+    record.meta["status"] = status
+    record.meta["finished"] = now()
+    _save(record, out)
     return status
 
 
-def _save(ledger: Ledger, out: Path) -> None:
-    files.write(out / RECORD, ledger.to_json() + "\n")
-    files.write(out / PAGE, page.html(ledger))
+def _save(record: Study, out: Path) -> None:
+    record.save(out / RECORD)
+    files.write(out / PAGE, page.html(record))
 
 
-def _tell(ledger: Ledger, out: Path, as_json: bool) -> None:
+def _tell(record: Study, out: Path, as_json: bool) -> None:
     if as_json:
-        print(ledger.to_json())
+        print(record.to_json())
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(page.table(ledger))
+        Console(width=None if sys.stdout.isatty() else 160).print(page.table(record))
     say = Console(stderr=True)
-    if ledger.meta["status"] == "interrupted":
+    if record.meta["status"] == "interrupted":
         say.print(Text("interrupted; the same command with --resume goes on where it stood."))
     say.print(Text(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}"), soft_wrap=True)

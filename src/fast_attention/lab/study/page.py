@@ -12,21 +12,21 @@ from fast_attention.lab import report
 from fast_attention.lab.numbers import amount, bytes_of, milliseconds
 from fast_attention.lab.report import figure, section
 from fast_attention.lab.study import drawings
-from fast_attention.lab.study.ledger import Ledger
 from fast_attention.lab.study.plan import CONTROLS
+from fast_attention.lab.study.record import Study
 
 HEADS = ("mechanism", "", "against exact", "seeds", "a step", "peak of a step", "parameters")
 
 
-def rows(ledger: Ledger) -> list[list[str]]:
+def rows(record: Study) -> list[list[str]]:
     """The mechanisms, best mean first, and the baselines among them."""
-    rising = ledger.meta["metric"] == "accuracy"
-    exact = ledger.summary("Softmax()")
+    rising = record.meta["metric"] == "accuracy"
+    exact = record.summary("Softmax()")
     found: list[tuple[float, list[str]]] = []
-    for name in ledger.meta["mechanisms"]:
-        summary = ledger.summary(name)
+    for name in record.meta["mechanisms"]:
+        summary = record.summary(name)
         if summary is None:
-            failed = [r for r in ledger.results if r.mechanism == name]
+            failed = [r for r in record.results if r.mechanism == name]
             words = "diverged" if failed else "not reached"
             found.append((float("-inf") if rising else float("inf"), [name, words, "", "0", "", "", ""]))
             continue
@@ -35,50 +35,50 @@ def rows(ledger: Ledger) -> list[list[str]]:
         said = f"{name}  ({CONTROLS[name]})" if name in CONTROLS else name
         price = [milliseconds(1000 * summary.step_seconds), bytes_of(summary.peak_bytes), amount(summary.parameters)]
         found.append((summary.mean, [said, f"{summary.mean:.4f}{spread}", gap, str(summary.seeds), *price]))
-    for name, value in ledger.meta["baselines"].items():
+    for name, value in record.meta["baselines"].items():
         gap = "" if exact is None else f"{value - exact.mean:+.4f}"
         found.append((value, [f"baseline: {name}", f"{value:.4f}", gap, "", "", "", ""]))
     return [row for _, row in sorted(found, key=lambda pair: pair[0], reverse=rising)]
 
 
-def table(ledger: Ledger) -> Table:
+def table(record: Study) -> Table:
     """The study on the terminal."""
     made = Table(box=None, header_style="bold", pad_edge=False)
-    for number, head in enumerate(_heads(ledger)):
+    for number, head in enumerate(_heads(record)):
         made.add_column(head, justify="right" if number else "left", no_wrap=number == 0)
-    for row in rows(ledger):
+    for row in rows(record):
         made.add_row(*(Text(part) for part in row), style="dim" if row[0].startswith("baseline") else "")
     return made
 
 
-def html(ledger: Ledger) -> str:
+def html(record: Study) -> str:
     """The page."""
-    parts = [_run(ledger)]
-    if any(ledger.summary(name) for name in ledger.meta["mechanisms"]):
+    parts = [_run(record)]
+    if any(record.summary(name) for name in record.meta["mechanisms"]):
         said = "Bars are 95 % intervals over the seeds; the pale line joins what nothing beats in both."
         parts += [
-            section("What is learnt, and at what price", figure(drawings.prices(ledger), said), _table(ledger)),
-            section("While training", figure(drawings.curves(ledger), "Means over the seeds; dotted: baselines.")),
+            section("What is learnt, and at what price", figure(drawings.prices(record), said), _table(record)),
+            section("While training", figure(drawings.curves(record), "Means over the seeds; dotted: baselines.")),
         ]
-    again = f"<pre>{escape(shlex.join(ledger.meta['command']))}</pre>"
+    again = f"<pre>{escape(shlex.join(record.meta['command']))}</pre>"
     return report.page("study", "\n".join([*parts, section("Again", again)]))
 
 
-def _heads(ledger: Ledger) -> list[str]:
-    return [head or str(ledger.meta["metric"]) for head in HEADS]
+def _heads(record: Study) -> list[str]:
+    return [head or str(record.meta["metric"]) for head in HEADS]
 
 
-def _table(ledger: Ledger) -> str:
-    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in _heads(ledger))
+def _table(record: Study) -> str:
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in _heads(record))
     body = "".join(
         f"<tr><th scope=row>{escape(row[0])}</th>" + "".join(f"<td>{escape(part)}</td>" for part in row[1:]) + "</tr>"
-        for row in rows(ledger)
+        for row in rows(record)
     )
     return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _run(ledger: Ledger) -> str:
-    meta = ledger.meta
+def _run(record: Study) -> str:
+    meta = record.meta
     status = meta["status"]
     warning = "" if status == "complete" else f"<p class=warn>This study was {escape(status)}: it is partial.</p>"
     told = {

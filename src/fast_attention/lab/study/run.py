@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fast_attention import counting
-from fast_attention.lab.study.ledger import Ledger, Result
 from fast_attention.lab.study.plan import Plan, folder, matched
+from fast_attention.lab.study.record import Result, Study
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks.task import Batch, Task
 from fast_attention.training import journal, loop, steps
@@ -20,16 +20,16 @@ from fast_attention.training.settings import TrainingSettings
 CELLS = "cells"  # the folder of the runs
 
 
-def study(plan: Plan, ledger: Ledger, out: Path, watch: Callable[[str, dict[str, Any]], None]) -> str:
-    """Fill the ledger; ``watch`` hears the cell's name and the lines of its log. How it ended."""
-    done = {(r.mechanism, r.seed) for r in ledger.results}
+def study(plan: Plan, record: Study, out: Path, watch: Callable[[str, dict[str, Any]], None]) -> str:
+    """Fill the record; ``watch`` hears the cell's name and the lines of its log. How it ended."""
+    done = {(r.mechanism, r.seed) for r in record.results}
     for mechanism, seed in plan.cells:
         if (mechanism, seed) in done:
             continue
         result = _cell(plan, mechanism, seed, out / CELLS / folder(mechanism, seed), watch)
         if result is None:
             return "interrupted"
-        ledger.results.append(result)
+        record.results.append(result)
         watch(mechanism, {"result": result})
     return "complete"
 

@@ -1,17 +1,13 @@
-"""The record of a conversion: what was measured, with what, as one JSON file."""
+"""The record of a conversion: what was measured at every stage, and what the model costs before and after."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from fast_attention.conversion import Conversion
-from fast_attention.lab import records
-from fast_attention.lab.inputs import InputError
+from fast_attention.lab.records import Record
 
-SCHEMA = "fast-attention convert 1"
 RECORD = "report.json"
 STAGES = {
     "original": "original",
@@ -30,12 +26,17 @@ SPELT = {
 
 
 @dataclass
-class Ledger:
+class Converted(Record):
     """A conversion, what it was run with, and what the model costs before and after."""
 
-    meta: dict[str, Any]
+    kind, noun = "convert", "conversion"
+
     conversion: Conversion
     prices: list[dict[str, Any]] = field(default_factory=list)  # see prices.measure
+
+    def parts(self) -> dict[str, Any]:
+        """Its fields, and the figures in the words of ``SPELT``."""
+        return {**super().parts(), "figures": {when: self.figures(when) for when in self.stages}}
 
     def figures(self, when: str) -> dict[str, float]:
         """What a reader wants to know of a stage, by the names in ``SPELT``."""
@@ -49,27 +50,3 @@ class Ledger:
     def stages(self) -> list[str]:
         """The stages that were measured."""
         return [when for when in STAGES if when in self.conversion.figures]
-
-    def to_json(self) -> str:
-        """``{"schema": ..., "meta": ..., "conversion": ..., "figures": ..., "prices": [...]}``."""
-        figures = {when: self.figures(when) for when in self.stages}
-        held = {"schema": SCHEMA, "meta": self.meta, "conversion": asdict(self.conversion), "figures": figures}
-        return json.dumps(records.plain({**held, "prices": self.prices}), indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Ledger:
-        """The inverse of ``to_json``."""
-        held = records.opened(text, SCHEMA, "the conversion")
-        return cls(held["meta"], Conversion(**held["conversion"]), held["prices"])
-
-
-def read(path: Path) -> Ledger:
-    """The record in a file.
-
-    Raises:
-        InputError: It is none.
-    """
-    try:
-        return Ledger.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no record of a conversion: {error}") from error

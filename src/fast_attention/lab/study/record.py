@@ -1,19 +1,13 @@
-"""What a study leaves behind: one JSON file with a result for every mechanism and seed."""
+"""The record of a study: a result for every mechanism and seed."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from fast_attention.lab import records
-from fast_attention.lab.inputs import InputError
+from fast_attention.lab.records import Record
 
-SCHEMA = "fast-attention study 1"
-SAME = ("task", "mechanisms", "seeds", "training", "model", "fast_attention")
 # Student's t for 95 % of two sides, by degrees of freedom.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -34,12 +28,17 @@ class Result:
     hidden: int  # width of the feed-forward layers that makes the parameters equal
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, value
 
+    def __post_init__(self) -> None:
+        self.curve = [(step, seconds, value) for step, seconds, value in self.curve]
+
 
 @dataclass
-class Ledger:
+class Study(Record):
     """All of one study."""
 
-    meta: dict[str, Any]
+    kind, noun = "study", "study"
+    same = ("task", "mechanisms", "seeds", "training", "model", "fast_attention")
+
     results: list[Result] = field(default_factory=list)
 
     def of(self, mechanism: str) -> list[Result]:
@@ -62,22 +61,10 @@ class Ledger:
             found[0].parameters,
         )  # fmt: skip
 
-    def to_json(self) -> str:
-        """Numbers that are not finite become null."""
-        held = {"schema": SCHEMA, "meta": self.meta, "results": [asdict(r) for r in self.results]}
-        return json.dumps(records.plain(held), indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Ledger:
-        """The inverse of ``to_json``."""
-        held = records.opened(text, SCHEMA, "the study")
-        results = [Result(**{**r, "curve": [tuple(point) for point in r["curve"]]}) for r in held["results"]]
-        return cls(held["meta"], results)
-
 
 @dataclass(frozen=True)
 class Summary:
-    """A mechanism over its seeds: mean of the final values, half the width of its 95 % interval, price of a step."""
+    """A mechanism over its seeds: mean of the final values, half the width of its 95 % interval, cost of a step."""
 
     mean: float
     spread: float | None
@@ -85,23 +72,3 @@ class Summary:
     step_seconds: float
     peak_bytes: int
     parameters: int
-
-
-def resume(path: Path, meta: dict[str, Any]) -> Ledger:
-    """The ledger of a study that was stopped.
-
-    Raises:
-        InputError: It is another study's, or damaged.
-    """
-    try:
-        ledger = Ledger.from_json(path.read_text(encoding="utf-8"))
-        started = ledger.meta["started"]
-    except FileNotFoundError:
-        return Ledger(meta)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--resume: {path} holds no study to go on with ({error})") from error
-    other = [f"{key} was {ledger.meta.get(key)}, is {meta[key]}" for key in SAME if ledger.meta.get(key) != meta[key]]
-    if other:
-        raise InputError(f"--resume: {path} is of another study: {'; '.join(other)}")
-    ledger.meta = {**meta, "started": started}
-    return ledger

@@ -1,0 +1,90 @@
+"""The record of a benchmark: ceilings, checks, times, memory and decoding; what is done need not run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from fast_attention.lab.bench.entrants import Entrant
+from fast_attention.lab.records import Timed
+
+
+@dataclass
+class Row:
+    """An entrant as it stands in the record, with what its check found. ``faults`` of a peer are its own."""
+
+    name: str
+    family: str
+    kind: str
+    is_causal: bool
+    owner: str
+    reference: str
+    note: str = ""
+    check: str = "not checked"  # or right, wrong, faulty (a peer's broken law), missing (not installed)
+    faults: list[str] = field(default_factory=list)
+    same: bool = True  # a peer that computes the same function as ours, by design and by its check
+
+    @classmethod
+    def of(cls, entrant: Entrant) -> Row:
+        """The row of an entrant, before its check."""
+        note = entrant.peer.note if entrant.peer else ""
+        e = entrant
+        same = entrant.peer is None or entrant.peer.same
+        return cls(e.name, e.family, e.kind, e.is_causal, e.owner, e.reference, note, same=same)
+
+
+@dataclass
+class Weight:
+    """Peak memory of one pass in a fresh process: the growth of its resident set beyond weights and inputs."""
+
+    name: str
+    length: int
+    forward_bytes: int | None = None
+    training_bytes: int | None = None
+    essential_bytes: int = 0  # of q, k, v and the output (of input and output where whole tokens go in)
+    note: str = ""
+
+
+@dataclass
+class Step:
+    """Decoding one token at a position; seconds are medians over the rounds."""
+
+    name: str
+    batch: int
+    position: int
+    seconds: float | None = None
+    state_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass
+class Benchmark(Timed):
+    """All of one benchmark."""
+
+    kind, noun = "bench", "benchmark"
+    same = ("heads", "head_dim", "batch", "dtype", "device", "hardware", "threads", "torch", "commit", "backward")
+
+    rows: list[Row] = field(default_factory=list)
+    ceilings: list[dict[str, Any]] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)  # what need not run again when resumed
+    summary: dict[str, Any] = field(default_factory=dict)  # what the figures say, written out for readers of the JSON
+
+    def row(self, name: str) -> Row | None:
+        """The row of a name."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @classmethod
+    def resume(cls, path: Path, meta: dict[str, Any]) -> Self:
+        """As every record; what was cut short in the middle is dropped."""
+        record = super().resume(path, meta)
+        whole = set(record.done)
+        record.cells = [cell for cell in record.cells if time_key(cell.length, cell.group) in whole]
+        return record
+
+
+def time_key(length: int, group: str) -> str:
+    """How a timed group is called in ``done``."""
+    return f"time {length} {group}"
