@@ -45,12 +45,13 @@ class Expected:
         ]
         for (before, after), names in same.items():
             lines.append(f"{span(names)}{', each' * (len(names) > 1)}")
-            counted = (
-                f"operations {before.operations / 1e6:,.4g} M -> {after.operations / 1e6:,.4g} M, "
-                f"memory {before.bytes / 2**20:,.3g} MiB -> {after.bytes / 2**20:,.3g} MiB, "
-                f"time {before.seconds * 1e3:,.3g} ms -> {after.seconds * 1e3:,.3g} ms"
+            rows = (
+                ("operations", 1e-6, "M", before.operations, after.operations),
+                ("memory", 2**-20, "MiB", before.bytes, after.bytes),
+                ("time", 1e3, "ms", before.seconds, after.seconds),
             )
-            lines += folded(counted)
+            counted = [f"{what} {_short(a * by)} {unit} -> {_short(b * by)} {unit}" for what, by, unit, a, b in rows]
+            lines += folded(", ".join(counted))
             lines += folded(f"runs {after.path}") if after.path else []
         return "\n".join(lines)
 
@@ -58,6 +59,11 @@ class Expected:
 def folded(text: str) -> list[str]:
     """Lines of at most 100 columns, set in below a layer's name."""
     return textwrap.wrap(text, 100, initial_indent="    ", subsequent_indent="      ")
+
+
+def _short(number: float) -> str:
+    """Three digits, and no exponent below a million."""
+    return f"{float(f'{number:.3g}'):,g}"
 
 
 def span(names: list[str]) -> str:
