@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ POSITIVE = [
     "FavorPlus(num_features=24, kernel=Exp(), kernel_epsilon=0.0)",
     "LinearAttention(feature_map=Exp())",
 ]
+HOMOGENEOUS = ["LinearAttention()", "LinearAttention(feature_map=Relu())", "ReLUAttention()", "ReLUAttention(power=2)"]
 
 
 def definition(bound: Any, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
@@ -137,3 +139,53 @@ def test_a_key_in_the_far_future_has_no_infinite_exponent(text: str, length: int
     torch.testing.assert_close(out[..., :-1, :], before[..., :-1, :], rtol=1e-4, atol=1e-5)
     assert out.isfinite().all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+MAGNITUDES = [*itertools.product([60, 300], [1e18, 2e18, 3e18, 6e18])]
+
+
+@pytest.mark.parametrize("text", [*HOMOGENEOUS, "LinearAttention(feature_map=Quadratic())"])
+def test_a_denominator_that_overflows_makes_no_zeros(text: str) -> None:
+    """Ordinary values under large queries and keys: the numerators may be finite where the denominators are not."""
+    mechanism = catalogue.parse(text)
+    for length, scale in MAGNITUDES:
+        scale = scale**0.5 if "2" in text or "Quad" in text else scale
+        q, k, v = (x.float() for x in qkv(length, batch=1))
+        for is_causal in (False, True):
+            out = mechanism(scale * q, scale * k, v, is_causal=is_causal)
+            expected = mechanism(scale * q.double(), scale * k.double(), v.double(), is_causal=is_causal)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("later", [1.0, 1e18])
+@pytest.mark.parametrize("text", [*HOMOGENEOUS[:3], "LinearAttention(feature_map=Identity())"])
+def test_decoding_of_enormous_inputs_is_one_pass(text: str, later: float) -> None:
+    """Ordinary keys, then enormous ones, then ordinary again; one by one, in stretches, by summaries."""
+    mechanism = catalogue.parse(text)
+    q, k, v = (x.float() for x in qkv(40, batch=2))
+    sizes = torch.ones(40).index_fill_(0, torch.arange(10, 30), 1e18).index_fill_(0, torch.arange(30, 40), later)
+    sizes = torch.stack([sizes, torch.ones(40)])[:, None, :, None]  # a sequence beside it is not moved
+    q, k, v = sizes * q, sizes * k, sizes * v
+    expected = mechanism(*(x.double() for x in (q, k, v)), is_causal=True)
+    near = 1e-4 * expected.abs().amax((1, 3), keepdim=True).clamp_min(1e-3)
+    for cuts in ([1] * 40, [15, 15, 10], [40]):
+        state, found = None, []
+        for parts in zip(*(x.split(cuts, -2) for x in (q, k, v)), strict=True):
+            out, state = mechanism.decode(*parts, state=state)
+            found.append(out)
+        assert ((torch.cat(found, -2) - expected).abs() <= near).all(), cuts
+    if mechanism.traits.memory == "constant":
+        halves = [mechanism.summarise(k[..., s, :], v[..., s, :]) for s in (slice(0, 20), slice(20, 39))]
+        out, _ = mechanism.decode(q[..., 39:, :], k[..., 39:, :], v[..., 39:, :], state=mechanism.combine(*halves))
+        assert ((out - expected[..., 39:, :]).abs() <= near[..., 39:, :]).all()
+
+
+def test_an_additive_mask_beside_enormous_scores() -> None:
+    """It is brought down with the scores."""
+    q, k, v = (1e18 * x.float() for x in qkv(60, batch=1))
+    mask = (1e36 * torch.randn(60, 60)).masked_fill(torch.rand(60, 60) < 0.3, -torch.inf)
+    for text in ("ReLUAttention", "ReLUAttention(power=2)"):
+        mechanism = catalogue.parse(text)
+        out = mechanism(q, k, v, attn_mask=mask)
+        expected = mechanism(q.double(), k.double(), v.double(), attn_mask=mask.double())
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e14)

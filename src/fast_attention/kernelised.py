@@ -56,13 +56,12 @@ class Kernelised(Attention[W, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         queries, keys = self.maps(w)
-        sums, state = linear.advance(queries(q).free, linear.masked_keys(keys, k, key_mask), v, state)
-        return linear.normalise(sums), state
+        return linear_paths.streamed(queries(q), linear.masked_keys(keys, k, key_mask), v, state)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest features."""
-        return linear.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
+        return linear_paths.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
 
     def merged(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring stretches."""

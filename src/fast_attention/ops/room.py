@@ -5,6 +5,8 @@ Exact, so that what is scaled by them and divided by them again is what it was; 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -25,6 +27,11 @@ def factor(x: Float[Tensor, "*sizes"], room: float, *, rows: bool = False) -> Te
     return torch.exp2(-above.masked_fill(~above.isfinite(), 0.0))
 
 
+def told(sums: Tensor) -> Tensor:
+    """What is divided by, with NaN where it overflowed: a finite number over infinity would be a silent zero."""
+    return sums if traced() else sums.fmod(float("inf"))
+
+
 def fits(out: Tensor) -> bool:
-    """Whether all of ``out`` is finite (and its sum: a false alarm costs time only)."""
-    return bool(out.detach().sum().isfinite())
+    """Whether all of ``out``, quotients by what ``told`` gave, is finite, by its sum: a false alarm costs time."""
+    return math.isfinite(out.sum().item())

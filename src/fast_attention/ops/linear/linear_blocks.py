@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fast_attention.ops.maps.feature_map import Elementwise, FeatureMap
 from fast_attention.ops.maps.features import EluPlusOne, Relu, SoftmaxMap
+from fast_attention.ops.room import told
 from fast_attention.ops.scratch import Scratch
 
 ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32, half of it a core's
@@ -121,8 +122,7 @@ def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor, *, s
 
     ``denominator`` becomes what was divided by: infinity where the result is zero.
     """
-    if eps:
-        denominator.add_(eps)
+    denominator.copy_(told(denominator.add_(eps) if eps else denominator))
     if not safe:
         info = torch.finfo(denominator.dtype)
         denominator.masked_fill_(denominator.abs() < info.tiny / info.eps, float("inf"))

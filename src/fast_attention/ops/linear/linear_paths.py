@@ -99,13 +99,23 @@ def advance(
     eps: float,
 ) -> tuple[Tensor, LinearState]:
     """Outputs of a stretch that follows ``state``, and the state after it."""
-    length, plain = q.shape[-2], not _direct_passes(q, k, v)
-    if plain or length <= SHORT or not isinstance(phi, Elementwise):
+    if _direct_passes(q, k, v) and (state is None or state.top.count_nonzero().item() == 0):
+        out, after = _advance(q, k, v, key_mask, state, phi=phi, eps=eps)
+        if room.fits(out):
+            return out, after
+    took("plain sums", "traced, not on a CPU, or in units of large keys", chunk=linear.CHUNK)
+    return streamed(phi.features(q), linear.masked_keys(phi.features, k, key_mask), v, state, eps=eps)
+
+
+def _advance(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: LinearState | None, *, phi: FeatureMap, eps: float
+) -> tuple[Tensor, LinearState]:
+    length = q.shape[-2]
+    if length <= SHORT or not isinstance(phi, Elementwise):
         keys, queries = linear.masked_keys(lambda x: _features(phi, x), k, key_mask), _features(phi, q)
-        if plain or _scaled(keys):
-            took("plain sums", "traced, or every key has a scale of its own", chunk=linear.CHUNK)
-            sums, state = linear.advance(queries.free, keys, v, state)
-            return linear.normalise(sums, 0.0 if _scaled(keys) else eps), state
+        if _scaled(keys):
+            took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
+            return streamed(queries, keys, v, state)
         assert isinstance(keys, Features)
         assert isinstance(queries, Features)
         if length <= SHORT:
@@ -117,6 +127,38 @@ def advance(
     kv, z = (None, None) if state is None else state[:2]
     out, kv, z = linear_causal.attention(q, k, v, key_mask, kv, z, phi=phi, eps=eps)
     return out, LinearState(kv, z, torch.zeros_like(z[..., :1]))
+
+
+def streamed(
+    queries: Features | Logs, keys: Features | Logs, v: Tensor, state: LinearState | None, *, eps: float = 0.0
+) -> tuple[Tensor, LinearState]:
+    """Outputs of a stretch behind ``state``, and the state after it: plain sums, in units in which none overflows."""
+    if _scaled(keys):
+        sums, state = linear.advance(queries.free, keys, v, state)
+        return linear.normalise(sums), state
+    assert isinstance(keys, Features)
+    assert isinstance(queries, Features)
+    before = linear.empty(keys, v) if state is None else state
+    top = torch.maximum(before.top, _unit(keys))
+    fading, unit = (before.top - top).exp(), (-top).exp()
+    before = LinearState(before.kv * fading[..., None], before.k * fading, top)
+    less = room.factor(queries.values, 1.0, rows=True)
+    sums, state = linear.advance(queries.values * less, Features(keys.values * unit[..., None]), v, before)
+    return linear.normalise(Sums(sums.numerator, sums.denominator + eps * unit * less[..., 0])), state
+
+
+def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
+    """The state after a stretch of keys and values, in units in which no sum overflows."""
+    if _scaled(keys):
+        return linear.summarise(keys, v)
+    assert isinstance(keys, Features)
+    top = _unit(keys)
+    return linear.summarise(Features(keys.values * (-top).exp()[..., None]), v)._replace(top=top)
+
+
+def _unit(keys: Features) -> Tensor:
+    """The logarithm (..., 1) of a unit in which a stretch of keys and many more have room; 0 for ordinary ones."""
+    return -room.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
 
 
 def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:

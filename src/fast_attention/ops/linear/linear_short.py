@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.ops import room
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState, Sums
@@ -90,7 +91,7 @@ def advance(
 def quotient(sums: Sums, eps: float, *, safe: bool) -> Float[Tensor, "rows length values"]:
     """Numerators over denominators plus ``eps``, zeros where that is too small; ``safe``: it never is."""
     numerator, denominator = sums
-    denominator = denominator + eps if eps else denominator
+    denominator = room.told(denominator + eps if eps else denominator)
     if safe:
         return numerator / denominator
     info = torch.finfo(denominator.dtype)

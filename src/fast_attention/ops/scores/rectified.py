@@ -53,7 +53,7 @@ def attend(
     out = path(q, k, v, key_mask, how=how)
     if how.norm != "sum" or room.fits(out):
         return out
-    q, k, v, how, smaller = _within_room(q, k, v, how)
+    q, k, v, how, smaller, _ = _within_room(q, k, v, how)
     return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
 
 
@@ -62,17 +62,19 @@ def masked(
     dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """All scores at once, under any mask, with dropout, brought down to where they fit before anybody has looked."""
-    if how.norm != "sum" or (attn_mask is not None and attn_mask.dtype != torch.bool):
+    if how.norm != "sum":
         return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
-    q, k, v, how, smaller = _within_room(q, k, v, how)
+    q, k, v, how, smaller, less = _within_room(q, k, v, how)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask * less
     return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout) / smaller
 
 
-def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor]:
-    """Brought down to where no sum overflows, and by what the values were; ``eps`` is nothing to large queries."""
-    less, smaller = room.factor(k, 2.0 ** (28 / how.power)), room.factor(v, 2.0**28)
-    q = q * room.factor(q, 2.0 ** (40 / how.power), rows=True)
-    return q, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller
+def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
+    """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
+    less, rows = room.factor(k, 2.0 ** (28 / how.power)), room.factor(q, 2.0 ** (40 / how.power), rows=True)
+    smaller = room.factor(v, 2.0**28)
+    return q * rows, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller, rows * less
 
 
 def whole(
@@ -91,7 +93,7 @@ def whole(
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     if how.norm == "sum":
-        total = weights.sum(-1, keepdim=True) + how.eps
+        total = room.told(weights.sum(-1, keepdim=True) + how.eps)
         weights = weights / total.masked_fill(total == 0.0, 1.0)
     elif how.norm == "length":
         seen = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
@@ -106,7 +108,11 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs; kept: the n_i."""
     out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
-    n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), _START[how.norm])
+    n = (
+        _lengths(q, k, key_mask, how)
+        if how.norm == "length"
+        else q.new_full((*q.shape[:-1], 1), float(how.norm == "none"))
+    )
     (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
     ahead = _ahead(q, k, how)
     for heads, rows in _rows(qs):
@@ -118,8 +124,7 @@ def _forward(
                 total += weights.sum(-1, keepdim=True)
             o.baddbmm_(weights, vs[heads, keys])
         if how.norm == "sum":
-            total += how.eps
-            total.masked_fill_(total == 0.0, 1.0)
+            total.copy_(room.told(total + how.eps)).masked_fill_(total == 0.0, 1.0)
         o.div_(total)
     return out, (n,)
 
@@ -151,7 +156,6 @@ def _backward(
     return *found, None
 
 
-_START = {"sum": 0.0, "none": 1.0}
 _RULE = Explicit(whole, _forward, _backward)
 
 
