@@ -157,7 +157,7 @@ def test_a_denominator_that_overflows_makes_no_zeros(text: str) -> None:
             torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("later", [1.0, 1e18])
+@pytest.mark.parametrize("later", [1.0, 1e16])
 @pytest.mark.parametrize("text", [*HOMOGENEOUS[:3], "LinearAttention(feature_map=Identity())"])
 def test_decoding_of_enormous_inputs_is_one_pass(text: str, later: float) -> None:
     """Ordinary keys, then enormous ones, then ordinary again; one by one, in stretches, by summaries."""
@@ -165,7 +165,8 @@ def test_decoding_of_enormous_inputs_is_one_pass(text: str, later: float) -> Non
     q, k, v = (x.float() for x in qkv(40, batch=2))
     sizes = torch.ones(40).index_fill_(0, torch.arange(10, 30), 1e18).index_fill_(0, torch.arange(30, 40), later)
     sizes = torch.stack([sizes, torch.ones(40)])[:, None, :, None]  # a sequence beside it is not moved
-    q, k, v = sizes * q, sizes * k, sizes * v
+    asking = torch.where(torch.arange(40) < 30, sizes[..., 0], 1.0)[..., None]  # ordinary, so that nothing overflows
+    q, k, v = asking * q, sizes * k, sizes * v
     expected = mechanism(*(x.double() for x in (q, k, v)), is_causal=True)
     near = 1e-4 * expected.abs().amax((1, 3), keepdim=True).clamp_min(1e-3)
     for cuts in ([1] * 40, [15, 15, 10], [40]):

@@ -108,11 +108,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs; kept: the n_i."""
     out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
-    n = (
-        _lengths(q, k, key_mask, how)
-        if how.norm == "length"
-        else q.new_full((*q.shape[:-1], 1), float(how.norm == "none"))
-    )
+    n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
     (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
     ahead = _ahead(q, k, how)
     for heads, rows in _rows(qs):
