@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
 import runpy
 import subprocess
 import sys
+import tokenize
 import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -114,6 +117,30 @@ def test_no_shortcuts(path: Path) -> None:
         assert name not in ("hasattr", "eval", "exec"), f"{path.name}:{getattr(node, 'lineno', 0)} calls {name}"
         assert not isinstance(node, ast.Global), f"{path.name} has a global statement"
     assert "utils" not in path.stem
+
+
+PAGES = [ROOT / "README.md", ROOT / "CHARTER.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_mechanisms_in_prose_parse() -> None:
+    """``Local(window=64)`` in a docstring or a page is what a reader copies. The log keeps the words of its time."""
+    names, read = "|".join(catalogue.names()), 0
+    for path in {*FILES, *PAGES} - {ROOT / "docs" / "log.md"}:
+        for found in re.finditer(rf'(``|`|")((?:{names})\([^`"\n{{}}]*\))\1', path.read_text(encoding="utf-8")):
+            assert catalogue.parse(found[2]), path
+            read += 1
+    assert read > 100
+
+
+def test_files_that_prose_names_exist() -> None:
+    """By its name alone, which stays true when it moves, or by its path from the repository's root."""
+    known = {path.name for path in ROOT.rglob("*") if not any(part.startswith(".") for part in path.parts)}
+    for path in FILES:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            if token.type in (tokenize.STRING, tokenize.COMMENT):
+                for folder, name in re.findall(r"((?:\w+/)*)(\w+\.py)\b", token.string):
+                    assert name in known, f"{path} speaks of {name}"
+                    assert not folder or (ROOT / folder / name).exists(), f"{path}: {name} is not in {folder}"
 
 
 def test_the_contents_page_names_every_mechanism() -> None:

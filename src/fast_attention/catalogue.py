@@ -63,7 +63,7 @@ def elsewhere(text: str) -> str:
 
 
 def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, Any]:
-    """The mechanism that ``text`` spells: a name (``"Local"``) or a repr (``"Local(left=64)"``). Nothing is executed.
+    """The mechanism that ``text`` spells: a name (``"Local"``) or a repr (``"Local(window=64)"``). Nothing is executed.
 
     Raises:
         ValueError: The text names no mechanism or no such setting, or is not a call with plain values. A name that

@@ -18,6 +18,16 @@ from fast_attention.ops.trail import took
 TokenMap = Callable[[Tensor], Features]
 
 
+def feature_attention(
+    maps: tuple[Map, Map], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps: both products at once, or in blocks."""
+    took("features, then two products", "plain operations carry the gradient of any map")
+    queries, keys = maps
+    keys = linear.masked_keys(keys, k, key_mask)
+    return linear_paths.plain(queries(q), keys, v, is_causal=is_causal)
+
+
 class Kernelised(Attention[W, LinearState]):
     """An attention with weights ``phi_q(q_i) . phi_k(k_j)``: linear time, a state of constant size.
 
@@ -44,11 +54,8 @@ class Kernelised(Attention[W, LinearState]):
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Both products at once, or in blocks where causal."""
-        took("features, then two products", "plain operations carry the gradient of any map")
-        queries, keys = self.maps(w)
-        keys = linear.masked_keys(keys, k, key_mask)
-        return linear_paths.plain(queries(q), keys, v, is_causal=is_causal)
+        """``feature_attention`` with this mechanism's maps."""
+        return feature_attention(self.maps(w), q, k, v, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(

@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     def several(self) -> int:
         """Blocks of keys that are summed up."""
         between = self.number if torch.compiler.is_exporting() else self.number - 1  # the last of a traced length is
-        return self.lead + between + self.behind  # padding: see ops/blocks.py
+        return self.lead + between + self.behind  # padding: see blocks.py
 
     def many(self, q: Tensor) -> bool:
         """Whether stretches pay for the queries ``q``; no question where their number is traced."""

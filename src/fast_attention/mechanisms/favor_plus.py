@@ -9,11 +9,10 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.kernelised import Kernelised, Map
+from fast_attention.kernelised import Kernelised, Map, feature_attention
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.ops.favor import favor_paths
 from fast_attention.ops.favor.favor_blocks import Heads, Lift
-from fast_attention.ops.linear import linear, linear_paths
 from fast_attention.ops.linear.linear import LinearState
 from fast_attention.ops.maps.features import FeatureMap, as_feature_map
 from fast_attention.ops.maps.random_features import draw, generalised
@@ -61,16 +60,12 @@ def generalised_attention(
     arXiv 2009.14794, section 2.2, x = q / width^(1/4), y = k / width^(1/4); G sums ``phi(k_j) v_j^T`` and g
     ``phi(k_j)`` over the keys that query i may see. A query that sees nothing gets zeros.
     """
-    return _attend(_generalised_map(projection, kernel, kernel_epsilon), q, k, v, is_causal, key_mask)
+    phi = _generalised_map(projection, kernel, kernel_epsilon)
+    return feature_attention((phi, phi), q, k, v, is_causal=is_causal, key_mask=key_mask)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
     return lambda x: generalised(x * x.shape[-1] ** -0.25, projection, kernel, epsilon)
-
-
-def _attend(phi: Map, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-    keys = linear.masked_keys(phi, k, key_mask)
-    return linear_paths.plain(phi(q), keys, v, is_causal=is_causal)
 
 
 class Projection(NamedTuple):
@@ -152,14 +147,15 @@ class FavorPlus(Kernelised[Projection]):
         """As the kernel says; exponentials are positive."""
         return isinstance(self.kernel, FeatureMap) and self.kernel.signed
 
-    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: Projection, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
-        if self.kernel is None:
-            return favor_paths.attend(self._lift, q, k, v, Heads(w.projection), is_causal=is_causal, key_mask=key_mask)
-        return super().attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        visible = {"is_causal": is_causal, "key_mask": key_mask}
+        if isinstance(self.kernel, FeatureMap):
+            settings = {"kernel": self.kernel, "kernel_epsilon": self.kernel_epsilon}
+            return generalised_attention(q, k, v, w.projection, **settings, **visible)
+        return favor_plus_attention(q, k, v, w.projection, hyperbolic=self.features == "hyperbolic", **visible)
 
     @in_float32
     def advance(

@@ -27,7 +27,7 @@ class Spelling:
     names: tuple[str, ...]
 
     def read(self, text: str) -> Any:
-        """The value that ``text`` spells: a name (``"Local"``) or a call (``"Local(left=64)"``).
+        """The value that ``text`` spells: a name (``"Local"``) or a call (``"Local(window=64)"``).
 
         Raises:
             ValueError: The text is no call with plain values, or names no class or no such setting.

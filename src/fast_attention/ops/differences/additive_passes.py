@@ -1,6 +1,6 @@
 """Sums of additive scores stretch by stretch: ``o_i = (a_i P + R) / (n a_i + B)``, P, B, R sums of v_j, b_j, b_j v_j.
 
-Forward and backward pass of ``ops/additive.py`` in stretches that stay in cache. The backward pass maps queries and
+Forward and backward pass of ``additive.py`` in stretches that stay in cache. The backward pass maps queries and
 keys again. With ``d = g / (n a + B)`` keys get sums over the queries that see them: of ``a d``, of ``d``, of ``-o d``.
 """
 

@@ -1,4 +1,4 @@
-"""Sums over all pairs by sorting, tokens along the last axis: forward and backward pass of ``ops/sorting.py``.
+"""Sums over all pairs by sorting, tokens along the last axis: forward and backward pass of ``sorting.py``.
 
 Both sums are symmetric in the two tokens, so that values get from the gradients g what tokens get from the values. A
 sorted order gives ``y`` and the slope ``s`` with ``dy_i / dl_i = s_i``, and the gradient of l is ``g s(x) + x s(g)``.

@@ -6,7 +6,7 @@ underflow for some. Where not all queries see the same keys, these are taken in 
 whole: the maximum of a piece is nowhere above a query's own. Triangles fall into such squares by halving. Units are
 constants to autograd: they cancel between numerator and denominator.
 
-Scores and ``both`` (values beside ones) are those of ``ops.pool.terms``. Results are exact as long as the biases of one
+Scores and ``both`` (values beside ones) are those of ``pool.terms``. Results are exact as long as the biases of one
 row, and the 0 outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
 """
 

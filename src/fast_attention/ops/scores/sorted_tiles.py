@@ -1,4 +1,4 @@
-"""Own and sorted blocks in tiles that stay in the cache: the eager passes of ``ops/scores/sorted_blocks.py``.
+"""Own and sorted blocks in tiles that stay in the cache: the eager passes of ``sorted_blocks.py``.
 
 A head's keys and values are sorted some blocks at a time into memory that is used again, so that nothing as large as
 the sequence is made but outputs and gradients. Where causal, only blocks before the tile's end are multiplied.

@@ -43,7 +43,7 @@ def slices(
     """
     length, span, first = x.shape[-2], behind + block + ahead, start - behind
     outside = 0 if x.is_floating_point() or x.dtype == torch.bool else -1
-    if torch.compiler.is_exporting():  # see ops/blocks.py
+    if torch.compiler.is_exporting():  # see blocks.py
         place = _places(number, block, span, first, x.device)
         taken = x[..., place.clamp(min=0).clamp(max=length - 1), :]
         return fill(taken, ((place < 0) | (place >= length))[..., None], outside)

@@ -1,4 +1,4 @@
-"""Softmax inside a band in tiles that stay in the cache: the fast eager passes of ``ops/banded.py``."""
+"""Softmax inside a band in tiles that stay in the cache: the fast eager passes of ``banded.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax over gathered blocks of keys in tiles that stay in the cache: the eager passes of ``ops/gathered.py``."""
+"""Softmax over gathered blocks of keys in tiles that stay in the cache: the eager passes of ``gathered.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fast_attention.ops.windows.tiles import SCORES, attend, gradients
 class Work(NamedTuple):
     """One block of queries of a group of heads: its rows, the rows of keys that it reads, and what it may see.
 
-    ``table`` (heads * choices) counts the blocks of all heads; ``bias`` and ``hidden`` are as in ``ops/tiles.py``.
+    ``table`` (heads * choices) counts the blocks of all heads; ``bias`` and ``hidden`` are as in ``tiles.py``.
     """
 
     group: slice
