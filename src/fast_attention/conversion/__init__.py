@@ -10,7 +10,7 @@ from fast_attention.conversion.outcome import Conversion as Conversion
 from fast_attention.conversion.settings import ConversionSettings as ConversionSettings
 from fast_attention.mechanism import Mechanism
 
-BatchOf = Callable[[int], dict[str, Any]]
+BatchOf = Callable[[int], Any]
 Watch = Callable[[dict[str, Any]], None]
 
 
@@ -18,33 +18,36 @@ def convert(
     model: Any,
     mechanism: Mechanism[Any, Any] | str,
     batches: BatchOf,
-    held_out: Sequence[dict[str, Any]],
+    held_out: Sequence[Any],
     *,
     settings: ConversionSettings | None = None,
     keep: Sequence[int] = (),
     budget: float | None = None,
-    choosing: Sequence[dict[str, Any]] = (),
+    choosing: Sequence[Any] = (),
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
     watch: Watch = lambda line: None,
 ) -> Conversion:
-    """Swap a pretrained Hugging Face model's attention, in place, and train it back to what it was.
+    """Give a trained model another attention, in place, and train it back to what it was.
 
     Attention transfer first: every layer's output on the original's own inputs is drawn to the original's (squared
     error; the mechanism's weights and the layer's projections learn). Then all weights but the input embeddings are
-    tuned together: a decoder with a head of tokens on the loss of its text, any other model on the original's hidden
-    states and on the cosine of their means. The model stays in evaluation mode; nothing is dropped.
+    tuned together: a model that ``train`` made on the loss of its task, a decoder with a head of tokens on the loss of
+    its text, any other model on the original's hidden states and on the cosine of their means. The model stays in
+    evaluation mode; nothing is dropped.
 
     Args:
-        model: The model, an encoder or a decoder.
+        model: A Hugging Face model, encoder or decoder, or a ``fast_attention.nn.models.Model``.
         mechanism: What to run in every layer that is not kept.
-        batches: Batch number i, as the model's forward takes it (tensors by name): the same for the same number.
+        batches: Batch number i, the same for the same number: tensors by name, as a Hugging Face model's forward takes
+            them, or a ``fast_attention.tasks.Batch`` for a model of this library, as ``task.batch`` gives it.
         held_out: Batches that ``batches`` never gives: all reported figures are of these.
         settings: Time, rates, seed.
-        keep: Numbers of layers that stay exact, counted from 0 in the order of the model.
-        budget: Before the fine-tune, leave as few layers exact as a greedy search needs for a loss of at most this
-            multiple of the original's. A language model's loss is in nats per token; any other model's is 2 - the mean
-            cosine of its sentence embeddings to the original's, so that 1.02 asks for a cosine of 0.98.
+        keep: Numbers of layers that stay as they are, counted from 0 in the order of the model.
+        budget: Before the fine-tune, leave as few layers as they were as a greedy search needs for a loss of at most
+            this multiple of the original's. A language model's loss is in nats per token, that of a model of this
+            library in nats per target; any other model's is 2 - the mean cosine of its sentence embeddings to the
+            original's, so that 1.02 asks for a cosine of 0.98.
         choosing: Held-out batches for that choice and for the loss with each layer put back; ``held_out`` if empty.
         checkpoint: A file to which the state is written now and then, whole or not at all.
         resume: Go on from that file, if it is there. Given ``settings.steps`` and no minutes, the result is to the bit
@@ -56,8 +59,8 @@ def convert(
         ``"interrupted"``, with a checkpoint written and the model whole.
 
     Raises:
-        Unsupported: Nothing can be swapped, the model is neither an encoder nor a decoder, or no layer but exact ones
-            keeps the budget.
+        Unsupported: No layer can run the mechanism, the model is of another library or both encoder and decoder, or
+            nothing but the original's layers keeps the budget.
         ValueError: ``keep`` names no layer, the batches or the budget cannot be used, or the checkpoint is damaged or
             another conversion's.
     """

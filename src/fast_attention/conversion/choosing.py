@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from fast_attention.integrations import swap
-from fast_attention.integrations.attention import CHILD
-
 LossWith = Callable[[Sequence[str]], float]
 
 
@@ -51,22 +48,3 @@ def choose(loss_with: LossWith, names: Sequence[str], limit: float) -> Choice:
         kept.append(best)
         losses.append(loss)
     return Choice(tuple(kept), tuple(losses), loss <= limit)
-
-
-def keep(model: Any, original: Any, mechanism: Any, names: Sequence[str], kept: Sequence[str]) -> None:
-    """Leave the layers ``kept`` to exact attention with the original's weights; the others stay as they were trained.
-
-    Args:
-        model: The swapped model, changed in place.
-        original: The original, swapped to ``Softmax()``.
-        mechanism: What the other layers run.
-        names: All layers that run it now.
-        kept: Some of them.
-    """
-    state = {name: x.clone() for name, x in model.state_dict().items()}
-    swap(model, {name: mechanism for name in names if name not in kept})
-    gone = tuple(f"{name}.{CHILD}." for name in kept)
-    state = {name: x for name, x in state.items() if not name.startswith(gone)}
-    for name in kept:
-        state |= {f"{name}.{own}": x for own, x in original.get_submodule(name).state_dict().items()}
-    model.load_state_dict(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import time
@@ -12,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from fast_attention import catalogue
-from fast_attention.conversion import choosing, goals, place, transfer
-from fast_attention.conversion.goals import Batch, Held
+from fast_attention.conversion import choosing, kinds, place, transfer
+from fast_attention.conversion.goals import Held
+from fast_attention.conversion.kinds import Batch
 from fast_attention.conversion.outcome import Conversion, Figures
 from fast_attention.conversion.place import STAGES, Place, Stage
 from fast_attention.conversion.settings import ConversionSettings
-from fast_attention.integrations import swap, swap_back
-from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
-from fast_attention.nn.models import Model
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
 
@@ -43,7 +39,7 @@ def run(
     checkpoint: str | os.PathLike[str] | None, resume: bool, watch: Callable[[dict[str, Any]], None],
 ) -> Conversion:  # fmt: skip
     """See ``fast_attention.convert``."""
-    _check(model, held_out, budget)
+    _check(held_out, budget)
     path = None if checkpoint is None else Path(checkpoint)
     under_way = _Run(model, catalogue.parse(mechanism), batches, settings, keep, budget, path, watch)
     with Signals() as signals:
@@ -51,17 +47,7 @@ def run(
         return under_way.go(held_out, choosing or held_out, resume)
 
 
-def _check(model: Any, held_out: Sequence[Batch], budget: float | None) -> None:
-    if not isinstance(model, PreTrainedModel):
-        other = "another mechanism in its ModelConfig" if isinstance(model, Model) else "swap(...)"
-        raise Unsupported(
-            f"convert takes a Hugging Face model, and {type(model).__name__} is none. What would work: {other}, and "
-            "training the model as it was trained"
-        )
-    if model.config.is_encoder_decoder:
-        raise Unsupported(
-            f"convert takes an encoder or a decoder, and {type(model).__name__} is both. What would work: its encoder"
-        )
+def _check(held_out: Sequence[Batch], budget: float | None) -> None:
     if not held_out:
         raise ValueError("held_out is empty: give at least one batch that the training does not see")
     if budget is not None and not budget >= 1.0:
@@ -77,22 +63,21 @@ class _Run:
     ) -> None:  # fmt: skip
         self.model, self.mechanism, self.batches = model, mechanism, batches
         self.settings, self.budget, self.path, self.watch = settings, budget, path, watch
-        swap_back(model)
+        self.kind = kinds.of(model)
+        self.original = self.kind.original(model)
         self.wished = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.original = copy.deepcopy(model).eval().requires_grad_(False)
-        swap(self.original, "Softmax")
-        layers = [*layers_of(self.original)]
+        runs = {name: repr(bound.mechanism) for name, bound in self.kind.layers(self.original).items()}
+        layers = [*runs]
         for number in keep:
             if not 0 <= number < len(layers):
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
-        names = [name for i, name in enumerate(layers) if i not in keep]
+        asked = {name: "asked for" for i, name in enumerate(layers) if i in keep}
         torch.manual_seed(settings.seed)
-        wanted: dict[str, Any] = dict.fromkeys(names, mechanism)
-        report = swap(model, wanted)
+        kept = asked | self.kind.put(model, mechanism, [name for name in layers if name not in asked])
         model.eval()
-        self.goal = goals.goal_of(model, settings.distil)
-        kept = {layer.name: "asked for" if layer.name not in names else layer.why for layer in report.kept}
-        self.told = Conversion(self.goal.name, repr(mechanism), layers, kept)
+        self.goal = self.kind.goal(model, settings.distil)
+        self.told = Conversion(self.goal.name, repr(mechanism), layers, kept, runs)
+        self.device = next(model.parameters()).device
         self.at, self.optimiser = Place(), None
         self.of = {
             "model": f"{type(model).__name__} of {sum(p.numel() for p in self.original.parameters()):,} parameters",
@@ -134,7 +119,7 @@ class _Run:
         self.told = Conversion(**{**self.at.told, "status": "running"})
         if self.told.chosen:
             names = [*self.told.converted, *self.told.chosen]
-            choosing.keep(self.model, self.original, self.mechanism, names, [*self.told.chosen])
+            self.kind.keep(self.model, self.original, self.mechanism, names, [*self.told.chosen])
         self.model.load_state_dict(tensors)
         self.watch({"message": f"goes on from {path}: {self.at.stage}, step {self.at.step:,}"})
 
@@ -169,7 +154,7 @@ class _Run:
         return [{"params": each, "top": rate, "weight_decay": 0.0} for each, rate in rates if each and rate]
 
     def _tuned_groups(self) -> list[dict[str, Any]]:
-        fixed = {id(p) for p in self.model.get_input_embeddings().parameters()}
+        fixed = {id(p) for p in self.kind.embeddings(self.model)}
         maps = transfer.weights(self.model, self.told.converted)[0]
         fixed |= {id(p) for p in maps}
         free = [p for p in self.model.parameters() if id(p) not in fixed]
@@ -222,11 +207,11 @@ class _Run:
         self._save()
 
     def _placed(self, batch: Batch) -> Batch:
-        return {name: x.to(self.model.device) for name, x in batch.items()}
+        return self.kind.placed(batch, self.device)
 
     def _step(self, stage: Stage, optimiser: torch.optim.Optimizer, pace: float) -> None:
         batch = self._placed(self.batches(self.at.batches))
-        half = torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
+        half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
         if stage == "transfer":
             with half:
                 loss = transfer.train(self.model, self.original, self.told.converted, batch)
@@ -274,7 +259,7 @@ class _Run:
                     "What would work: a larger budget, more minutes"
                 )
             if found.kept:
-                choosing.keep(self.model, self.original, self.mechanism, names, found.kept)
+                self.kind.keep(self.model, self.original, self.mechanism, names, found.kept)
                 self.told.chosen = dict(zip(found.kept, found.losses, strict=True))
                 self.told.kept |= dict.fromkeys(found.kept, "for the budget")
         self._next("choice")

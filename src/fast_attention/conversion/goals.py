@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +12,13 @@ from torch.nn import functional as F
 
 from fast_attention.conversion.outcome import Figures
 
-Batch = dict[str, Tensor]  # what the model's forward takes
+Batch = dict[str, Tensor]  # what a Hugging Face model's forward takes
 
 
 class Held(NamedTuple):
     """A batch that is never trained on, and what the original makes of it."""
 
-    batch: Batch
+    batch: Any
     wanted: Tensor | None
 
 
@@ -28,11 +27,11 @@ class Goal(Protocol):
 
     name: str
 
-    def hold(self, original: Any, batches: Sequence[Batch]) -> list[Held]:
+    def hold(self, original: Any, batches: Sequence[Any]) -> list[Held]:
         """Batches to measure on."""
         ...
 
-    def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
+    def loss(self, model: Any, original: Any, batch: Any) -> Tensor:
         """What the fine-tune makes small."""
         ...
 
@@ -117,19 +116,9 @@ class Likeness:
         return {"loss": 2 - figures["sentence_cosine"], **figures, "token_cosine": float(torch.cat(single).mean())}
 
 
-def goal_of(model: Any, distil: float) -> Goal:
-    """Text for a decoder with a head of tokens, the original's hidden states for every other model."""
-    return LanguageModel(distil) if is_language_model(model) else Likeness()
-
-
 def is_language_model(model: Any) -> bool:
     """Whether a model is a decoder with a head of tokens, by its class."""
     return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def bits_per_byte(nats: float, tokens: int, size: int) -> float:
-    """Nats per token of a text of so many tokens and bytes, as bits per byte."""
-    return nats / math.log(2) * tokens / size
 
 
 def run(model: Any, batch: Batch, *, hidden_states: bool = False) -> Any:

@@ -12,20 +12,21 @@ class Conversion:
     """What a conversion did and measured. Layers are named as in ``model.named_modules()``.
 
     Figures and errors are of the held-out batches, under ``"original"``, ``"swapped"`` (before any training),
-    ``"transferred"`` and ``"tuned"``. A figure ``loss`` is nats per token of a language model, and 2 - the mean cosine
-    of the sentence embeddings to the original's of any other model.
+    ``"transferred"`` and ``"tuned"``. A figure ``loss`` is nats per token of a language model, nats per target of a
+    model of this library, and 2 - the mean cosine of the sentence embeddings to the original's of any other model.
     """
 
     goal: str
     mechanism: str
     layers: list[str]  # all attention layers
-    kept: dict[str, str]  # those that stayed exact, each with the reason
+    kept: dict[str, str]  # those that stayed as they were, each with the reason
+    runs: dict[str, str] = field(default_factory=dict)  # what each layer of the original runs
     figures: dict[str, Figures] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # of each layer's output, over its variance
     whole: float | None = None  # the loss before the choice, on the batches for choosing
-    put_back: dict[str, float] = field(default_factory=dict)  # the same with one single layer exact
+    put_back: dict[str, float] = field(default_factory=dict)  # the same with that single layer as it was
     limit: float | None = None  # the greatest loss that the budget allows there
-    chosen: dict[str, float] = field(default_factory=dict)  # layers left exact for the budget, the loss after each
+    chosen: dict[str, float] = field(default_factory=dict)  # layers put back for the budget, the loss after each
     curves: dict[str, list[list[float]]] = field(default_factory=dict)  # of a stage: step, seconds, training loss
     status: str = "running"  # "complete" or "interrupted" in the end
 

@@ -25,7 +25,8 @@ class ConversionSettings(Value):
         warmup: Share of each of the two in which the rate rises; in the rest it falls to zero along a cosine.
         weight_decay: AdamW's, in the fine-tune, on matrices.
         clip: The longest gradient, by its norm, in the fine-tune.
-        distil: For language models: weight of the original's distribution beside the loss on the text.
+        distil: For language models and models of this library: weight of the original's distribution beside the loss
+            on the text or the task.
         precision: ``"bfloat16"`` trains under autocast; weights, updates and all figures stay in float32.
         seed: Of the mechanisms' weights.
         save_seconds: Seconds between checkpoints; one is always written at the end of a stage.

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.conversion import goals
-from fast_attention.conversion.goals import Batch
-from fast_attention.integrations.attention import CHILD, layers_of
+from fast_attention.conversion import goals, kinds
+from fast_attention.conversion.kinds import Batch
 
 Hear = Callable[[str, Tensor], None]
 
@@ -29,7 +28,7 @@ def train(model: Any, original: Any, names: Sequence[str], batch: Batch) -> floa
         errors.setdefault(name, []).append(float(error.detach()))
 
     with _heard(model, original, names, batch, hear, learning=True), torch.no_grad():
-        goals.run(original, batch)
+        kinds.of(original).run(original, batch)
     found = [x for each in errors.values() for x in each]
     return sum(found) / max(len(found), 1)
 
@@ -39,7 +38,7 @@ def errors(model: Any, original: Any, names: Sequence[str], batches: Sequence[Ba
 
     Args:
         model: The swapped model.
-        original: The original, swapped to ``Softmax()``.
+        original: The original, as ``kinds`` makes it.
         names: The layers.
         batches: What the original reads.
     """
@@ -50,17 +49,17 @@ def errors(model: Any, original: Any, names: Sequence[str], batches: Sequence[Ba
 
     for batch in batches:
         with _heard(model, original, names, batch, hear, learning=False), torch.no_grad():
-            goals.run(original, batch)
+            kinds.of(original).run(original, batch)
     return {name: sum(each) / max(len(each), 1) for name, each in found.items()}
 
 
 def weights(model: nn.Module, names: Sequence[str]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """What the transfer may train: the mechanisms' own weights, and the projections of their attention modules."""
-    maps, projections = [], []
-    for name in names:
-        for own, parameter in model.get_submodule(name).named_parameters():
-            (maps if own.startswith(f"{CHILD}.") else projections).append(parameter)
-    return maps, projections
+    layers = kinds.of(model).layers(model)
+    maps = [parameter for name in names for parameter in layers[name].parameters()]
+    own = {id(parameter) for parameter in maps}
+    inside = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
+    return maps, [parameter for parameter in inside if id(parameter) not in own]
 
 
 def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> None:
@@ -70,7 +69,8 @@ def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> 
         q, k = inputs[:2]
         bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options["key_mask"]))
 
-    bounds = [layers_of(model)[name].bound for name in names]
+    layers = kinds.of(model).layers(model)
+    bounds = [layers[name] for name in names]
     handles = [bound.register_forward_pre_hook(suit, with_kwargs=True) for bound in bounds]
     try:
         errors(model, original, names, [batch])
@@ -84,7 +84,7 @@ def _heard(
     model: Any, original: Any, names: Sequence[str], batch: Batch, hear: Hear, *, learning: bool
 ) -> Iterator[None]:
     """While the original runs, every layer of the model is given what the original's has, and its error is told."""
-    seen = goals.tokens(batch)
+    seen = kinds.of(original).tokens(batch)
 
     def listen(name: str) -> Any:
         ours = model.get_submodule(name)

@@ -70,16 +70,14 @@ def opened(model: nn.Module) -> OpenModel:
 def _own(model: Model) -> OpenModel:
     config = model.config
     mechanisms = [part.mechanism for part in model.modules() if isinstance(part, Bound)]
-    bounded = config.positions == "learned" or any(m.traits.bounded for m in mechanisms)
     names = ["tokens", *["key_mask"] * all(m.traits.padding for m in mechanisms)]
 
     def draw(batch: int, length: int) -> dict[str, Tensor]:
         found = {"tokens": _numbers(batch, length, config.vocab_size), "key_mask": _mask(batch, length)}
         return {name: found[name] for name in names}
 
-    longest = config.max_len if bounded else None
-    sizes = {0: _batch(), 1: _length("length", longest)}
-    return OpenModel(model, draw, dict.fromkeys(names, sizes), longest, True)
+    sizes = {0: _batch(), 1: _length("length", config.longest)}
+    return OpenModel(model, draw, dict.fromkeys(names, sizes), config.longest, True)
 
 
 def _hugging_face(model: Any) -> OpenModel:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention import catalogue
 from fast_attention.lab import corpus, loading
 from fast_attention.lab.capture import Layer, bound_layers
 from fast_attention.lab.corpus import Corpus
@@ -29,8 +28,7 @@ class Own:
         if config.reads not in ("bytes", "residues"):
             raise InputError(f"{name}: it reads numbers of its task's own, neither text nor proteins")
         self.corpus = _corpus(name, config.reads, text, fasta)
-        bounded = any(catalogue.parse(each).traits.bounded for each in config.mechanisms)
-        self.context = config.max_len if bounded or config.positions == "learned" else None
+        self.context = config.longest
         self.heads, self.head_dim, self.is_causal = config.heads, config.width // config.heads, config.causal
         kind = "decoder" if config.causal else "encoder"
         self.title = (

@@ -86,6 +86,12 @@ class ModelConfig(Value):
         names = [self.mechanism] if isinstance(self.mechanism, str) else list(self.mechanism)
         return [names[i % len(names)] for i in range(self.layers)]
 
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model reads; None: any."""
+        bounded = any(catalogue.parse(name).traits.bounded for name in self.mechanisms)
+        return self.max_len if bounded or self.positions == "learned" else None
+
 
 class Mixing(nn.Module):
     """Norm, then tokens mixed, then dropout: the first half of a block."""

@@ -142,6 +142,43 @@ class TokenMixer(nn.Module):
         out, inner = self.attention.decode(*self._project(x, places, key_mask), inner, key_mask=key_mask)
         return self._joined(out), Turned(places[..., -1] + 1 if x.shape[-2] else place, inner)
 
+    def with_mechanism(self, mechanism: Mechanism[Any, Any]) -> TokenMixer:
+        """The same layer with another attention: its projections are copies of this one's, its own weights are drawn.
+
+        Raises:
+            Unsupported: One of the two mixes whole tokens, the new one reads a projection that this layer has not, or
+                it cannot serve rotary positions or grouped heads.
+        """
+        for each in (self.mechanism, mechanism):
+            if not isinstance(each, Attention):
+                raise Unsupported(
+                    f"{each!r} mixes whole tokens and has no heads: its layer has no projections to go on with"
+                )
+        if missing := [part for part in mechanism.traits.reads if part not in self.mechanism.traits.reads]:
+            raise Unsupported(
+                f"{mechanism!r} reads {', '.join(missing)}, and a layer of {self.mechanism!r} has no such projection. "
+                f"What would work: a mechanism that reads {', '.join(self.mechanism.traits.reads)}, or fewer of them"
+            )
+        like, bias = self.in_proj.weight, self.in_proj.bias is not None
+        made = TokenMixer(
+            self.num_heads * self.head_dim, self.num_heads, mechanism, max_len=self.attention.shape.max_len, bias=bias,
+            num_kv_heads=self.num_kv_heads, rotary=self.rotary or False, compile=self.attention.fusion,
+            device=like.device, dtype=like.dtype,
+        )  # fmt: skip
+        wanted = torch.cat([
+            torch.full((width,), part in mechanism.traits.reads)
+            for part, width in zip(self._read(), self._widths(), strict=True)
+        ])  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in made.in_proj.named_parameters():
+                parameter.copy_(self.in_proj.get_parameter(name)[wanted.to(like.device)])
+        made.out_proj.load_state_dict(self.out_proj.state_dict())
+        return made.train(self.training)
+
+    def _read(self) -> list[str]:
+        """The projections that the mechanism reads, in their order in ``in_proj``."""
+        return [part for part in "qkv" if part in self.mechanism.traits.reads]
+
     def _places(self, x: Tensor, positions: Tensor | None, start: Tensor | None = None) -> Tensor:
         """The tokens' places (L) or (..., L)."""
         if positions is None:
@@ -153,7 +190,7 @@ class TokenMixer(nn.Module):
 
     def _widths(self) -> list[int]:
         own = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        return [own[part] * self.head_dim for part in "qkv" if part in self.mechanism.traits.reads]
+        return [own[part] * self.head_dim for part in self._read()]
 
     def _project(
         self, x: Tensor, places: Tensor | None = None, key_mask: Tensor | None = None
@@ -161,11 +198,8 @@ class TokenMixer(nn.Module):
         if key_mask is not None:
             checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
         x = masks.tame(x, key_mask)
-        read = [part for part in "qkv" if part in self.mechanism.traits.reads]
-        parts = self.in_proj(x).split(self._widths(), -1)
-        named = {
-            part: y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part, y in zip(read, parts, strict=True)
-        }
+        parts = zip(self._read(), self.in_proj(x).split(self._widths(), -1), strict=True)
+        named = {part: y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part, y in parts}
         if self.rotary is not None:
             waves = self.rotary.waves(self._places(x, None) if places is None else places, self.head_dim)
             named |= {part: turned(named[part], waves) for part in "qk" if part in named}

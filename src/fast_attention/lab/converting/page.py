@@ -30,12 +30,12 @@ def stages(record: Converted) -> Rows:
 
 
 def layers(record: Converted) -> Rows:
-    """What every layer runs, its error at every stage, and the loss if that layer alone were exact."""
+    """What every layer runs, its error at every stage, and the loss if that layer alone were as it was."""
     held = record.conversion
     measured = [when for when in STAGES if when in held.errors]
-    rows = [["layer", "runs", *(f"error, {STAGES[when]}" for when in measured), "loss if exact"]]
+    rows = [["layer", "runs", *(f"error, {STAGES[when]}" for when in measured), f"loss if {record.untouched}"]]
     for name in held.layers:
-        runs = held.mechanism if name in held.converted else f"exact attention: {held.kept[name]}"
+        runs = held.mechanism if name in held.converted else f"{record.before(name)}: {held.kept[name]}"
         errors = [held.errors[when].get(name) for when in measured]
         loss = held.put_back.get(name)
         said = ["-" if error is None else f"{error:.3f}" for error in errors]
@@ -69,12 +69,12 @@ def words(record: Converted) -> list[str]:
         return []
     best = min(held.put_back, key=lambda name: held.put_back[name])
     said = [
-        f"Measured after the transfer, on passages of their own: loss {held.whole:.4f}; best left exact is {best}, "
-        f"with which it is {held.put_back[best]:.4f}."
+        f"Measured after the transfer, on passages of their own: loss {held.whole:.4f}; best left {record.untouched} "
+        f"is {best}, with which it is {held.put_back[best]:.4f}."
     ]
     if budget is not None and held.limit is not None:
         chosen = ", then ".join(f"{name} (loss {loss:.4f})" for name, loss in held.chosen.items())
-        kept = f"exact stay {chosen}" if chosen else "no layer needs to stay exact"
+        kept = f"{record.untouched} stay {chosen}" if chosen else f"no layer needs to stay {record.untouched}"
         said.append(f"Budget {budget:g}, a loss of {held.limit:.4f}: {kept}. Chosen before the fine-tune.")
     return said
 
@@ -110,9 +110,8 @@ def html(record: Converted) -> str:
     if held.curves:
         parts.append(section("While training", figure(drawings.curves(record), "Running means of the losses.")))
     again = f"<pre>{escape(shlex.join(record.meta['command']))}</pre>"
-    again += (
-        "<p>The model: fast_attention.from_pretrained on this folder. All numbers: report.json beside this page.</p>"
-    )
+    opens = escape(record.meta.get("opened_by", "fast_attention.from_pretrained"))
+    again += f"<p>The model: {opens} on this folder. All numbers: report.json beside this page.</p>"
     return report.page("convert", "\n".join([*parts, section("Again", again)]))
 
 
@@ -139,7 +138,8 @@ def _run(record: Converted) -> str:
         "Machine": f"{meta['hardware']}, {meta['device']}, {meta['threads']} of {meta['cores']} threads, "
         f"load average {meta['load_average']} at the start",
         "Versions": f"fast-attention {meta['fast_attention']} ({meta['commit'] or 'no commit known'}), "
-        f"torch {meta['torch']}, transformers {meta['transformers']}, Python {meta['python']}, {meta['platform']}",
+        f"torch {meta['torch']}, transformers {meta['transformers'] or 'not used'}, Python {meta['python']}, "
+        f"{meta['platform']}",
         "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}",
     }
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in told.items())

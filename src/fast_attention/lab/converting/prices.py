@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.counting import peak_bytes
+from fast_attention.nn.models import Model
 
 ROUNDS = 5
 PATIENCE = 20.0  # seconds for the rounds of a length; one is always run
@@ -25,7 +26,7 @@ def measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for every model and length: median seconds of a pass and of its attention modules, and peak bytes.
 
-    Beyond the model's own positions its position numbers begin anew: that tells times, and no quality.
+    Beyond the own positions of a Hugging Face model its position numbers begin anew: that tells times, and no quality.
 
     Args:
         models: By name, all with the same layers.
@@ -36,9 +37,9 @@ def measure(
     """
     rows: list[dict[str, Any]] = []
     for length in lengths:
+        skipped = {name: _beyond(model, length) or _too_long(rows, name, length) for name, model in models.items()}
         given = {name: _inputs(model, length, positions) for name, model in models.items()}
         runs = {name: lambda m=model, x=given[name]: m(**x) for name, model in models.items()}
-        skipped = {name: _too_long(rows, name, length) for name in models}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
         start = time.perf_counter()
         for number in range(ROUNDS + 1):
@@ -58,6 +59,12 @@ def measure(
     return rows
 
 
+def _beyond(model: Any, length: int) -> str:
+    """Why a model of this library does not read so many tokens, or nothing."""
+    longest = model.config.longest if isinstance(model, Model) else None
+    return "" if longest is None or length <= longest else f"it reads {longest:,} tokens at most"
+
+
 def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
     """Why a pass is not begun, or nothing: its time is foretold from the length before."""
     own = [row for row in rows if row["model"] == name]
@@ -71,7 +78,9 @@ def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
 
 def _inputs(model: Any, length: int, positions: int | None) -> dict[str, Tensor | bool]:
     """Token numbers of one sequence; positions begin anew where they end."""
-    generator = torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), _device(model)
+    if isinstance(model, Model):
+        return {"tokens": torch.randint(model.config.vocab_size, (1, length), generator=generator).to(device)}
     ids = torch.randint(model.config.get_text_config().vocab_size, (1, length), generator=generator)
     known = inspect.signature(model.forward).parameters
     given: dict[str, Tensor | bool] = {"input_ids": ids}
@@ -82,32 +91,33 @@ def _inputs(model: Any, length: int, positions: int | None) -> dict[str, Tensor 
         given["position_ids"] = (torch.arange(length) % positions)[None]
         if getattr(model.config, "type_vocab_size", 0):
             given["token_type_ids"] = torch.zeros_like(ids)
-    return {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in given.items() if name in known}
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items() if name in known}
 
 
 @torch.no_grad()
 def _timed(model: Any, layers: Sequence[str], run: Callable[[], Any]) -> tuple[float, float]:
     """Seconds of a pass, and of its attention modules, projections included."""
     with _attending(model, layers) as spent:
-        _wait(model.device)
+        _wait(_device(model))
         start = time.perf_counter()
         run()
-        _wait(model.device)
+        _wait(_device(model))
         return time.perf_counter() - start, sum(spent)
 
 
 @contextmanager
 def _attending(model: Any, layers: Sequence[str]) -> Iterator[list[float]]:
     """Seconds of every call of an attention module within."""
+    device = _device(model)
     spent: list[float] = []
     began: list[float] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        _wait(model.device)
+        _wait(device)
         began.append(time.perf_counter())
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        _wait(model.device)
+        _wait(device)
         spent.append(time.perf_counter() - began.pop())
 
     modules = [model.get_submodule(name) for name in layers]
@@ -123,6 +133,10 @@ def _attending(model: Any, layers: Sequence[str]) -> Iterator[list[float]]:
 @torch.no_grad()
 def _weighed(run: Callable[[], Any]) -> int:
     return peak_bytes(run)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _wait(device: torch.device) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from fast_attention.conversion import Conversion
 from fast_attention.lab.records import Record
 
+SOFTMAX = "Softmax()"
 RECORD = "report.json"
 STAGES = {
     "original": "original",
@@ -17,11 +19,14 @@ STAGES = {
 }
 SPELT = {
     "nats_per_token": "nats per token",
+    "nats_per_target": "nats per target",
     "bits_per_byte": "bits per byte",
     "against_original": "against the original",
     "sentence_cosine": "cosine of sentences",
     "worst_sentence_cosine": "worst sentence",
     "token_cosine": "cosine of tokens",
+    "accuracy": "right answers",
+    "same_answer": "the original's answers",
 }
 
 
@@ -42,9 +47,21 @@ class Converted(Record):
         """What a reader wants to know of a stage, by the names in ``SPELT``."""
         known = dict(self.conversion.figures[when])
         loss, original = known.pop("loss"), self.conversion.figures["original"]["loss"]
-        if not known:  # a language model
-            known = {"nats_per_token": loss, "bits_per_byte": loss * self.meta["bits_per_byte_of_a_nat"]}
-        return {**known, "against_original": loss / original}
+        if "sentence_cosine" not in known:  # the loss is nats, of a text or of a task
+            bits = self.meta["bits_per_byte_of_a_nat"]
+            nats = {"nats_per_target" if known else "nats_per_token": loss}
+            known = nats | ({} if bits is None else {"bits_per_byte": loss * bits}) | known
+        return {**known, "against_original": loss / original if original else 1.0 if not loss else math.inf}
+
+    def before(self, name: str) -> str:
+        """What a layer of the original runs."""
+        runs = self.conversion.runs.get(name, SOFTMAX)
+        return "exact attention" if runs == SOFTMAX else runs
+
+    @property
+    def untouched(self) -> str:
+        """How a layer is called that runs what it did."""
+        return "exact" if {*self.conversion.runs.values()} <= {SOFTMAX} else "as it was"
 
     @property
     def stages(self) -> list[str]:

@@ -15,7 +15,6 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 if TYPE_CHECKING or at_work():
     import torch
 
-    from fast_attention import catalogue
     from fast_attention.lab import inputs, loading
     from fast_attention.lab.capture import context
     from fast_attention.lab.inputs import InputError
@@ -56,9 +55,7 @@ def generate_command(
 def _ours(model: Model, prompt: str | None, tokens: int | None, sampling: Sampling, beams: int, seed: int) -> None:
     text = model.config.reads == "bytes"
     given = list((prompt or "\n").encode()) if text else _numbers(prompt, model.config.vocab_size)
-    bounded = any(catalogue.parse(each).traits.bounded for each in model.config.mechanisms)
-    bounded = bounded or model.config.positions == "learned"
-    count = _count(len(given), tokens, model.config.max_len if bounded else None)
+    count = _count(len(given), tokens, model.config.longest)
     write = _Text() if text else _Numbers()
     if beams > 1:
         for token in generation.generate(model, [given], new_tokens=count, beams=beams)[0]:

@@ -1,0 +1,71 @@
+"""Converting models of Hugging Face's transformers: their attention is swapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention.conversion import goals
+from fast_attention.integrations import swap, swap_back
+from fast_attention.integrations.attention import CHILD, layers_of
+from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.nn.bound import Bound
+
+
+class HuggingFace:
+    """A pretrained encoder or decoder. See ``kinds.Kind``."""
+
+    def original(self, model: Any) -> Any:
+        """With exact attention, called through this library, as the layers that stay exact are."""
+        if model.config.is_encoder_decoder:
+            raise Unsupported(
+                f"convert takes an encoder or a decoder, and {type(model).__name__} is both. What would work: its "
+                "encoder"
+            )
+        swap_back(model)
+        made = copy.deepcopy(model).eval().requires_grad_(False)
+        swap(made, "Softmax")
+        return made
+
+    def layers(self, model: Any) -> dict[str, Bound]:
+        """Of a model that is swapped."""
+        return {name: swapped.bound for name, swapped in layers_of(model).items()}
+
+    def put(self, model: Any, mechanism: Mechanism[Any, Any], names: Sequence[str]) -> dict[str, str]:
+        """By ``swap``."""
+        wanted: dict[str, Any] = dict.fromkeys(names, mechanism)
+        return {layer.name: layer.why for layer in swap(model, wanted).kept if layer.name in names}
+
+    def keep(self, model: Any, original: Any, mechanism: Any, names: Sequence[str], kept: Sequence[str]) -> None:
+        """By another swap, after which all weights are given back."""
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        swap(model, {name: mechanism for name in names if name not in kept})
+        gone = tuple(f"{name}.{CHILD}." for name in kept)
+        state = {name: x for name, x in state.items() if not name.startswith(gone)}
+        for name in kept:
+            state |= {f"{name}.{own}": x for own, x in original.get_submodule(name).state_dict().items()}
+        model.load_state_dict(state)
+
+    def embeddings(self, model: Any) -> Iterable[nn.Parameter]:
+        """Of the tokens."""
+        return model.get_input_embeddings().parameters()
+
+    def goal(self, model: Any, distil: float) -> goals.Goal:
+        """Text for a decoder with a head of tokens, the original's hidden states for every other model."""
+        return goals.LanguageModel(distil) if goals.is_language_model(model) else goals.Likeness()
+
+    def placed(self, batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Every tensor of it."""
+        return {name: x.to(device) for name, x in batch.items()}
+
+    def run(self, model: Any, batch: dict[str, Tensor]) -> Any:
+        """Without a cache."""
+        return goals.run(model, batch)
+
+    def tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """By the mask of padding."""
+        return goals.tokens(batch)
