@@ -64,8 +64,8 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     for content in (
         {"format": "other"},
-        {"format": "fast-attention state 1", "state": None},
-        {"format": "fast-attention state 2", "state": {"kind": "os:system", "parts": []}},
+        {"format": "fast-attention state 2", "state": None},
+        {"format": "fast-attention state 3", "state": {"kind": "os:system", "parts": []}},
     ):
         torch.save(content, file)
         with pytest.raises(ValueError, match="holds no decoding state"):
@@ -100,6 +100,24 @@ def test_a_state_of_another_mechanism_batch_heads_or_widths_is_refused(name: str
             bound.mechanism.decode(*heads, state=state)
         with pytest.raises(ValueError, match="widths"):
             bound.mechanism.decode(*(x[..., :4] for x in rest), state=state)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_of_another_draw_or_dtype_is_refused(name: str) -> None:
+    """Both are named; one that was saved and loaded is of its draw."""
+    bound, rest, state = _some(name)
+    with pytest.raises(ValueError, match=r"float64.*this call is .*float32"):
+        bind(name, dtype=torch.float32).decode(*(x.float() for x in rest), state)
+    if not bound.mechanism.traits.random:
+        return
+    torch.manual_seed(11)
+    bound.redraw()
+    with pytest.raises(ValueError, match=r"drawn at random: .*this call is .*drawn at random: "):
+        bound.decode(*rest, state)
+    if bound.mechanism.traits.memory == "constant":
+        later = bound.mechanism.summarise(*rest[1:], bound.w)
+        with pytest.raises(ValueError, match="drawn at random"):
+            bound.mechanism.combine(state, later)
 
 
 @pytest.mark.parametrize("name", STREAMING)

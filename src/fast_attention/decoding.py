@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fast_attention import files
 from fast_attention.ops.precision import rebuild
+from fast_attention.ops.tracing import traced
 
-FORMAT = "fast-attention state 2"
+FORMAT = "fast-attention state 3"
 
 
 class State(NamedTuple):
@@ -27,33 +28,49 @@ class State(NamedTuple):
     batch: tuple[int, ...]  # sequences: the leading sizes before the heads
     heads: int
     widths: tuple[int, ...]  # of queries, keys and values, as far as the mechanism reads them
+    dtype: str  # of the inputs
+    draw: tuple[float, ...]  # the first of the random numbers it was made with; none where there are none, or not asked
     held: Any  # the mechanism's own
 
     def __str__(self) -> str:
         """In words, for errors."""
-        return f"{self.mechanism}, batch {self.batch}, {self.heads} heads of widths {self.widths} ({_READ})"
+        drawn = f", drawn at random: {', '.join(map(repr, self.draw))} ..." if self.draw else ""
+        return (
+            f"{self.mechanism}, batch {self.batch}, {self.heads} heads of widths {self.widths} ({_READ}), "
+            f"{self.dtype}{drawn}"
+        )
 
 
 _READ = "of what it reads of q, k, v"
 
 
-def now(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor) -> State:
-    """The state of these inputs (..., H, N, E), nothing held yet."""
+def now(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor, drawn: Any = ()) -> State:
+    """The state of these inputs (..., H, N, E), nothing held yet; ``drawn`` are weights drawn at random, if any."""
     widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in reads)
-    return State(mechanism, tuple(v.shape[:-3]), v.shape[-3], widths, None)
+    return State(mechanism, tuple(v.shape[:-3]), v.shape[-3], widths, str(v.dtype), _draw(drawn), None)
+
+
+def _draw(drawn: Any) -> tuple[float, ...]:
+    """Two numbers that tell one draw from another; none where reading them would wait for a device."""
+    while isinstance(drawn, tuple) and drawn:
+        drawn = drawn[0]
+    if not isinstance(drawn, Tensor) or drawn.device.type != "cpu" or traced():
+        return ()
+    return tuple(drawn.reshape(-1)[:2].tolist())
 
 
 def going_on(before: Any, now: State) -> Any:
     """What ``before``, a state or None at the start, holds.
 
     Raises:
-        ValueError: It is no state, or not one of the mechanism, heads, widths and batch of ``now``.
+        ValueError: It is no state, or not one of the mechanism, heads, widths, batch, dtype and random draw
+            of ``now``.
     """
     if before is None:
         return None
     if not isinstance(before, State):
         raise ValueError(f"state is a {type(before).__name__}: hand over what decode, summarise or combine returned")
-    if before[:4] != now[:4]:
+    if before[:5] != now[:5] or (before.draw and now.draw and before.draw != now.draw):
         raise ValueError(f"the state is of {before}; this call is of {now}")
     return before.held
 

@@ -194,7 +194,8 @@ class Attention(Mechanism[W, S]):
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
         if q.is_meta:
             raise ValueError("decode keeps what it read, and tensors on the meta device hold nothing: give others")
-        weights, after = checks.weights(self, w, q), decoding.now(self.spelling, traits.reads, q, k, v)
+        weights, drawn = checks.weights(self, w, q), w if traits.random else ()
+        after = decoding.now(self.spelling, traits.reads, q, k, v, drawn)
         held = decoding.going_on(state, after)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), after._replace(held=held)
@@ -213,7 +214,7 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory")
         self._check(traits, k, k, v, True, key_mask)
-        after = decoding.now(self.spelling, traits.reads, k, k, v)
+        after = decoding.now(self.spelling, traits.reads, k, k, v, w if traits.random else ())
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
         return after._replace(held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
 
