@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,3 +54,14 @@ def test_the_star_of_functional_names_every_function_of_the_mechanisms() -> None
         if name.endswith(("_attention", "_mix", "_mlp", "_manhattan")) and callable(value) and name[0] != "_"
     }  # fmt: skip
     assert page <= set(functional.__all__)
+
+
+def test_docs_name_every_public_name() -> None:
+    """The page is generated (docs/tables.py); a new name or module of the contents page has to be there."""
+    page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    contents = vars(importlib.import_module("fast_attention.contents"))
+    for name, value in contents.items():
+        if isinstance(value, ModuleType):
+            assert f"automodule:: {value.__name__}\n" in page, name
+        elif name[0] != "_":
+            assert f":: fast_attention.{name}\n" in page, name

@@ -130,7 +130,7 @@ class LSH(Attention[Rotations, HashMemory]):
         layout: "ranked" or "sorted".
         attend_across_buckets: A chunk of several buckets is seen whole (``layout="sorted"`` only).
         correct_duplicates: Count a key once that several rounds reach (the paper's N_ij), not once per round (trax).
-        scale: Factor on the logits q_i . q_j / |q_j|; the keys' length 1 already takes the place of 1/sqrt(width).
+        scale: Factor on the logits q_i . q_j / ``|q_j|``; the keys' length 1 already takes the place of 1/sqrt(width).
     """
 
     num_hashes: int = 4
