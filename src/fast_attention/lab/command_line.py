@@ -98,9 +98,18 @@ COMMANDS = {
 
 
 def prepare(arguments: list[str]) -> None:
-    """Import what the command that is asked for needs, unless it is only asked what it takes."""
-    if (name := _asked(arguments)) in COMMANDS and not {*HELP} & {*arguments}:
+    """Import what the command that is asked for needs, unless it is only asked what it takes, or cannot be read."""
+    if (name := _asked(arguments)) in COMMANDS and not {*HELP} & {*arguments} and _readable(name, arguments):
         load(COMMANDS[name])
+
+
+def _readable(name: str, arguments: list[str]) -> bool:
+    words, group = _repeat(_ahead(arguments)), typer.main.get_group(_app(arguments))
+    try:
+        group.commands[name].make_context(name, words[words.index(name) + 1 :])
+    except _UsageError:
+        return False  # ``run`` says why
+    return True
 
 
 def run(arguments: list[str]) -> int:
