@@ -67,6 +67,20 @@ def test_our_own_models_keep_them(mechanism: str) -> None:
         assert not conformance.check_model(model).broken
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"vocab_size": 7, "max_len": 7, "causal": True}, {"head": "classes", "classes": 3}],
+    ids=["few tokens of few kinds", "classes"],
+)
+def test_small_tasks_models_are_judged_by_what_they_read(settings: dict[str, Any]) -> None:
+    """Sequences no longer than theirs, of more than one kind of token; of a classifier, the tokens' vectors."""
+    torch.manual_seed(0)
+    model = Model(ModelConfig(**{"vocab_size": 40, "width": 16, "heads": 2, "max_len": 32, **settings})).eval()
+    report = conformance.check_model(model)
+    assert not report.broken, report
+    assert {"the past is seen", "padding behind is inert"} <= {x.law for x in report.findings if x.status == "kept"}
+
+
 def test_the_layer_that_sees_the_future_is_named() -> None:
     model = llama()
 

@@ -19,7 +19,7 @@ from fast_attention.conformance.finding import Finding, Law, judged, law, moved,
 from fast_attention.conformance.threads import differ
 from fast_attention.nn.models import Model
 
-LENGTH = 21  # no multiple of any block
+LENGTH = 21  # no multiple of any block; a model that reads fewer tokens is given what it reads
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Whole:
         causal: Whether later tokens must not move earlier outputs.
         packed: The same with ``position_ids`` (1, L) that begin anew; None where the model takes none.
         step: ``(tokens (B, 1), state or None) -> outputs, state`` with the model's own cache; None where it keeps none.
+        length: Tokens of a sequence, L.
     """
 
     name: str
@@ -43,12 +44,18 @@ class Whole:
     causal: bool
     packed: Callable[[Tensor, Tensor], Tensor] | None = None
     step: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
+    length: int = LENGTH
+
+    @property
+    def padding(self) -> int:
+        """Places of a sequence that are masked where some are."""
+        return 2 * self.length // 5
 
     def draw(self, seed: int = 0, rows: int = 2) -> Tensor:
         """Token numbers (rows, L) that stand for words: the first few often mean padding and the like."""
-        first = min(8, self.vocab_size - 1)
+        first = min(8, self.vocab_size // 2)
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(first, self.vocab_size, (rows, LENGTH), generator=generator)
+        tokens = torch.randint(first, self.vocab_size, (rows, self.length), generator=generator)
         return tokens.to(next(self.module.parameters()).device)
 
     @property
@@ -101,9 +108,9 @@ def _blamed(before: Trace, after: Trace, keep: Callable[[Tensor], Tensor], limit
 
 def _compared(subject: Whole, one: Any, other: Any, keep: Callable[[Tensor], Tensor], detail: str = "") -> Finding:
     """Two calls of ``run`` that must agree where ``keep`` looks."""
-    with _traced(subject.module, LENGTH) as before:
+    with _traced(subject.module, subject.length) as before:
         first = subject.run(*one)
-    with _traced(subject.module, LENGTH) as after:
+    with _traced(subject.module, subject.length) as after:
         second = subject.run(*other)
     limit = rounding(subject.dtype)
     size = moved(keep(second), keep(first))
@@ -116,7 +123,7 @@ def future(subject: Whole, device: str = "cpu") -> Finding:
     """Later tokens are others: earlier outputs stay."""
     if not subject.causal:
         return unclaimed("not causal")
-    tokens, cut = subject.draw(), LENGTH // 2
+    tokens, cut = subject.draw(), subject.length // 2
     other = torch.cat([tokens[:, :cut], subject.draw(1)[:, cut:]], 1)
     return _compared(subject, (tokens, None), (other, None), lambda x: x[:, :cut])
 
@@ -140,20 +147,21 @@ def _inert(subject: Whole, seen: Tensor, detail: str) -> Finding:
 @law("padding behind is inert")
 def padding_behind(subject: Whole, device: str = "cpu") -> Finding:
     """Whatever stands in masked places at the end, no output of a token moves."""
-    return _inert(subject, torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 8]]), "right padding")
+    length = subject.length
+    return _inert(subject, torch.arange(length) < torch.tensor([[length], [length - subject.padding]]), "right padding")
 
 
 @law("padding before is inert")
 def padding_before(subject: Whole, device: str = "cpu") -> Finding:
     """Whatever stands in masked places at the start, no output of a token moves."""
-    return _inert(subject, torch.arange(LENGTH) >= torch.tensor([[0], [8]]), "left padding")
+    return _inert(subject, torch.arange(subject.length) >= torch.tensor([[0], [subject.padding]]), "left padding")
 
 
 @law("padded is like shorter")
 def shorter(subject: Whole, device: str = "cpu") -> Finding:
     """A padded sequence gives what the shorter one gives alone."""
-    tokens, keep = subject.draw(), LENGTH - 8
-    seen = (torch.arange(LENGTH) < keep).expand(2, -1).to(tokens.device)
+    tokens, keep = subject.draw(), subject.length - subject.padding
+    seen = (torch.arange(subject.length) < keep).expand(2, -1).to(tokens.device)
     alone = subject.run(tokens[:, :keep], None)
     return judged(moved(subject.run(tokens, seen)[:, :keep], alone), rounding(subject.dtype))
 
@@ -171,8 +179,8 @@ def packed(subject: Whole, device: str = "cpu") -> Finding:
     """Two sequences in one row, with positions that begin anew, give what they give alone."""
     if subject.packed is None:
         return unclaimed("takes no position_ids")
-    tokens, cut = subject.draw(rows=1), 9
-    places = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])[None].to(tokens.device)
+    tokens, cut = subject.draw(rows=1), subject.length * 3 // 7
+    places = torch.cat([torch.arange(cut), torch.arange(subject.length - cut)])[None].to(tokens.device)
     alone = torch.cat([subject.run(part, None) for part in (tokens[:, :cut], tokens[:, cut:])], 1)
     return judged(moved(subject.packed(tokens, places), alone), rounding(subject.dtype))
 
@@ -183,10 +191,10 @@ def decoding(subject: Whole, device: str = "cpu") -> Finding:
     if subject.step is None:
         return unclaimed("keeps no cache")
     tokens = subject.draw()
-    with _traced(subject.module, LENGTH) as whole:
+    with _traced(subject.module, subject.length) as whole:
         before = subject.run(tokens, None)
     made, traces, state = [], [], None
-    for i in range(LENGTH):
+    for i in range(subject.length):
         with _traced(subject.module, 1) as trace:
             out, state = subject.step(tokens[:, i : i + 1], state)
         made.append(out)
@@ -224,7 +232,7 @@ def threads(subject: Whole, device: str = "cpu") -> Finding:
     def steps(seed: int) -> tuple[Tensor, ...]:
         assert subject.step is not None
         tokens, made, state = subject.draw(seed, rows=1 + seed), [], None
-        for i in range(4):
+        for i in range(min(4, subject.length)):
             out, state = subject.step(tokens[:, i : i + 1], state)
             made.append(out)
         return tuple(made)
@@ -246,8 +254,11 @@ def of(model: nn.Module) -> Whole:
     """
     config: Any = getattr(model, "config", None)
     if isinstance(model, Model):
-        step = model.decode if model.config.causal and model.streams else None
-        return Whole(type(model).__name__, model, model, config.vocab_size, config.causal, None, step)
+        tokens = model.config.head == "tokens"  # classes have one output for all tokens, whose vectors are judged
+        step = model.decode if tokens and model.config.causal and model.streams else None
+        run: Any = model if tokens else model.hidden
+        length = min(LENGTH, model.config.longest or LENGTH)
+        return Whole(type(model).__name__, model, run, config.vocab_size, config.causal, None, step, length)
     if getattr(model, "main_input_name", "") != "input_ids" or config is None or config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__}: give a model that reads tokens on one side, from transformers or ours"
