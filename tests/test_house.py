@@ -143,6 +143,17 @@ def test_files_that_prose_names_exist() -> None:
                     assert not folder or (ROOT / folder / name).exists(), f"{path}: {name} is not in {folder}"
 
 
+def test_the_log_keeps_its_form() -> None:
+    """A question, its answer in one line, the setting, a table of what was tried, the decision."""
+    entries = re.split(r"^## ", (ROOT / "docs" / "log.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        title, _, rest = entry.partition("\n")
+        form = r"\n\*\*[^\n]+\*\*\n\nQuestion: .+\n\n\| tried.+\n\|---.+\n\nDecision: .+"
+        assert title.endswith("?"), title
+        assert re.fullmatch(form, rest, re.S), title
+
+
 def test_the_contents_page_names_every_mechanism() -> None:
     assert len(catalogue.names()) >= 25
     for name in catalogue.names():
