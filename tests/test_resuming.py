@@ -197,6 +197,7 @@ HURT = {
     "no step": b'{"loss": 1.0, "seconds": 1.0}',
     "words for a number": b'{"step": 2, "loss": "low", "seconds": 1.0}',
     "nested": b"[" * 100_000,
+    "another checksum": b'{"step": 2, "loss": 1.5, "seconds": 1.0, "check": "00000000"}',
 }
 
 
@@ -287,3 +288,20 @@ def test_a_study_begins_anew_when_asked(tmp_path: Path, capsys: pytest.CaptureFi
 def test_damaged_and_newer_are_different_errors() -> None:
     assert not issubclass(files.Newer, Damaged)
     assert not issubclass(Damaged, files.Newer)
+
+
+def test_a_changed_digit_of_the_log_is_noticed_and_older_logs_are_read(tmp_path: Path) -> None:
+    """Every digit of a line that stays valid JSON; lines without a checksum are those of an older version."""
+    line = {"step": 12, "loss": 1.25, "rate": 1e-05, "seconds": 3.0}
+    written = journal.Journal(tmp_path, 20, -1)
+    written.write(line)
+    written.close()
+    log = tmp_path / journal.LOG
+    text = log.read_text()
+    assert journal.read(tmp_path) == [line]
+    for at, letter in enumerate(text):
+        if letter.isdigit():
+            log.write_text(text[:at] + str((int(letter) + 1) % 10) + text[at + 1 :])
+            assert journal.read(tmp_path) == [], text[at - 9 : at + 9]
+    log.write_text(json.dumps(line) + "\n")
+    assert journal.read(tmp_path) == [line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from fast_attention import files
 
 LOG, ASIDE = "log.jsonl", "log.damaged"
+CHECK = "check"  # a checksum of the rest of the line; lines without one were written before there were any
 
 
 NUMBERS = ("step", "seconds", "loss", "rate", "norm", "tokens_per_second", "step_seconds", "valid", "valid_loss")
@@ -30,11 +32,20 @@ def _sorted(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
             line = files.decoded(text) if text.strip() else None
         except ValueError:
             line = None
-        if isinstance(line, dict) and _is_whole(line):
+        if isinstance(line, dict) and _is_whole(line) and line.pop(CHECK, None) in (None, _check(line)):
             whole.append(line)
         elif text.strip():
             hurt.append(text)
     return whole, hurt
+
+
+def _check(line: dict[str, Any]) -> str:
+    """What a digit that was changed in a line changes too."""
+    return f"{zlib.crc32(json.dumps({**line, CHECK: ''}).encode()):08x}"
+
+
+def _written(line: dict[str, Any]) -> str:
+    return json.dumps({**line, CHECK: _check(line)}) + "\n"
 
 
 def _is_whole(line: dict[str, Any]) -> bool:
@@ -67,13 +78,13 @@ class Journal:
                 aside.writelines(line + b"\n" for line in hurt)
             say(f"{folder / LOG}: {len(hurt)} damaged lines are set aside in {ASIDE}")
         old = [line for line in whole if line["step"] <= (evaluated if "valid" in line else step)]
-        files.write(folder / LOG, "".join(json.dumps(line) + "\n" for line in old))
+        files.write(folder / LOG, "".join(map(_written, old)))
         self._file = (folder / LOG).open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", step)
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line."""
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(_written(line))
         self._file.flush()
         if self._board is not None:
             for name, value in line.items():
