@@ -316,4 +316,4 @@ def test_missing_transformers_names_its_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "compare", "--out", str(tmp_path), "--model", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "fast-attention: loading a model needs transformers: pip install 'fast-attention[hf]'\n"
+    assert done.stderr == f"fast-attention: loading a model needs transformers: {extras.install('hf')}\n"

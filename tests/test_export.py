@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from fast_attention import Attention, Mixer, MultiheadAttention, Unsupported, catalogue, exporting, swap
+from fast_attention import Attention, Mixer, MultiheadAttention, Unsupported, catalogue, exporting, extras, swap
 from fast_attention.lab import commands, export
 from fast_attention.lab.open_model import opened
 from fast_attention.nn import saving
@@ -382,7 +382,7 @@ def test_what_cannot_be_exported_is_one_line(
         assert not out
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert commands.run(["export", good, "--onnx"]) == 2
-    assert "pip install 'fast-attention[onnx]'" in capsys.readouterr().err
+    assert extras.install("onnx") in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".onnx", ".pt2", ".part")]
 
 

@@ -143,6 +143,11 @@ def test_files_that_prose_names_exist() -> None:
                     assert not folder or (ROOT / folder / name).exists(), f"{path}: {name} is not in {folder}"
 
 
+def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
+    for path in [*FILES, *PAGES, ROOT / "Makefile"]:
+        assert not re.search(r"pip install [^`\n]*fast-attention\[", path.read_text(encoding="utf-8")), path
+
+
 def test_the_log_keeps_its_form() -> None:
     """A question, its answer in one line, the setting, a table of what was tried, the decision."""
     entries = re.split(r"^## ", (ROOT / "docs" / "log.md").read_text(encoding="utf-8"), flags=re.M)[1:]

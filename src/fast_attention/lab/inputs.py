@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from fast_attention import catalogue, files
+from fast_attention import catalogue, extras, files
 from fast_attention.lab.options import DTYPES
 from fast_attention.lab.refusals import InputError as InputError
 from fast_attention.training import processes
 
 
 def need(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or say which extra brings it.
+    """Import an optional dependency, or say how to install what that needs.
 
     Raises:
         InputError: It is not installed.
@@ -28,7 +28,7 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise InputError(f"{purpose} needs {error.name}: pip install 'fast-attention[{extra}]'") from error
+        raise InputError(f"{purpose} needs {error.name}: {extras.install(extra)}") from error
 
 
 def mechanisms(texts: list[str]) -> list[Any]:

