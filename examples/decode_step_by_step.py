@@ -22,7 +22,7 @@ def main() -> None:
         with torch.no_grad():
             whole = mixer(x, is_causal=True)  # one pass over all tokens
 
-            out, state = mixer.decode(x[:, :100])  # the prompt in one stretch ...
+            out, state = mixer.decode(x[:, :100])  # the prompt at once ...
             outputs, early = [out], size(state)
             for t in range(100, 600):  # ... and then token by token
                 out, state = mixer.decode(x[:, t : t + 1], state)

@@ -32,7 +32,7 @@ def main() -> None:
     by_hand = weights / weights.sum(-1, keepdim=True) @ v
     out = mechanism(q, k, v, is_causal=True)
     error = float((out - by_hand).abs().max())
-    print(f"equals the kernel written out to {error:.0e}")
+    print(f"equals the kernel's definition to {error:.0e}")
     assert error < 1e-4
 
     # 2. It streams, because linear attention does.
