@@ -173,6 +173,8 @@ def test_generated_tables_are_fresh() -> None:
     stale = runpy.run_path(str(ROOT / "docs" / "tables.py"))["stale"]()
     assert not stale, f"run `python docs/tables.py`: {stale} no longer say what traits and docstrings say"
     assert not runpy.run_path(str(ROOT / "docs" / "costs.py"))["stale"](), "run `python docs/costs.py`: newer records"
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    assert not pictures["stale"](), "run `python docs/pictures.py`: README's picture is of an older benchmark"
 
 
 def test_every_folder_says_what_it_is_for() -> None:
