@@ -415,7 +415,7 @@ FAULTS = [
           "return join(torch.maximum(blocks, before[..., None, :]), length)", "return join(blocks, length)",
           "tests/test_export.py -k 'maxima'"),
     Fault("a model's window is not seen while it is exported", "integrations/visible.py",
-          "Places(1, 0, longest, 0, longest,", "Places(1, 0, 4, 0, 4,", "tests/test_export.py -k 'ModernBert'"),
+          "Positions(1, 0, longest, 0, longest,", "Positions(1, 0, 4, 0, 4,", "tests/test_export.py -k 'ModernBert'"),
     Fault("a row of an exported program that sees nothing sees everything", "ops/scores/fused.py",
           "if transformed() or (mask is not None and torch.compiler.is_exporting()):", "if transformed():",
           "tests/test_export.py -k 'agrees and Softmax'"),

@@ -205,7 +205,7 @@ def test_mqar_answers_by_lookup_and_gaps_by_their_law(power: float) -> None:
         for place, key in asked.items():
             by_place.setdefault(place, Counter())[row.index(key)] += 1
     guessed = sum(max(counts.values()) for counts in by_place.values()) / 6000
-    assert task.baselines()["the pair most often asked at that place"] == pytest.approx(guessed, abs=0.02)
+    assert task.baselines()["the pair most often asked at that position"] == pytest.approx(guessed, abs=0.02)
     weights = torch.arange(1, 13, dtype=torch.double) ** (power - 1)
     for slot, share in enumerate((weights / weights.sum()).tolist()):  # the first key's place is the first one drawn
         assert first[6 + 2 * slot] / 2000 == pytest.approx(share, abs=0.035)

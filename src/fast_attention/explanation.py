@@ -30,7 +30,7 @@ class Explanation:
     """What ran. Print it.
 
     Args:
-        mechanism: The mechanism's spelling, or the module's class.
+        mechanism: The mechanism's expression, or the module's class.
         inputs: Shapes, dtype and device of what it got.
         steps: Every choice of an implementation, in the order they were made.
         kernels: The fused attention kernels that torch chose, with how many times each was called.
@@ -93,8 +93,8 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         subject(*inputs, **keywords)
     shapes = " ".join(str(tuple(x.shape)) for x in inputs)
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""
-    told = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
-    return Explanation(name, told, tuple(steps), kernels.found)
+    given = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
+    return Explanation(name, given, tuple(steps), kernels.found)
 
 
 def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:

@@ -121,7 +121,7 @@ def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two outputs as a share of the largest number of the first.
+    """The largest difference of two outputs as a fraction of the largest number of the first.
 
     Infinite if they differ in shape or in what is not finite.
     """

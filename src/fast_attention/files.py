@@ -23,7 +23,7 @@ except ImportError:  # not a POSIX system
     fcntl = None
 
 LOCK = ".lock"
-LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # said by file systems that know no locks
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by file systems that know no locks
 
 
 class InUse(ValueError):

@@ -11,7 +11,7 @@ class Known(NamedTuple):
 
     Args:
         name: As people write it, with other spellings after commas.
-        write: The spelling of ours that is it, or that comes nearest.
+        write: The expression of ours that is it, or that comes nearest.
         here: Whether it is the same mathematics.
         note: What differs, or what must be known; may be empty.
     """

@@ -33,8 +33,8 @@ class Protein(NamedTuple):
 def read_fasta(path: str | os.PathLike[str]) -> Iterator[Protein]:
     """The records of a FASTA file, one at a time.
 
-    Gzip is told by its first two bytes, not by the file's name. Small letters become capitals, a final ``*`` (stop) is
-    dropped, blank lines are skipped.
+    Gzip is recognised by its first two bytes, not by the file's name. Small letters become capitals, a final ``*``
+    (stop) is dropped, blank lines are skipped.
 
     Raises:
         FastaError: The file is empty, cut off, beyond ``reading.LIMIT``, or holds something else; the message names the

@@ -17,7 +17,7 @@ CHUNK = 1 << 20
 
 
 class TooLong(ValueError):
-    """A file goes on beyond the limit."""
+    """A file is longer than the limit."""
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
@@ -59,7 +59,7 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
 
 
 def too_long(name: str) -> str:
-    """What is said of a file that goes on beyond the limit."""
+    """The message about a file that is longer than the limit."""
     return f"{name}: more than {LIMIT.get():,} bytes, the limit for a file or folder, unpacked: --max-bytes reads more"
 
 

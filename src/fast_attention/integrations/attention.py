@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.integrations import calls, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
-from fast_attention.integrations.visible import Places, Visible
+from fast_attention.integrations.visible import Positions, Visible
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.local import Local
 from fast_attention.nn.bound import Bound
@@ -115,12 +115,12 @@ def mask(
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
-    places = Places(batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     if traced:
         window = settings.get("local_size")
-        found = visible.announced(mask_function, places, tokens, dense, is_causal=causal, window=window)
-        return found if calls.places() and attention_mask is None else visible.sure(found)
-    return visible.read(mask_function, places, tokens, dense)
+        found = visible.announced(mask_function, positions, tokens, dense, is_causal=causal, window=window)
+        return found if calls.positions() and attention_mask is None else visible.sure(found)
+    return visible.read(mask_function, positions, tokens, dense)
 
 
 def attention(

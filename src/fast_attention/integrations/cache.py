@@ -25,7 +25,7 @@ class StateLayer(CacheLayerMixin):
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the state comes with the first stretch."""
+        """Nothing: the state comes with the first tokens."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Outputs of the stretch (B, H, N, E), which is remembered."""
+        """Outputs of the new tokens (B, H, N, E), which the state then holds."""
         out, self.state = self.bound.decode(q, k, v, self.state, key_mask=key_mask)
         self.length += q.shape[-2]
         return out

@@ -1,5 +1,5 @@
 """What an attention function needs of the calls around it and does not get as an argument: the cache, who asked for
-attention matrices, and whether the tokens' places were given. It belongs to the calls and never to a module, which
+attention matrices, and whether the tokens' positions were given. It belongs to the calls and never to a module, which
 several threads may call at once.
 
 The calls of a thread lie on one another as they do in Python. They are held in a ``threading.local``, which
@@ -22,7 +22,7 @@ class Open:
     of: nn.Module  # the model or attention module that is called
     outer: Open | None
     shown: tuple[nn.Module, ...] = ()  # layers that are asked for their attention matrices
-    places: bool = False  # of a model: whether it was given position_ids, which may begin anew within a row
+    positions: bool = False  # of a model: whether it was given position_ids, which may begin anew within a row
     cache: Any = None  # of an attention module: where its state is kept
     attended: bool = False  # of an attention module: whether its attention function was called
 
@@ -35,11 +35,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def begin(module: nn.Module, *, shown: tuple[nn.Module, ...] = (), places: bool = False, cache: Any = None) -> None:
+def begin(module: nn.Module, *, shown: tuple[nn.Module, ...] = (), positions: bool = False, cache: Any = None) -> None:
     """A call of ``module`` begins. An earlier one that an interrupt left open is over, with all inside."""
     stale = _find(module)
     outer = _thread.innermost if stale is None else stale.outer
-    _thread.innermost = Open(module, outer, shown, places, cache)
+    _thread.innermost = Open(module, outer, shown, positions, cache)
 
 
 def end(module: nn.Module) -> Open | None:
@@ -66,10 +66,10 @@ def shows(layer: nn.Module) -> bool:
     return False
 
 
-def places() -> bool:
+def positions() -> bool:
     """Whether a call around this one was given ``position_ids``."""
     found = _thread.innermost
-    while found is not None and not found.places:
+    while found is not None and not found.positions:
         found = found.outer
     return found is not None
 

@@ -107,7 +107,7 @@ def _loaded(model: PreTrainedModel) -> None:
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """A config that no other model shares, which would be told to call mechanisms that it has not."""
+    """A config that no other model shares, which would otherwise be set to call mechanisms that it has not."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for part in model.modules():
@@ -183,7 +183,7 @@ def _notes(mechanism: Mechanism[Any, Any], call: Call, dropped: float) -> list[s
 
 
 def _dropout(module: nn.Module) -> float:
-    """The share of attention weights that a module drops in training."""
+    """The fraction of attention weights that a module drops in training."""
     for name in ("attention_dropout", "attn_dropout", "dropout"):
         found = getattr(module, name, None)
         if isinstance(found, nn.Dropout):

@@ -33,14 +33,14 @@ class Record(QuantizationConfigMixin):
         ValueError: It was written in another format, as by a newer version, or is not all there.
     """
 
-    def __init__(self, **said: Any) -> None:
+    def __init__(self, **record: Any) -> None:
         from fast_attention.integrations.saving import FORMAT  # and the attention's name is known from here on
 
-        files.readable(said, FORMAT, "the model")
-        if absent := {"layers", "sha256"} - {*said}:
+        files.readable(record, FORMAT, "the model")
+        if absent := {"layers", "sha256"} - {*record}:
             raise ValueError(f"config.json lacks the {' and '.join(sorted(absent))} of a swapped model")
         self.quant_method: Any = NAME
-        self.layers, self.sha256 = said["layers"], said["sha256"]
+        self.layers, self.sha256 = record["layers"], record["sha256"]
 
 
 @register_quantizer(NAME)
@@ -123,7 +123,7 @@ def _made(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
     fits = max(spellings, key=lambda names: len(own.intersection(names)))
     if not own.intersection(fits):
         raise ValueError(f"{type(model).__name__} has none of the layers that config.json names: {', '.join(layers)}")
-    return {name: _layer(model.get_submodule(name), **said) for name, said in fits.items() if name in own}
+    return {name: _layer(model.get_submodule(name), **fit) for name, fit in fits.items() if name in own}
 
 
 def _layer(module: nn.Module, *, mechanism: str, kept: bool, **shape: int) -> Any:

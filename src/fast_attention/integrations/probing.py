@@ -32,7 +32,7 @@ def found(model: PreTrainedModel, given: dict[str, Any] | None) -> tuple[Callabl
         ValueError: The model does not take the caller's inputs.
     """
     tries = _tries(model) if given is None else iter([(model, given)])
-    said = ""
+    refusal = ""
     for part, inputs in tries:
 
         def forward(part: Any = part, inputs: dict[str, Any] = inputs) -> None:
@@ -46,7 +46,7 @@ def found(model: PreTrainedModel, given: dict[str, Any] | None) -> tuple[Callabl
             raise
         except Exception as error:  # whatever a model says of inputs that it cannot use
             first = next(iter(str(error).strip().splitlines()), "")
-            said = f"{', '.join(inputs)}: {type(error).__name__}: {first}"
+            refusal = f"{', '.join(inputs)}: {type(error).__name__}: {first}"
             continue
         if not asked:
             raise Unsupported(
@@ -56,9 +56,9 @@ def found(model: PreTrainedModel, given: dict[str, Any] | None) -> tuple[Callabl
         names = {module: name for name, module in model.named_modules()}
         return forward, {names[call.module]: call for call in asked}
     if given is not None:
-        raise ValueError(f"probe: {type(model).__name__} does not take {said}")
+        raise ValueError(f"probe: {type(model).__name__} does not take {refusal}")
     raise Unsupported(
-        f"{type(model).__name__}: no probe is known that it takes ({said or f'it reads {model.main_input_name}'}): "
+        f"{type(model).__name__}: no probe is known that it takes ({refusal or f'it reads {model.main_input_name}'}): "
         "give small inputs of its own, swap(model, ..., probe={'input_ids': ...})"
     )
 
@@ -132,7 +132,7 @@ def _crosses(model: PreTrainedModel) -> bool:
 
 
 def _pixels(model: PreTrainedModel) -> Tensor | None:
-    """Black pictures (2, C, H, W), or clips (2, frames, C, H, W); None where no size is told."""
+    """Black pictures (2, C, H, W), or clips (2, frames, C, H, W); None where the config names no size."""
     parts = [getattr(model.config, name, None) for name in ("vision_config", "encoder")]
     config = next((c for c in (model.config, *parts) if getattr(c, "image_size", None)), None)
     if config is None:

@@ -13,7 +13,7 @@ from torch import nn
 def kept(model: nn.Module | None = None) -> Iterator[None]:
     """Draws inside come from torch's generators as they stand, which afterwards stand there again.
 
-    So a program goes on with the numbers that it had without the swap, and what is drawn depends on ``manual_seed``.
+    So a program continues with the numbers that it had without the swap, and what is drawn depends on ``manual_seed``.
 
     Args:
         model: On whose accelerators numbers are drawn too.

@@ -40,7 +40,7 @@ class VisionAttention(nn.Module):
         shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.bounded else 0)
         self.attention = Bound(mechanism, shape).to(old.qkv.weight).train(old.training)
         # timm's fused attention has a scale of its own and does not read the module's
-        self.stretch = 1.0 if old.fused_attn else old.scale * old.head_dim**0.5
+        self.factor = 1.0 if old.fused_attn else old.scale * old.head_dim**0.5
         self.training = old.training
         self.__dict__[BEFORE] = old
 
@@ -57,7 +57,7 @@ class VisionAttention(nn.Module):
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.attention.shape.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
-        q = q if abs(self.stretch - 1) < 1e-6 else q * self.stretch
+        q = q if abs(self.factor - 1) < 1e-6 else q * self.factor
         free = self.attention.mechanism.traits.mask
         dropout = self.attn_drop.p if self.training and free else 0.0
         tokens = None if attn_mask is None or free else _tokens(attn_mask, len(x), x.shape[1])

@@ -91,7 +91,7 @@ def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any
 
 
 def _share(old: nn.Module, new: nn.Module) -> None:
-    """The same parameters in both: nothing is copied, and an optimiser goes on with them."""
+    """The same parameters in both: nothing is copied, and an optimiser keeps them."""
     for name in (
         "in_proj_weight",
         "q_proj_weight",

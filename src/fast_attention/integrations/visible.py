@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fast_attention.mechanism import Unsupported
 
-Sees = Callable[..., Tensor]  # (batch, head, query, key), places that broadcast -> may the query see the key?
+Sees = Callable[..., Tensor]  # (batch, head, query, key), positions that broadcast -> may the query see the key?
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Visible:
     """
 
     dense: Callable[[], Tensor]
-    tokens: Bool[Tensor, "batch all"] | None = None  # which places so far are tokens; None: all
+    tokens: Bool[Tensor, "batch all"] | None = None  # which positions so far are tokens; None: all
     is_causal: bool = False
     sequences: Int[Tensor, "batch keys"] | None = None  # packed in one row: their numbers; None: one in each row
     back: int | None = None  # keys before itself that a query sees; None: all
@@ -33,13 +33,13 @@ class Visible:
     holds: Bool[Tensor, ""] | None = None  # in a compiled model: whether all of this is so, where it may not be
 
     def key_mask(self, keys: int) -> Bool[Tensor, "batch keys"] | None:
-        """Which of the last ``keys`` places are tokens."""
+        """Which of the last ``keys`` positions are tokens."""
         return None if self.tokens is None else self.tokens[:, -keys:]
 
 
 @dataclass(frozen=True)
-class Places:
-    """Which queries and keys a mask is about, by their places in the sequence."""
+class Positions:
+    """Which queries and keys a mask is about, by their positions in the sequence."""
 
     batch: int
     first_query: int
@@ -57,38 +57,38 @@ class Places:
         return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
 
 
-def read(sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
+def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
     """What a mask function allows: by all pairs of neighbours, and by the first, middle and last row.
 
     Args:
         sees: The function.
-        places: What it is asked about.
-        tokens: Which places so far are tokens, (B, all).
+        positions: What it is asked about.
+        tokens: Which positions so far are tokens, (B, all).
         dense: Makes the whole mask.
     """
-    batch = torch.arange(places.batch, device=places.device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=places.device)
+    batch = torch.arange(positions.batch, device=positions.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=positions.device)
 
     def seen(queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.as_tensor(sees(batch, head, queries, keys)).expand(places.batch, len(keys))
+        return torch.as_tensor(sees(batch, head, queries, keys)).expand(positions.batch, len(keys))
 
     found = Visible(dense, tokens)
-    columns, rows = places.columns(), places.rows()
-    if places.queries > 1:
+    columns, rows = positions.columns(), positions.rows()
+    if positions.queries > 1:
         causal = not bool(seen(rows[:-1], rows[:-1] + 1).any())
         apart = ~seen(rows[1:], rows[1:] - 1)
         sequences = torch.nn.functional.pad(apart.cumsum(-1), (1, 0)) if bool(apart.any()) else None
         found = replace(found, is_causal=causal, sequences=sequences)
     else:  # a step of decoding, or a question to all of a memory
-        found = replace(found, is_causal=places.first_query == places.first_key + places.keys - 1)
-    probes = {i: seen(rows[i : i + 1], columns) for i in {0, places.queries // 2, places.queries - 1}}
-    at = {i: places.first_query + i - places.first_key for i in probes}
+        found = replace(found, is_causal=positions.first_query == positions.first_key + positions.keys - 1)
+    probes = {i: seen(rows[i : i + 1], columns) for i in {0, positions.queries // 2, positions.queries - 1}}
+    at = {i: positions.first_query + i - positions.first_key for i in probes}
     if found.sequences is None:
         last = max(probes)
         back = _reach(probes[last][0, : at[last]].flip(0))
         ahead = None if found.is_causal else _reach(probes[0][0, at[0] + 1 :])
         found = replace(found, back=back, ahead=ahead)
-    elif places.first_query != places.first_key or places.queries != places.keys:
+    elif positions.first_query != positions.first_key or positions.queries != positions.keys:
         return replace(found, plain=False)
     else:
         begins = torch.nn.functional.pad(found.sequences.diff(dim=-1) > 0, (1, 0))
@@ -98,10 +98,10 @@ def read(sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], 
             reach = reach & torch.as_tensor(sees(batch, head, first, rows)).all()
         if not bool(reach):
             return replace(found, plain=False)
-    distance = columns - places.first_key
-    told = all(bool((_told(found, distance - at[i], i) == row).all()) for i, row in probes.items())
-    reaches = places.first_query + places.queries == places.first_key + places.keys  # where causal means so to us
-    return replace(found, plain=told and (reaches or not found.is_causal))
+    distance = columns - positions.first_key
+    matches = all(bool((_predicted(found, distance - at[i], i) == row).all()) for i, row in probes.items())
+    reaches = positions.first_query + positions.queries == positions.first_key + positions.keys  # our sense of causal
+    return replace(found, plain=matches and (reaches or not found.is_causal))
 
 
 def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
@@ -112,7 +112,7 @@ def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], 
     """
     try:
         with _disable_current_modes():
-            found = read(sees, Places(1, 0, longest, 0, longest, torch.device("cpu")), None, dense)
+            found = read(sees, Positions(1, 0, longest, 0, longest, torch.device("cpu")), None, dense)
     except Exception as error:  # numbers of the trace were asked for, which torch refuses in many ways
         raise Unsupported(
             "what a token sees depends on the inputs (packed sequences, or a model's own mask), which an exported "
@@ -122,7 +122,7 @@ def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], 
 
 
 def announced(
-    sees: Sees, places: Places, tokens: Tensor | None, dense: Callable[[], Tensor], *, is_causal: bool,
+    sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor], *, is_causal: bool,
     window: int | None,
 ) -> Visible:  # fmt: skip
     """The same while a model is compiled: as transformers announces the mask, of which the graph finds out at every
@@ -130,24 +130,24 @@ def announced(
 
     Args:
         sees: The function.
-        places: What it is asked about.
-        tokens: Which places so far are tokens, (B, all).
+        positions: What it is asked about.
+        tokens: Which positions so far are tokens, (B, all).
         dense: Makes the whole mask.
         is_causal: Whether the mask is announced as causal, rather than as one that sees both sides.
         window: The announced window: with the token itself if causal, without it otherwise.
     """
     back = None if window is None else window - 1 if is_causal else window
-    if back is not None and places.first_query + places.queries - 1 - places.first_key <= back:
+    if back is not None and positions.first_query + positions.queries - 1 - positions.first_key <= back:
         back = None  # the first of all keys is still in the last query's window
     found = Visible(dense, tokens, is_causal, back=back, ahead=None if is_causal else back)
-    batch = torch.arange(places.batch, device=places.device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=places.device)
-    columns, rows = places.columns(), places.rows()
-    holds = torch.ones((), dtype=torch.bool, device=places.device)
-    for i in (0, places.queries // 2, places.queries - 1):
+    batch = torch.arange(positions.batch, device=positions.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=positions.device)
+    columns, rows = positions.columns(), positions.rows()
+    holds = torch.ones((), dtype=torch.bool, device=positions.device)
+    for i in (0, positions.queries // 2, positions.queries - 1):
         row = torch.as_tensor(sees(batch, head, rows[i : i + 1], columns))
-        holds = holds & (row == _told(found, columns - places.first_query - i, i)).all()
-    if places.queries > 1 and back != 0:
+        holds = holds & (row == _predicted(found, columns - positions.first_query - i, i)).all()
+    if positions.queries > 1 and back != 0:
         holds = holds & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
     return replace(found, holds=holds)
 
@@ -163,7 +163,7 @@ def sure(found: Visible) -> Visible:
     return replace(found, holds=None)
 
 
-def _told(found: Visible, distance: Tensor, row: int) -> Tensor:
+def _predicted(found: Visible, distance: Tensor, row: int) -> Tensor:
     """A row of the mask as the fields tell it."""
     seen = torch.ones_like(distance, dtype=torch.bool)
     if found.is_causal:

@@ -37,7 +37,7 @@ def _asked(model: Any, args: Any, kwargs: Any) -> None:
     wish = kwargs.get("output_attentions")
     asked = model.config.output_attentions if wish is None else wish
     shown = tuple(layers_of(model).values()) if asked else ()
-    calls.begin(model, shown=shown, places=kwargs.get("position_ids") is not None)
+    calls.begin(model, shown=shown, positions=kwargs.get("position_ids") is not None)
 
 
 def _answered(model: Any, args: Any, output: Any) -> None:

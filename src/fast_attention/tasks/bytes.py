@@ -18,7 +18,7 @@ from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
 
 APART = {"test", "tests", "site-packages", "dist-packages"}  # folders of Python's library that are no part of it
-STRIDE = 7919  # a prime: validation stretches lie far apart, whatever the number of them
+STRIDE = 7919  # a prime: validation passages lie far apart, whatever the number of them
 JUDGED = 1 << 20  # bytes of the validation side behind the printed baselines
 COUNTED = 1 << 24  # bytes counted at once
 
@@ -64,7 +64,7 @@ class ByteLM(Task):
         return self.context
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Random stretches in training; in validation the same ones, evenly spread, in every run."""
+        """Random passages in training; in validation the same ones, evenly spread, in every run."""
         text = sides(self)[0 if split == "train" else 1]
         room = len(text) - self.context
         if split == "train":
@@ -90,7 +90,7 @@ def read(path: Path) -> bytes:
     """A file's bytes.
 
     Raises:
-        ValueError: It cannot be read, or goes on beyond ``reading.LIMIT``.
+        ValueError: It cannot be read, or is longer than ``reading.LIMIT``.
     """
     try:
         return reading.raw(path)
@@ -132,8 +132,8 @@ def _folder(task: ByteLM, root: Path) -> tuple[bytes, bytes]:
             files.append(path)
     if len(files) < 2:
         raise ValueError(f"{task.path} holds {len(files)} files that fit {pattern!r}; a folder needs 2 or more")
-    places = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
-    held = {*places[: max(1, round(task.share * len(files)))]}
+    shuffled = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
+    held = {*shuffled[: max(1, round(task.share * len(files)))]}
     texts = _texts(task.path, files)
     first, second = (b"\n".join(x for i, x in enumerate(texts) if (i in held) == side) for side in (False, True))
     return first, second
@@ -166,7 +166,7 @@ def counted(train: UInt8[Tensor, "train"], valid: UInt8[Tensor, "valid"], orders
     """Bits per byte of ``valid`` by counts of 1, 2, ... ``orders`` bytes of ``train``.
 
     Each order leans on the one before as Witten and Bell have it (1991, IEEE Trans. Inf. Theory 37:1085): a past seen n
-    times with k different followers gives them the share n / (n + k) and the rest to the shorter past.
+    times with k different followers gives them the fraction n / (n + k) and the rest to the shorter past.
     """
     chance = torch.full((len(valid),), 1 / 256, dtype=torch.double)
     seen = torch.tensor([len(train)])
@@ -186,7 +186,7 @@ def counted(train: UInt8[Tensor, "train"], valid: UInt8[Tensor, "valid"], orders
 
 
 def _grams(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
-    """Each stretch of ``order`` bytes as one number, the last byte lowest."""
+    """Every ``order`` bytes in a row as one number, the last byte lowest."""
     count = len(text) - order + 1
     codes = torch.zeros(count, dtype=torch.long)
     for i in range(order):
@@ -195,7 +195,7 @@ def _grams(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
 
 
 def _table(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
-    """How often each stretch of ``order`` bytes stands in the text."""
+    """How often every ``order`` bytes in a row occur in the text."""
     total = torch.zeros(256**order, dtype=torch.long)
     for start in range(0, len(text) - order + 1, COUNTED):
         total += torch.bincount(_grams(text[start : start + COUNTED + order - 1], order), minlength=256**order)

@@ -131,7 +131,7 @@ def _seen(tokens: list[int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _baselines(task: ListOps) -> tuple[tuple[str, float], ...]:
-    """Each rule's best guesses are told by training expressions and judged on others."""
+    """Each rule's best guesses come from training expressions and are judged on others."""
     source = random.Random(random_for(task, "baselines").initial_seed())
     train, judged = ([task.expression("train", source) for _ in range(SAMPLE)] for _ in range(2))
     rules: dict[str, Callable[[list[int]], Any]] = {

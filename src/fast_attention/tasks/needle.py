@@ -109,6 +109,6 @@ def sides(task: Needle) -> tuple[bytes, bytes]:
     whole = data.text().encode() if task.path == "sample" else read(Path(task.path))
     cut = len(whole) - round(HELD * len(whole))
     if len(whole) - cut <= task.context:
-        said = f"{len(whole)} bytes; context={task.context} needs {round((task.context + 2) / HELD)}"
-        raise ValueError(f"{task.path}: {said}")
+        needed = f"{len(whole)} bytes; context={task.context} needs {round((task.context + 2) / HELD)}"
+        raise ValueError(f"{task.path}: {needed}")
     return whole[:cut], whole[cut:]

@@ -26,7 +26,7 @@ Cell = tuple[int, int]
 
 
 class Stamp(NamedTuple):
-    """A dash or a disc around a cell: its bits on the grid, and the share of each pixel that it covers."""
+    """A dash or a disc around a cell: its bits on the grid, and the fraction of each pixel that it covers."""
 
     bits: int
     cover: dict[Cell, float]

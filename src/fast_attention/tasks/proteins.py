@@ -30,12 +30,12 @@ class ProteinMLM(Task):
     """Tell hidden residues from the rest of the protein: 15 % are asked for, of which 80 % are hidden by a mark, 10 %
     replaced by another residue and 10 % left as they are (Devlin et al. 2018, arXiv 1810.04805, section 3.1).
 
-    Longer proteins are cut at a random place in training, at the start in validation.
+    Longer proteins are cut at a random position in training, at the start in validation.
 
     Args:
         fasta: A FASTA file, plain or gzipped; ``"sample"`` for the shipped proteins; or the name of an installed
             Debian package, such as ``"mmseqs2-examples"``: all proteins that it brought.
-        context: The longest stretch of a protein.
+        context: The most residues of a protein in a sequence.
         share: Of the proteins that are candidates for validation.
         split: ``"homology"``: a candidate that shares 15 residues in a row with a training protein is left out of both
             sides; ``"random"`` keeps all, and flatters.
@@ -67,7 +67,7 @@ class ProteinMLM(Task):
 
     @property
     def length(self) -> int:
-        """The longest stretch."""
+        """The most tokens of a sequence."""
         return self.context
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
@@ -133,7 +133,7 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
     count = min(max(1, round(task.share * len(sequences))), len(sequences) - 1)
     candidates, train = ([encoded(sequences[i]) for i in part] for part in (order[:count], order[count:]))
     if task.split == "homology":
-        candidates = strangers(candidates, train)
+        candidates = unrelated(candidates, train)
         if not candidates:
             raise ValueError(f"{task.fasta}: every validation protein shares {KMER} residues with a training one")
     return train, candidates
@@ -162,7 +162,7 @@ def _sequences(fasta: str) -> list[str]:
     return sequences
 
 
-def strangers(candidates: list[Tensor], train: list[Tensor]) -> list[Tensor]:
+def unrelated(candidates: list[Tensor], train: list[Tensor]) -> list[Tensor]:
     """The candidates that share no 15 known residues in a row with a training protein.
 
     Stretches are compared by a number of 64 bits; should two different ones ever agree, a candidate too many goes.
@@ -176,7 +176,7 @@ def strangers(candidates: list[Tensor], train: list[Tensor]) -> list[Tensor]:
 
 
 def _stretches(proteins: list[Tensor]) -> tuple[Int[Tensor, "starts"], Bool[Tensor, "starts"]]:
-    """A number for each stretch of 15 of all proteins in a row, and whether it is of known residues of one protein."""
+    """A number for every 15 residues in a row of all proteins, and whether it is of known residues of one protein."""
     line = joined(proteins)
     count = len(line) - KMER + 1
     codes, usable = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)

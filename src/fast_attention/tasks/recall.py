@@ -49,7 +49,7 @@ class Copy(Task):
         return self.symbols, self.symbols + 1
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Sequences and, for each place of the second half, the symbol that comes next."""
+        """Sequences and, for each position of the second half, the symbol that comes next."""
         first = 1 if 0 in self._marks else 0
         w = torch.randint(first, first + self.symbols, (size, self.words), generator=random_for(self, split, index))
         start, separator = (torch.full((size, 1), mark) for mark in self._marks)
@@ -120,8 +120,8 @@ class SelectiveCopy(Task):
         """Sequences; at cue number i the i-th data token is asked for."""
         generator = random_for(self, split, index)
         values = torch.randint(self.symbols, (size, self.data), generator=generator)
-        places = torch.rand(size, self.context, generator=generator).argsort(-1)[:, : self.data].sort(-1).values
-        context = torch.full((size, self.context), self.symbols).scatter(-1, places, values)
+        positions = torch.rand(size, self.context, generator=generator).argsort(-1)[:, : self.data].sort(-1).values
+        context = torch.full((size, self.context), self.symbols).scatter(-1, positions, values)
         tokens = torch.cat([context, torch.full((size, self.data), self.symbols + 1)], -1)
         targets = torch.cat([torch.full((size, self.context), IGNORED), values], -1)
         return Batch(tokens, targets)
@@ -135,8 +135,8 @@ class SelectiveCopy(Task):
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): ``k1 v1 k2 v2 ...``, then keys.
 
-    Their values are to be told. Every key is asked for once, at an even place; most of them soon: the g-th of those
-    places (g = 1, 2, ...) has probability proportional to ``g^(power - 1)`` among the places that are left.
+    Their values are to be predicted. Every key is asked for once, at an even position; most of them soon: the g-th of
+    those positions (g = 1, 2, ...) has probability proportional to ``g^(power - 1)`` among the positions that are left.
 
     Args:
         vocab: Kinds of tokens; keys below the half, values above, 0 as filler.
@@ -179,25 +179,25 @@ class MQAR(Task):
         gaps = self._gaps(size, generator)
         tokens = torch.zeros(size, self.context, dtype=torch.long)
         tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
-        places = 2 * self.pairs + 2 * gaps
+        positions = 2 * self.pairs + 2 * gaps
         targets = torch.full((size, self.context), IGNORED)
-        return Batch(tokens.scatter(-1, places, keys), targets.scatter(-1, places, values))
+        return Batch(tokens.scatter(-1, positions, keys), targets.scatter(-1, positions, values))
 
     def _gaps(self, size: int, generator: torch.Generator) -> Int[Tensor, "size pairs"]:
-        """At which of the places behind the pairs each key is asked for."""
+        """At which of the positions behind the pairs each key is asked for."""
         slots = (self.context - 2 * self.pairs) // 2
         weight = torch.arange(1, slots + 1, dtype=torch.double) ** (self.power - 1)
         return torch.multinomial(weight.expand(size, -1), self.pairs, generator=generator)
 
     def baselines(self) -> dict[str, float]:
-        """Knowing which values are in the sequence, but not whose they are; and by place alone, over 100,000 sequences.
+        """Knowing which values are in the sequence, but not whose; and by position alone, over 100,000 sequences.
 
-        The first pairs draw the first gaps, so that a place tells something of the pair that is asked for there.
+        The first pairs draw the first gaps, so that a position says something of the pair that is asked for there.
         """
         gaps = self._gaps(100_000, random_for("baselines", self))
         counts = torch.stack([torch.bincount(gaps[:, i], minlength=int(gaps.max()) + 1) for i in range(self.pairs)])
         usual = counts.max(0).values.sum().item() / gaps.numel()
-        return {"one of the sequence's values": 1 / self.pairs, "the pair most often asked at that place": usual}
+        return {"one of the sequence's values": 1 / self.pairs, "the pair most often asked at that position": usual}
 
 
 @dataclass(frozen=True, repr=False)

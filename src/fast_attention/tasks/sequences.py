@@ -121,22 +121,22 @@ class Sequences(Task):
         found[f"sequences with several labels that differ beyond byte {self.context:,}"] = f"{counts.alike:,}"
         for name, side in (("training", train), ("validation", valid)):
             full = sum(len(row) == self.context for row in side.rows)
-            said = f"{len(side.rows):,} sequences, {full:,} of them {self.context} bytes or longer"
-            found[name] = f"{said}, SHA-256 {digest(*side.rows, side.labels)}"
+            message = f"{len(side.rows):,} sequences, {full:,} of them {self.context} bytes or longer"
+            found[name] = f"{message}, SHA-256 {digest(*side.rows, side.labels)}"
         return found
 
     def remarks(self) -> list[str]:
         """Sequences that have more than one label."""
         counts = sides(self).counts
-        said = []
+        message = []
         if counts.torn:
-            said.append(f"{counts.torn:,} sequences have more than one label and are left out")
+            message.append(f"{counts.torn:,} sequences have more than one label and are left out")
         if counts.alike:
-            said.append(
+            message.append(
                 f"{counts.alike:,} sequences of different labels are alike in the first {self.context:,} bytes, and no "
                 "model can tell them apart: context=... reads more"
             )
-        return said
+        return message
 
 
 @lru_cache(maxsize=4)

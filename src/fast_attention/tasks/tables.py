@@ -67,8 +67,8 @@ def _found(owner: str, path: str, record: dict[str, Any], column: Column) -> str
         if name in record or name in lowered:
             return name if name in record else lowered[name]
     listed = ", ".join(_short(name) for name in list(record)[:SHOWN]) + (", ..." if len(record) > SHOWN else "")
-    said = f"no column is called {' or '.join(names)}; there are: {listed}"
-    raise ValueError(f"{path}: {said}. Name it: {owner}(path=..., {column.role}=...)")
+    message = f"no column is called {' or '.join(names)}; there are: {listed}"
+    raise ValueError(f"{path}: {message}. Name it: {owner}(path=..., {column.role}=...)")
 
 
 def _short(name: str) -> str:
@@ -101,8 +101,8 @@ def _table(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 names = _headers(place, row)
             elif row:
                 if any(row[len(names) :]):
-                    said = f"{len(row)} values and {len(names)} columns: a value that contains {delimiter!r} needs"
-                    raise ValueError(f'{place}: {said} quotes, "like this"')
+                    message = f"{len(row)} values and {len(names)} columns: a value that contains {delimiter!r} needs"
+                    raise ValueError(f'{place}: {message} quotes, "like this"')
                 yield place, dict(zip(names, [*row, *[None] * (len(names) - len(row))], strict=False))
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
@@ -121,8 +121,8 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        said = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise ValueError(f"{path}, line {number}: not JSON ({said})") from error
+        message = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise ValueError(f"{path}, line {number}: not JSON ({message})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}, line {number}: not an object such as {{'sequence': ..., 'label': ...}}")
     return found

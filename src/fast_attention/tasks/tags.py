@@ -16,7 +16,7 @@ from torch import Tensor
 from fast_attention.ops.value import at_least
 from fast_attention.tasks import tables
 from fast_attention.tasks.lengths import chosen, padded
-from fast_attention.tasks.proteins import KMER, encoded, strangers
+from fast_attention.tasks.proteins import KMER, encoded, unrelated
 from fast_attention.tasks.tables import Column
 from fast_attention.tasks.task import IGNORED, Batch, Split, Task, digest, random_for
 
@@ -113,14 +113,14 @@ class Tags(Task):
         found = {"labels": ", ".join(names), **{f"{why} left out": f"{count:,}" for why, count in left.items()}}
         for name, side in (("training", train), ("validation", valid)):
             full = sum(len(row.tokens) == self.context for row in side)
-            said = (
+            message = (
                 f"{len(side):,} sequences, {len(_asked(side)[1]):,} labels, {full:,} of {self.context} bytes or longer"
             )
-            found[name] = f"{said}, SHA-256 {digest(*(part for row in side for part in row))}"
+            found[name] = f"{message}, SHA-256 {digest(*(part for row in side for part in row))}"
         return found
 
     def remarks(self) -> list[str]:
-        """Sequences that have more than one labelling, or share stretches with training ones."""
+        """Sequences that have more than one labelling, or share residues in a row with training ones."""
         return [f"{count:,} {why} are left out" for why, count in sides(self).left.items() if count]
 
 
@@ -183,8 +183,8 @@ def _fasta(path: Path) -> Iterator[tuple[str, str, str]]:
     ]
     starts = [i for i, (_, line) in enumerate(lines) if line.startswith(">")]
     if not lines or starts[:1] != [0]:
-        said = "is empty" if not lines else "does not start with a '>' line, as FASTA does, nor end in .csv or .tsv"
-        raise ValueError(f"{path}: the file {said}")
+        message = "is empty" if not lines else "does not start with a '>' line, as FASTA does, nor end in .csv or .tsv"
+        raise ValueError(f"{path}: the file {message}")
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         place, below = f"{path}, line {lines[start][0]}", [line for _, line in lines[start + 1 : end]]
         if not below or len(below) % 2:
@@ -222,7 +222,7 @@ def _strangers(task: Tags, train: list[str], candidates: list[str]) -> list[str]
     if max(map(len, train)) < KMER or max(map(len, candidates)) < KMER:
         return candidates
     coded = [encoded(text) for text in candidates]
-    kept = {id(protein) for protein in strangers(coded, [encoded(text) for text in train])}
+    kept = {id(protein) for protein in unrelated(coded, [encoded(text) for text in train])}
     found = [text for text, protein in zip(candidates, coded, strict=True) if id(protein) in kept]
     if not found:
         raise ValueError(f"{task.path}: every validation protein shares {KMER} residues with a training one")

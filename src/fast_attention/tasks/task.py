@@ -12,7 +12,7 @@ from torch import Tensor
 from fast_attention.ops.value import Value
 
 Split = Literal["train", "valid"]
-IGNORED = -100  # the target of a place without a loss, as torch.nn.functional.cross_entropy has it
+IGNORED = -100  # the target of a position without a loss, as torch.nn.functional.cross_entropy has it
 
 
 class Batch(NamedTuple):

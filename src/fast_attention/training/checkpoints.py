@@ -52,7 +52,7 @@ def save(
     randomness: list[dict[str, Any]],
     *,
     keep: int = 2,
-    **said: Any,
+    **also: Any,
 ) -> Path:
     """Write ``step_N`` under another name, bring it to the disk, rename it, and drop all but ``keep`` sound ones.
 
@@ -64,7 +64,7 @@ def save(
         optimiser: The optimiser's state.
         randomness: ``random_states()`` of every process.
         keep: Checkpoints to keep: this one, and the newest of the others that are as they were written.
-        said: What else the manifest is to hold, as JSON: task, settings, data position.
+        also: What else the manifest is to hold, as JSON: task, settings, data position.
 
     Raises:
         OSError: It could not be written; the checkpoints before it are as they were.
@@ -79,7 +79,7 @@ def save(
         for name, state in (("optimiser.pt", optimiser), ("random.pt", randomness)):
             with files.whole(partial / name) as place:
                 _dump(state, place)
-        body = {"format": FORMAT, "version": __version__, "step": step, "mechanism": config.mechanism, **said}
+        body = {"format": FORMAT, "version": __version__, "step": step, "mechanism": config.mechanism, **also}
         body["files"] = {name: files.sha256(partial / name) for name in FILES}
         files.write(partial / MANIFEST, _sealed(body))
         if path.exists():  # one that was damaged and passed over
@@ -181,7 +181,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest as it was written. A later version's is told by its format, however that version seals it."""
+    """The manifest as it was written. A later version's is recognised by its format, however that version seals it."""
     try:
         text = (path / MANIFEST).read_bytes()
         body = dict(json.loads(text))

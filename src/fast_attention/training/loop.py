@@ -1,4 +1,4 @@
-"""The loop: batch number i at step i, so that a killed run goes on, to the bit, where its checkpoint stands."""
+"""The loop: batch number i at step i, so that a killed run resumes, to the bit, at its checkpoint."""
 
 from __future__ import annotations
 
@@ -246,8 +246,8 @@ class _Run:
             spent = max(time.monotonic() - self.lap, 1e-9)
             speed, each = self.tokens / spent, spent / max(self.at.step - self.lap_step, 1)
             self._since()
-            prices = {"tokens_per_second": round(speed, 1), "step_seconds": round(each, 6)}
-            self._tell({"loss": loss, "rate": self.rate, "norm": norm, **prices})
+            costs = {"tokens_per_second": round(speed, 1), "step_seconds": round(each, 6)}
+            self._tell({"loss": loss, "rate": self.rate, "norm": norm, **costs})
 
     def _tell(self, line: dict[str, Any]) -> None:
         if self.journal is not None:

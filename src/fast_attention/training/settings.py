@@ -77,7 +77,7 @@ class TrainingSettings(Value):
         at_least(self, "warmup", self.warmup, 0.0)
         one_of(self, "precision", self.precision, Precision)
         if self.warmup >= 1.0:
-            raise ValueError(f"TrainingSettings(warmup={self.warmup!r}): warmup is a share of the run, below 1")
+            raise ValueError(f"TrainingSettings(warmup={self.warmup!r}): warmup is a fraction of the run, below 1")
         if not self.steps and not self.minutes:
             raise ValueError("TrainingSettings(steps=0, minutes=0.0): give steps or minutes, or training has no end")
 

@@ -1,4 +1,4 @@
-"""What stands in a run's folder: the checkpoint to go on from, what it was trained with, what may be overwritten."""
+"""What stands in a run's folder: the checkpoint to resume from, what it was trained with, what may be overwritten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIXED = ("batch_size", "accumulate", "seed", "order")  # what a resumed run cann
 class Run(NamedTuple):
     """What a run is of, as its newest intact checkpoint says."""
 
-    task: str  # its spelling
+    task: str  # its expression
     settings: dict[str, Any]
     config: ModelConfig
 

@@ -61,8 +61,8 @@ def check(task: Task, config: ModelConfig) -> None:
 
 def optimiser_for(model: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
     """AdamW that pulls matrices towards zero, but not norms, biases and learned positions."""
-    places = {id(p) for m in model.modules() if isinstance(m, PositionTable) for p in m.parameters()}
-    pulled = [p for p in model.parameters() if p.ndim > 1 and id(p) not in places]
+    tables = {id(p) for m in model.modules() if isinstance(m, PositionTable) for p in m.parameters()}
+    pulled = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
     known = {id(p) for p in pulled}
     free = [p for p in model.parameters() if id(p) not in known]
     groups = [{"params": pulled, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}]
@@ -79,7 +79,7 @@ def rate(settings: TrainingSettings, step: int, seconds: float) -> float:
 
 
 def forward(model: nn.Module, batch: Batch, settings: TrainingSettings) -> tuple[Tensor, Tensor]:
-    """Logits (targets, kinds) in float32 and targets (targets,), places without a target included."""
+    """Logits (targets, kinds) in float32 and targets (targets,), positions without a target included."""
     device = batch.tokens.device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
         logits = model(batch.tokens, batch.key_mask)
