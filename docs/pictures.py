@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from fast_attention import files
-from fast_attention.lab.pictures import COLOURS, INK, STYLE, svg
+from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
 from fast_attention.lab.study import drawings
 from fast_attention.lab.study.record import Study
 
@@ -88,7 +88,7 @@ def main() -> None:
     """All pictures, each of its newest record."""
     files.write(TIMES, times(newest("bench")))
     study = Study.read(newest("study-mqar"))
-    files.write(ROOT / "docs" / "study-prices.svg", drawings.prices(study).svg)
+    files.write(ROOT / "docs" / "study-prices.svg", drawings.costs(study).svg)
     files.write(ROOT / "docs" / "study-curves.svg", drawings.curves(study).svg)
 
 

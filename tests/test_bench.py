@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue, clock
 from fast_attention.cli import main
-from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup, memory, page, run, terminal
+from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup, memory, page, run
 from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes, line
 from fast_attention.lab.bench.heat import Heat
 from fast_attention.lab.bench.record import Benchmark, Row, Step, Weight
@@ -367,10 +367,10 @@ def test_like_is_compared_with_like() -> None:
 
 def test_percent_of_the_ceiling_is_of_the_best_product_of_the_run() -> None:
     record = synthetic()
-    assert run.percent_of_ceiling(record, record.cells[0]) == pytest.approx(50.0)  # 1e8 in 1 ms, of 2e11 a second
-    assert run.percent_of_ceiling(record, record.cells[0], "training") is None
+    assert figures.percent_of_ceiling(record, record.cells[0]) == pytest.approx(50.0)  # 1e8 in 1 ms, of 2e11 a second
+    assert figures.percent_of_ceiling(record, record.cells[0], "training") is None
     record.ceilings = []
-    assert run.percent_of_ceiling(record, record.cells[0]) is None
+    assert figures.percent_of_ceiling(record, record.cells[0]) is None
 
 
 def test_slopes_and_means() -> None:
@@ -516,7 +516,7 @@ def test_a_partial_record_still_makes_a_page_and_a_table() -> None:
     })  # fmt: skip
     record.summary = figures.summarise(record)
     assert "was interrupted" in page.html(record)
-    assert terminal.table(record).row_count == 0
+    assert not page.table(record).rows
     record.weights = [Weight("A()", 16, note="over budget")]
     assert "memory at 16 tokens: over budget" in page.html(record)
 

@@ -22,7 +22,6 @@ from fast_attention.lab import (
     pictures,
     race,
     report,
-    tables,
     tradeoff,
     verdicts,
 )
@@ -272,8 +271,8 @@ def test_json_is_strict_and_comes_back(complete: Comparison) -> None:
 
 
 def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_path: Path) -> None:
-    _, page = report.save(complete, tmp_path)
-    html = page.read_text()
+    report.save(complete, tmp_path)
+    html = (tmp_path / report.PAGE).read_text()
     loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
     assert all((a or b).startswith(("#", "data:image/png;base64,")) for a, b in loads), loads
     titles = [
@@ -315,7 +314,8 @@ def test_ctrl_c_leaves_a_whole_partial_record(after: int, tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         compare.compare(of, record)
     compare.finish(of, record, "interrupted")
-    _, page = report.save(record, tmp_path)
+    report.save(record, tmp_path)
+    page = tmp_path / report.PAGE
     held = json.loads((tmp_path / "records.json").read_text())
     assert held["meta"]["status"] == "interrupted"
     assert {(row["mechanism"], row["length"]) for row in held["rows"]} == {
@@ -347,7 +347,7 @@ def test_what_is_refused_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert (refused.status, failed.status) == ("refused", "failed")
     assert "traits.causal" in refused.note
     assert failed.note == "RuntimeError: a fault"
-    assert len(tables.footnotes(record)) == 2
+    assert len(report.footnotes(record)) == 2
     assert all(cell.training_ms is None for cell in record.cells)
     assert "traits.causal" in report.html(record)
 
@@ -464,8 +464,8 @@ def test_within_noise_is_about_equal() -> None:
     assert verdicts.even(cell)
     assert verdicts.crossover(record, "Local()") is None
     assert verdicts.headline(record)[0].startswith("Use exact attention")
-    assert "class=even" in report._speed(cell)
-    assert "0.91 to 1.4" in report._speed(cell)
+    assert report._speed(cell).kind == "even"
+    assert report._speed(cell).small == "0.91 to 1.4"
     cell.forward_low = cell.forward_high = None
     cell.forward_ratio = 0.97
     assert verdicts.even(cell)
@@ -511,7 +511,7 @@ def test_error_against_speed_at_one_length() -> None:
     assert found is not None
     assert found.where == "at 128 tokens"
     assert [point.name for point in found.best] == [EXACT, "Favor()", "Local()"]
-    picture = tradeoff.scatter(found)
+    picture = pictures.scatter(found)
     assert "Favor() 2x with 5 %; Local() 4x with 30 %" in picture.alt
     assert all(f">{point.name}<" in picture.svg for point in found.points)
     record.cells = [cell for cell in record.cells if cell.length == 1024]
@@ -534,7 +534,7 @@ def test_every_default_mechanism_spells_itself() -> None:
 def test_pictures_stand_for_themselves() -> None:
     record = made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2})
     picture = pictures.growth(record, lambda cell: cell.forward_ms, "ms", 'a "quoted" <text>', "forward")
-    assert 'aria-label="a &quot;quoted&quot; &lt;text>"' in picture.svg
+    assert 'aria-label="a &quot;quoted&quot; &lt;text&gt;"' in picture.svg
     assert ">362<" in picture.svg, "the crossover is written at its line"
     record.errors[0].output.append([0.35])
     heat = pictures.heat(record.errors, ["layer 0", "layer 1", "layer 2"])

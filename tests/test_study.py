@@ -190,5 +190,5 @@ def test_a_picture_of_few_equal_results(price: tuple[float, int], others: int) -
     seconds, size = price
     results = [Result(name, 0, "complete", 0.25, 0.25, 6, seconds, size, 10, 4, [(6, 1.0, 0.25)]) for name in names]
     record = Study({"mechanisms": names, "metric": "accuracy", "baselines": {"chance": 0.25}}, results)
-    assert drawings.prices(record).svg.startswith("<svg")
+    assert drawings.costs(record).svg.startswith("<svg")
     assert drawings.curves(record).svg.startswith("<svg")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
 
@@ -76,8 +75,8 @@ def compare_command(
     console = Console(stderr=True)
     status = _carry_out(plan, record, out, console)
     compare.finish(plan, record, status)
-    _, page = report.save(record, out)
-    _tell(record, page, console, as_json)
+    report.save(record, out)
+    _tell(record, out, as_json)
     return 0 if status == "complete" else 130
 
 
@@ -91,7 +90,7 @@ def _carry_out(plan: compare.Plan, record: Comparison, out: Path, console: Conso
             progress.update(task, advance=1, description=what)
 
         def save() -> None:
-            record.save(out / "records.json")
+            record.save(out / report.DATA)
 
         try:
             compare.compare(plan, record, watch, save)
@@ -116,16 +115,12 @@ def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:
     )
 
 
-def _tell(record: Comparison, page: Path, say: Console, as_json: bool) -> None:
+def _tell(record: Comparison, out: Path, as_json: bool) -> None:
     if as_json:
         print(record.to_json())
     else:
-        show = Console(width=None if sys.stdout.isatty() else 200)
-        show.print(tables.summary(record))
-        show.print()
-        for words in verdicts.headline(record):
-            show.print(Text(words))
-    say.print(Text(f"\nReport: {page.resolve()}\nRecords: {page.resolve().with_name('records.json')}"), soft_wrap=True)
+        tables.show(report.summary(record), "", *verdicts.headline(record))
+    tables.say(f"\nReport: {(out / report.PAGE).resolve()}\nRecords: {(out / report.DATA).resolve()}")
 
 
 def list_command(
@@ -149,8 +144,21 @@ def list_command(
         for mechanism in chosen:
             _detail(mechanism)
     else:
-        Console(width=None if sys.stdout.isatty() else 200).print(tables.catalogue_table(chosen))
+        tables.show(_catalogue(chosen))
         print("\nOther names (Performer, Longformer, Mamba ...): fast-attention list NAME")
+
+
+def _catalogue(chosen: list[Any]) -> tables.Table:
+    """The mechanisms with what they can do."""
+    rows = []
+    for mechanism in chosen:
+        traits = mechanism.traits
+        weights = "learned" if traits.learned else "random" if traits.random else "-"
+        yes = ["yes" if granted else "-" for granted in (traits.causal, traits.padding, traits.cross)]
+        does = [traits.cost, traits.reads, *yes, traits.memory or "-"]
+        rows.append([type(mechanism).__name__, *does, weights, traits.paper])
+    heads = ["mechanism", "cost", "reads", "causal", "padding", "cross", "decodes", "weights", "source"]
+    return tables.Table(heads, rows, left=range(1, len(heads)))
 
 
 def _described(mechanism: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from fast_attention import files
 from fast_attention.lab.options import MODEL, at_work
@@ -22,6 +21,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.open_model import OpenModel, opened
     from fast_attention.lab.progress import progress_bar
+    from fast_attention.lab.tables import Table, Value, show
     from fast_attention.mechanism import Unsupported
 
 TOLERANCE = 1e-4  # of the largest output: float32 through a dozen layers, summed in another order
@@ -50,7 +50,7 @@ def export_command(
     length: Annotated[int, typer.Option(min=2, help="Tokens of the example that is traced.")] = TRACED,
     opset: Annotated[int | None, typer.Option(min=18, help="Version of ONNX's operators. Default: torch's.")] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest difference from the model, as a share of its largest output.")
+        float, typer.Option(min=0.0, help="Largest difference from the model, as a fraction of its largest output.")
     ] = TOLERANCE,
 ) -> int:
     """Export a model with an open batch and length; the file is run at other lengths before it gets its name.
@@ -119,11 +119,8 @@ def _try(model: OpenModel, draft: Path, trials: list[Trial], progress: Progress)
 
 
 def _tell(trials: list[Trial], tokens: bool, tolerance: float) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"):
-        table.add_column(title, justify="right")
+    rows = []
     for trial in trials:
-        colour = "green" if trial.difference <= tolerance else "bold red"
-        shown = f"[{colour}]{trial.difference:.1e}[/]"
-        table.add_row(str(trial.batch), *[str(trial.length)] * tokens, shown)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        found = Value(f"{trial.difference:.1e}", "fast" if trial.difference <= tolerance else "broken")
+        rows.append([str(trial.batch), *[str(trial.length)] * tokens, found])
+    show(Table(["batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"], rows))

@@ -1,54 +1,43 @@
-"""Pictures as inline SVG with a text that says what they show: growth with length, errors per head, matrices."""
+"""Pictures of a comparison: growth with length, errors per head, attention matrices, error against speed."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import matplotlib
 import matplotlib.colors
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from fast_attention.lab.drawing import (
+    COLOURS,
+    GOOD,
+    INK,
+    PALE,
+    WIN,
+    against_length,
+    folded,
+    line,
+    panels,
+    picture,
+    sheet,
+)
+from fast_attention.lab.numbers import factor, percent
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error
-from fast_attention.lab.verdicts import Pass, crossing, percent
-
-INK, PALE, WIN = "#1f2933", "#9aa5b1", "#d9f2e3"
-COLOURS = ("#0b69a3", "#d64545", "#8d5fd3", "#b7791f", "#2f855a", "#718096")
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fast-attention",
-    "font.family": ["sans-serif"],
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
-    "font.size": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": PALE,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-}
-
+from fast_attention.lab.tradeoff import FLOOR, TOP, Point, Tradeoff
+from fast_attention.lab.verdicts import Pass, crossing
 
 Quantity = Callable[[Cell], float | None]
 Crossed = Pass | None
 
 
-class Picture(NamedTuple):
-    """An SVG element and the text that stands for it."""
-
-    svg: str
-    alt: str
-
-
-def growth(record: Comparison, quantity: Quantity, unit: str, alt: str, crossed: Crossed = None) -> Picture:
-    """A panel per kind of mechanism: a quantity against length, log-log, exact attention as the line to beat.
+@picture
+def growth(record: Comparison, quantity: Quantity, unit: str, alt: str, crossed: Crossed = None) -> tuple[Figure, str]:
+    """A panel per kind of mechanism: a quantity against length, log-log, beside exact attention's.
 
     Args:
         record: What was measured.
@@ -60,54 +49,35 @@ def growth(record: Comparison, quantity: Quantity, unit: str, alt: str, crossed:
     families: dict[str, list[str]] = {}
     for name in record.mechanisms:
         families.setdefault(name.split("(")[0], []).append(name)
-    shown = {family: names for family, names in families.items() if any(_line(record, n, quantity)[0] for n in names)}
-    columns = min(5, max(len(shown), 1))
-    rows = max(math.ceil(len(shown) / columns), 1)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 0.5 + 2.15 * rows), layout="constrained")
-        panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-        for axes, (family, names) in zip(panels, shown.items(), strict=False):
-            _panel(axes, record, family, names, quantity, crossed)
-        for axes in panels[len(shown) :]:
-            axes.set_visible(False)
-        for axes in panels[max(len(shown) - columns, 0) : len(shown)]:
-            axes.tick_params(labelbottom=True)
-        figure.supxlabel("tokens", fontsize=9)
-        figure.supylabel(unit, fontsize=9)
-        return Picture(svg(figure, alt), alt)
+    shown = {family: names for family, names in families.items() if any(_points(record, n, quantity) for n in names)}
+    figure, found = panels(len(shown), 2.15, 5, sharex=True, sharey=True)
+    for axes, (family, names) in zip(found, shown.items(), strict=False):
+        _panel(axes, record, family, names, quantity, crossed)
+    for axes in found[-5:]:
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("tokens", fontsize=9)
+    figure.supylabel(unit, fontsize=9)
+    return figure, alt
 
 
-def _line(record: Comparison, name: str, quantity: Quantity) -> tuple[list[int], list[float]]:
-    points = [(cell.length, quantity(cell)) for cell in record.cells if cell.mechanism == name]
-    known = sorted((length, value) for length, value in points if value)
-    return [length for length, _ in known], [value for _, value in known]
+def _points(record: Comparison, name: str, quantity: Quantity) -> dict[int, float]:
+    found = {cell.length: quantity(cell) for cell in record.cells if cell.mechanism == name}
+    return {length: value for length, value in sorted(found.items()) if value}
 
 
-def _panel(
-    axes: Axes,
-    record: Comparison,
-    family: str,
-    names: list[str],
-    quantity: Quantity,
-    crossed: Crossed,
-) -> None:
-    axes.set_title(family, fontsize=9, fontweight="bold", loc="left")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    lengths, exact = _line(record, EXACT, quantity)
+def _panel(axes: Axes, record: Comparison, family: str, names: list[str], quantity: Quantity, crossed: Crossed) -> None:
+    exact = _points(record, EXACT, quantity)
     ticks = [cell.length for cell in record.cells if cell.mechanism == EXACT]
-    axes.plot(lengths, exact, color=INK, linewidth=1.6, label="exact" if len(names) > 1 else None)
+    against_length(axes, ticks, family)
+    line(axes, exact, color=INK, linewidth=1.6, marker="", label="exact" if len(names) > 1 else None)
     for colour, name in zip(itertools.cycle(COLOURS), names, strict=False):
-        own, values = _line(record, name, quantity)
-        settings = name[len(family) + 1 : -1] or "default"
-        axes.plot(own, values, color=colour, linewidth=1.6, marker="o", markersize=3, label=settings)
-        theirs = dict(zip(lengths, exact, strict=True))
-        both = [(length, value) for length, value in zip(own, values, strict=True) if length in theirs]
+        own = _points(record, name, quantity)
+        line(axes, own, color=colour, linewidth=1.6, label=name[len(family) + 1 : -1] or "default")
+        both = [length for length in own if length in exact]
         if both and name == names[0]:
-            at, mine = zip(*both, strict=True)
-            reference = [theirs[length] for length in at]
-            better = [a < b for a, b in zip(mine, reference, strict=True)]
-            axes.fill_between(at, mine, reference, where=better, color=WIN, interpolate=True, linewidth=0)
+            mine, theirs = ([points[length] for length in both] for points in (own, exact))
+            better = [a < b for a, b in zip(mine, theirs, strict=True)]
+            axes.fill_between(both, mine, theirs, where=better, color=WIN, interpolate=True, linewidth=0)
         where = crossing(record, name, crossed) if crossed else None
         if where is not None:
             axes.axvline(where, color=colour, linewidth=0.8, linestyle=":")
@@ -115,82 +85,101 @@ def _panel(
             late = math.log(where / min(own)) > 0.7 * math.log(max(ticks) / min(ticks))
             place: Any = {"xy": (where, 0.98), "xycoords": ("data", "axes fraction"), "va": "top"}
             axes.annotate(label, **place, fontsize=7, color=colour, ha="right" if late else "left")
-    axes.set_xticks(ticks, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in ticks])
-    axes.minorticks_off()
-    axes.grid(color="#e4e7eb", linewidth=0.5)
-    axes.set_axisbelow(True)
     if len(names) > 1:
-        axes.legend(fontsize=6, frameon=False, loc="lower right", handlelength=1.2, labelspacing=0.2)
+        axes.legend(fontsize=6, loc="lower right", handlelength=1.2, labelspacing=0.2)
 
 
-def heat(errors: list[Error], layers: list[str]) -> Picture:
+@picture
+def heat(errors: list[Error], layers: list[str]) -> tuple[Figure, str]:
     """Output error of every approximation (a row) in every head of every layer (columns), on a logarithmic scale."""
     heads = [len(row) for row in errors[0].output]
     edges = list(itertools.accumulate(heads, initial=0))
     table = np.array([[value for row in error.output for value in row] for error in errors], dtype=float)
     table = np.clip(np.nan_to_num(table, nan=np.inf), 1e-3, 10.0)
-    alt = "Relative output error of every approximation in every head: " + "; ".join(
-        f"{error.mechanism} median {percent(found[0])}, worst {percent(found[1])}"
-        for error in errors
-        if (found := error.summary()) is not None
+    figure, (axes,) = sheet(1.3 + 0.24 * len(errors))
+    norm = matplotlib.colors.LogNorm(1e-2, 3.0)
+    image = axes.imshow(table, aspect="auto", cmap="YlOrRd", norm=norm, interpolation="nearest")
+    axes.set_yticks(range(len(errors)), [error.mechanism for error in errors])
+    centres = [(before + after - 1) / 2 for before, after in itertools.pairwise(edges)]
+    axes.set_xticks(centres, [f"{layer}\n({count} heads)" for layer, count in zip(layers, heads, strict=True)])
+    for edge in edges[1:-1]:
+        axes.axvline(edge - 0.5, color="white", linewidth=2)
+    right = axes.secondary_yaxis("right")
+    found = [error.summary() for error in errors]
+    right.set_yticks(range(len(errors)), [f"{percent(each[0])} / {percent(each[1])}" if each else "" for each in found])
+    for side in (axes, right):
+        side.tick_params(length=0)
+        side.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axes, extend="both", pad=0.01, aspect=30, shrink=0.9)
+    bar.set_ticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], labels=["1 %", "3 %", "10 %", "30 %", "100 %", "300 %"])
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    said = zip(errors, found, strict=True)
+    return figure, "Relative output error of every approximation in every head: " + "; ".join(
+        f"{error.mechanism} median {percent(each[0])}, worst {percent(each[1])}" for error, each in said if each
     )
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 1.3 + 0.24 * len(errors)), layout="constrained")
-        axes = figure.subplots()
-        norm = matplotlib.colors.LogNorm(1e-2, 3.0)
-        image = axes.imshow(table, aspect="auto", cmap="YlOrRd", norm=norm, interpolation="nearest")
-        axes.set_yticks(range(len(errors)), [error.mechanism for error in errors])
-        centres = [(before + after - 1) / 2 for before, after in itertools.pairwise(edges)]
-        axes.set_xticks(centres, [f"{layer}\n({count} heads)" for layer, count in zip(layers, heads, strict=True)])
-        for edge in edges[1:-1]:
-            axes.axvline(edge - 0.5, color="white", linewidth=2)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        right = axes.secondary_yaxis("right")
-        right.set_yticks(range(len(errors)), [_median_and_worst(error) for error in errors])
-        right.tick_params(length=0)
-        right.spines[:].set_visible(False)
-        bar = figure.colorbar(image, ax=axes, extend="both", pad=0.01, aspect=30, shrink=0.9)
-        bar.set_ticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], labels=["1 %", "3 %", "10 %", "30 %", "100 %", "300 %"])
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        return Picture(svg(figure, alt), alt)
 
 
-def _median_and_worst(error: Error) -> str:
-    found = error.summary()
-    return "" if found is None else f"{percent(found[0])} / {percent(found[1])}"
-
-
-def matrices(exact: Tensor, approximate: dict[str, Tensor], where: str) -> Picture:
+@picture
+def matrices(exact: Tensor, approximate: dict[str, Tensor], where: str) -> tuple[Figure, str]:
     """Exact attention's matrix of one head beside each approximation's, on one colour scale (square root)."""
-    alt = f"Attention matrices of {where}: exact attention, then {', '.join(approximate)}"
-    shown = {"exact attention": exact, **approximate}
+    shown = {EXACT: exact, **approximate}
     top = float(exact.flatten().quantile(0.999)) if exact.numel() < 2**24 else float(exact.max())
-    columns = min(5, len(shown))
-    rows = math.ceil(len(shown) / columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 2.75 * rows), layout="constrained")
-        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, (name, matrix) in zip(panels, shown.items(), strict=False):
-            norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
-            axes.imshow(matrix.nan_to_num().clamp_min(0.0).numpy(), cmap="magma", norm=norm, interpolation="nearest")
-            axes.set_title(_folded(name), fontsize=8, fontweight="bold" if name == "exact attention" else "normal")
-            axes.set_xticks([])
-            axes.set_yticks([])
-        for axes in panels[len(shown) :]:
-            axes.set_visible(False)
-        return Picture(svg(figure, alt), alt)
+    figure, found = panels(len(shown), 2.75, 5, margin=0.0)
+    for axes, (name, matrix) in zip(found, shown.items(), strict=False):
+        norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
+        axes.imshow(matrix.nan_to_num().clamp_min(0.0).numpy(), cmap="magma", norm=norm, interpolation="nearest")
+        weight = "bold" if name == EXACT else "normal"
+        axes.set_title(folded(name, 30), fontsize=8, fontweight=weight, loc="center")
+        axes.set_xticks([])
+        axes.set_yticks([])
+    return figure, f"Attention matrices of {where}: exact attention, then {', '.join(approximate)}"
 
 
-def _folded(name: str) -> str:
-    return name if len(name) < 30 else name.replace("(", "(\n", 1)
+@picture
+def scatter(found: Tradeoff) -> tuple[Figure, str]:
+    """Speed to the right, error downwards to nothing, and a line through what is worth having."""
+    best = found.best
+    figure, (axes,) = sheet(4.6, width=7.6)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.axvline(1.0, color=INK, linewidth=0.8)
+    axes.step([p.speed for p in best], list(map(_height, best)), where="pre", color=GOOD, linewidth=1.4, zorder=1)
+    for point in found.points:
+        colour = INK if point.name == EXACT else GOOD if point in best else PALE
+        axes.plot(point.speed, _height(point), "o", color=colour, markersize=6, zorder=2)
+    _label(axes, found.points, best)
+    axes.set_ylim(FLOOR / 1.5, TOP * 1.5)
+    words = ["0.1 % or less", "0.3 %", "1 %", "3 %", "10 %", "30 %", "100 %", "300 % or more"]
+    axes.set_yticks([FLOOR, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, TOP], words, fontsize=9)
+    speeds = [point.speed for point in found.points]
+    ticks = [x * 10.0**power for power in (-2, -1, 0, 1, 2) for x in (1, 2, 5)]
+    ticks = [tick for tick in ticks if min(speeds) / 2 < tick < 2 * max(speeds)]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=9)
+    axes.set_xlim(min(speeds) / 1.5, max(speeds) * 2.5)
+    axes.minorticks_off()
+    axes.grid()
+    axes.set_xlabel("speed, exact attention = 1x (right is faster)", fontsize=9)
+    axes.set_ylabel("error of the median head (down is better)", fontsize=9)
+    return figure, f"Error against speed {found.where}. Worth having: " + "; ".join(
+        f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best
+    )
 
 
-def svg(figure: Any, alt: str) -> str:
-    """The figure as an SVG element that scales with the page and carries its text for screen readers."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+def _height(point: Point) -> float:
+    return min(max(point.error, FLOOR), TOP) if math.isfinite(point.error) else TOP
+
+
+def _label(axes: Axes, points: list[Point], best: list[Point]) -> None:
+    """Names beside their points, pushed upwards where they would lie on one another."""
+    taken: list[tuple[float, float, float]] = []
+    for point in sorted(points, key=lambda p: (p not in best, _height(p))):
+        x, y = math.log10(point.speed), math.log10(_height(point))
+        width = 0.017 * len(point.name)
+        while any(abs(y - other) < 0.085 and x < end and start < x + width for start, end, other in taken):
+            y += 0.02
+        taken.append((x, x + width, y))
+        weight = "bold" if point in best else "normal"
+        axes.annotate(
+            point.name, (point.speed, _height(point)), (10 ** (x + 0.02), 10**y), textcoords="data", va="center",
+            fontsize=7, fontweight=weight, color=INK if point in best else "#52606d",
+        )  # fmt: skip

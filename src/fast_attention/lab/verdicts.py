@@ -12,6 +12,7 @@ from fast_attention.mechanism import Mixer
 Pass = Literal["forward", "training"]
 TRAIN_IT = "not an approximation: train it"
 NOISE = 0.05
+PASSES: tuple[Pass, ...] = ("forward", "training")
 
 
 def ratios(record: Comparison, name: str, which: Pass = "forward") -> dict[int, float]:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fast_attention.lab.options import MODEL, at_work
 
@@ -45,5 +44,14 @@ def told(found: conformance.Report, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(finding) for finding in found.findings], indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 200).print(tables.laws(found))
+        tables.show(_laws(found))
     return 1 if found.broken else 0
+
+
+def _laws(found: conformance.Report) -> tables.Table:
+    """What conformance found, law by law."""
+    kinds, rows = {"kept": "fast", "broken": "broken", "not claimed": "pale"}, []
+    for each in found.findings:
+        sizes = ["", ""] if each.status == "not claimed" else [f"{each.size:.1e}", f"{each.limit:.0e}"]
+        rows.append([each.law, tables.Value(each.status, kinds[each.status]), *sizes, each.detail])
+    return tables.Table(["law", "found", "size", "limit", "detail"], rows, left=(1, 4), title=found.subject)

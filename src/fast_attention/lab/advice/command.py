@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
@@ -25,9 +24,10 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.records import Comparison, plain
     from fast_attention.lab.surroundings import begun
+    from fast_attention.lab.tables import Row as Line
+    from fast_attention.lab.tables import Table
 
 STAND_INS = "Gaussian stand-ins"
-NUMBERS = ("error: median / worst", "time", "speed", "memory")
 
 
 def advise_command(
@@ -174,16 +174,23 @@ def _line(row: Row) -> str:
 
 def table(rows: list[Row]) -> Table:
     """The ranking."""
-    found = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("", "mechanism", *NUMBERS, "why here", "cannot"):
-        found.add_column(title, justify="right" if title in NUMBERS else "left")
+    found = []
     for number, row in enumerate(rows, 1):
         error = "0" if row.kind == "exact" else "-"
         if row.kind != "exact" and row.median_error is not None and row.worst_error is not None:
             error = f"{percent(row.median_error)} / {percent(row.worst_error)}"
         spent = "-" if row.milliseconds is None else milliseconds(row.milliseconds)
         speed = "-" if row.ratio is None else factor(row.ratio)
-        said = (Text(row.note), Text(", ".join(row.cannot)))
-        cells = (str(number), Text(row.mechanism), error, spent, speed, bytes_of(row.peak_bytes), *said)
-        found.add_row(*cells, style={"use": "bold green", "exact": "bold"}.get(row.kind))
-    return found
+        cells = [
+            str(number),
+            row.mechanism,
+            error,
+            spent,
+            speed,
+            bytes_of(row.peak_bytes),
+            row.note,
+            ", ".join(row.cannot),
+        ]
+        found.append(Line(cells, {"use": "chosen", "exact": "exact"}.get(row.kind, "")))
+    heads = ["", "mechanism", "error: median / worst", "time", "speed", "memory", "why here", "cannot"]
+    return Table(heads, found, left=(1, 6, 7))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fast_attention import files
 from fast_attention.lab.options import DTYPES, SEED, at_work
@@ -20,13 +18,14 @@ if TYPE_CHECKING or at_work():
     import torch
 
     from fast_attention.lab import inputs
-    from fast_attention.lab.bench import figures, lineup, page, run, terminal
+    from fast_attention.lab.bench import figures, lineup, page, run
     from fast_attention.lab.bench.record import Benchmark
     from fast_attention.lab.bench.run import Plan
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.surroundings import begun
+    from fast_attention.lab.tables import say, show
 
 RECORD, PAGE = "bench.json", "bench.html"
 
@@ -137,10 +136,5 @@ def _tell(record: Benchmark, out: Path, as_json: bool) -> None:
     if as_json:
         print(record.to_json())
     else:
-        show = Console(width=None if sys.stdout.isatty() else 200)
-        show.print(terminal.table(record))
-        show.print()
-        for words in terminal.remarks(record):
-            show.print(Text(words))
-    say = Console(stderr=True)
-    say.print(Text(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}"), soft_wrap=True)
+        show(page.table(record), "", *page.remarks(record))
+    say(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}")

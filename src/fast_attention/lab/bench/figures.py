@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 from fast_attention.lab.bench.decoding import flatness
 from fast_attention.lab.bench.entrants import OURS, TORCH
 from fast_attention.lab.bench.record import Benchmark, Row
-from fast_attention.lab.bench.run import percent_of_ceiling
 from fast_attention.lab.records import Cell
-from fast_attention.lab.verdicts import Pass
-
-PASSES: tuple[Pass, ...] = ("forward", "training")
+from fast_attention.lab.verdicts import PASSES, Pass
 
 
 def speed(cell: Cell | None, which: Pass = "forward") -> float | None:
@@ -163,3 +160,13 @@ def summarise(record: Benchmark) -> dict[str, Any]:
         }
     found["decode_flatness"] = {f"{name}, batch {batch}": v for (name, batch), v in flatness(record.steps).items()}
     return found
+
+
+def percent_of_ceiling(record: Benchmark, cell: Cell, which: str = "forward") -> float | None:
+    """Counted operations per second of the fastest sample, in percent of the best matrix product of the same run."""
+    best = cell.forward_best_ms if which == "forward" else cell.training_best_ms
+    operations = cell.operations if which == "forward" else cell.training_operations
+    peak = max((found["gemm_gflops"] for found in record.ceilings), default=math.nan)
+    if not best or operations is None or not peak > 0:
+        return None
+    return 100 * operations / (best / 1000) / (peak * 1e9)

@@ -1,188 +1,236 @@
-"""The picture page of a benchmark: one self-contained HTML file."""
+"""What a benchmark shows: the table and the remarks on the terminal, and the page."""
 
 from __future__ import annotations
 
-import shlex
-from html import escape
+from collections.abc import Iterator
 
-from fast_attention.lab import report
-from fast_attention.lab.bench import drawings, figures, terminal
+from fast_attention.lab import pages
+from fast_attention.lab.bench import drawings, figures
+from fast_attention.lab.bench.decoding import flatness
 from fast_attention.lab.bench.entrants import OURS
-from fast_attention.lab.bench.record import Benchmark, Row
-from fast_attention.lab.bench.run import percent_of_ceiling
+from fast_attention.lab.bench.figures import Pass, percent_of_ceiling
+from fast_attention.lab.bench.record import Benchmark
+from fast_attention.lab.bench.record import Row as Entry
 from fast_attention.lab.numbers import bytes_of, milliseconds
+from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import Cell
-from fast_attention.lab.report import figure, section
+from fast_attention.lab.tables import Row, Table, Value
+from fast_attention.lab.verdicts import PASSES
 
-_SPEED = """<p>Speed is the time of exact attention divided by the row's own, in the same interleaved rounds (median of
-the rounds' ratios): above 1 is faster (green), below slower (red). Exact attention is torch's fused
-scaled_dot_product_attention, causal for causal rows; rows that take whole tokens (mixers, and attentions
-&ldquo;projected&rdquo;, between linear maps) are compared with Linear, exact attention, Linear of the same width. A
-star marks a peer with a fault of its own (listed below); hover for times.</p>"""
+MARKS = {"right": "", "faulty": " *", "wrong": " WRONG", "missing": " not installed", "not checked": " not checked"}
+BOTH = ("forward", "forward and backward")
+_SPEED = """Speed is the time of exact attention divided by the row's own, in the same interleaved rounds (median of the
+rounds' ratios): above 1 is faster (green), below slower (red). Exact attention is torch's fused
+scaled_dot_product_attention, causal for causal rows; rows that take whole tokens (mixers, and attentions “projected”,
+between linear maps) are compared with Linear, exact attention, Linear of the same width. A star marks a peer with a
+fault of its own (listed below); hover for times."""
 _CEILING = """Operations counted from the tensors (2 per multiply-add, 1 per element written, fused kernels by torch's
 formulas) divided by the fastest time, in percent of the rate of one 2048-wide matrix product in the same run.
 Mechanisms that spend their time on exponentials, sorts or memory cannot come near 100."""
+_LINES = "Above the line at 1 it beats exact attention; ours solid, peers dashed, * a peer with a fault of its own."
+_CROSSOVER = "The length from which on it is faster at every measured length, interpolated on logarithmic scales."
+LIMITS = {
+    "matrix product, GFLOP/s": "gemm_gflops", "small batched products, GFLOP/s": "bmm_gflops",
+    "exp, G numbers/s": "exp_gelem_s", "copy, GB/s": "copy_gb_s", "fresh memory, GB/s": "fresh_gb_s",
+    "one small operation, us": "empty_us",
+}  # fmt: skip
 
 
 def html(record: Benchmark) -> str:
     """The page."""
-    length = record.summary.get("common_length")
-    parts = [_run(record), _lead(record)]
-    if length is not None:
-        parts += [_pictures(record, length), _crossovers(record), _table(record), _times(record)]
-    parts += [_faults(record), _missing(record), _again(record)]
-    return report.page("bench", "\n".join(parts))
-
-
-def _run(record: Benchmark) -> str:
-    meta = record.meta
-    status = meta["status"]
-    warning = "" if status == "complete" else f"<p class=warn>This benchmark was {escape(status)}: it is partial.</p>"
-    rows = {
+    meta, length = record.meta, record.summary.get("common_length")
+    facts = {
         "Tensors": f"Gaussian, batch {meta['batch']}, {meta['heads']} heads of width {meta['head_dim']}, "
-        f"{', '.join(f'{n:,}' for n in meta['lengths'])} tokens, {meta['dtype']}, seed {meta['seed']}",
-        "Machine": f"{meta['hardware']}, {meta['device']}, {meta['threads']} of {meta['cores']} threads, "
-        f"load average {meta['load_average']} before and {meta.get('load_average_after')} after",
-        "Versions": f"fast-attention {meta['fast_attention']} ({meta['commit'] or 'no commit known'}), "
-        f"torch {meta['torch']}, Python {meta['python']}, {meta['platform']}",
+        f"{', '.join(f'{n:,}' for n in meta['lengths'])} tokens, {meta['dtype']}",
         "Memory": meta["memory"],
-        "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}, {meta.get('seconds', 0):,.0f} s",
     }
-    cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())
-    heads = ("gemm_gflops", "bmm_gflops", "exp_gelem_s", "copy_gb_s", "fresh_gb_s", "empty_us")
-    words = ("", "matrix product, GFLOP/s", "small batched products, GFLOP/s", "exp, G numbers/s", "copy, GB/s",
-             "fresh memory, GB/s", "one small operation, us")  # fmt: skip
-    body = "".join(
-        f"<tr><th scope=row>{escape(found['when'])}</th>" + "".join(f"<td>{found[h]:.3g}</td>" for h in heads) + "</tr>"
-        for found in record.ceilings
-    )
-    limits = _grid(words, body)
-    return warning + section("What was run", f"<dl>{cells}</dl>") + section("The machine's limits in this run", limits)
+    limits = [[found["when"], *(f"{found[key]:.3g}" for key in LIMITS.values())] for found in record.ceilings]
+    lead = [line for line in remarks(record) if line.startswith(("Forward", "Decoding"))]
+    faults = [(row.name, "; ".join(row.faults)) for row in record.rows if row.faults]
+    notes = [(row.name, row.note) for row in record.rows if row.note]
+    missing = _missing(record)
+    sections = [
+        pages.run(meta, facts),
+        Section("The machine's limits in this run", [Table(["", *LIMITS], limits)]),
+        Section("In short", [Words(f"{line}.", "lead") for line in lead]),
+        *([] if length is None else _measured(record, length)),
+        Section("Checks that failed", [Listing(faults)] if faults else []),
+        Section("What peers do differently", [Listing(notes)] if notes else []),
+        Section("Not measured", [Listing(missing)] if missing else []),
+        pages.again(meta, "bench.json"),
+    ]
+    return pages.page("bench", sections, pages.partial(meta, "benchmark"))
 
 
-def _grid(heads: tuple[str, ...] | list[str], body: str) -> str:
-    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in heads)
-    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _lead(record: Benchmark) -> str:
-    words = [line for line in terminal.remarks(record) if line.startswith(("Forward", "Decoding"))]
-    return section("In short", *(f"<p class=lead>{escape(line)}.</p>" for line in words)) if words else ""
-
-
-def _pictures(record: Benchmark, length: int) -> str:
-    said = "Above the line at 1 it beats exact attention; ours solid, peers dashed, * a peer with a fault of its own."
-    parts = [section("Speed against length", figure(drawings.speeds(record, "forward"), f"Forward pass. {said}"))]
-    if record.meta["backward"]:
-        parts.append(figure(drawings.speeds(record, "training"), f"Forward and backward pass. {said}"))
+def _measured(record: Benchmark, length: int) -> Iterator[Section]:
+    """Pictures and tables of what was timed and weighed."""
+    shown = PASSES if record.meta["backward"] else PASSES[:1]
+    speeds = [
+        Figure(drawings.speeds(record, which), f"{words.capitalize()} pass. {_LINES}")
+        for which, words in zip(shown, BOTH, strict=False)
+    ]
+    yield Section("Speed against length", speeds)
     if figures.matches(record, length):
         words = (
             f"At {length:,} tokens: ours beside the best peer of the same kind and direction, and the factor between."
         )
-        parts.append(section("Beside the best peer", figure(drawings.beside_peers(record, length), words)))
-    parts.append(section("Percent of the ceiling", figure(drawings.ceilings(record, length), _CEILING)))
-    memory, decoding = drawings.memory(record), drawings.decoding(record)
-    if memory is not None:
+        yield Section("Beside the best peer", [Figure(drawings.beside_peers(record, length), words)])
+    yield Section("Percent of the ceiling", [Figure(drawings.ceilings(record, length), _CEILING)])
+    if any(figures.memory_of(record, row.name) for row in record.rows if drawings.of_ours(row)):
         words = "Peak growth of resident memory in a fresh process over the bytes of inputs and output: flat is linear."
-        parts.append(section("Memory", figure(memory, words), _slopes(record)))
-    if decoding is not None:
+        slopes = record.summary["memory_slope"].items()
+        powers = [[n, *("-" if each[w] is None else f"{each[w]:.2f}" for w in PASSES)] for n, each in slopes]
+        table = Table(["memory grows with the power", *BOTH], powers)
+        yield Section("Memory", [Figure(drawings.memory(record), words), table])
+    if any(step.seconds is not None for step in record.steps):
         words = "Median time of one token after so many were read: flat lines do not slow down."
-        parts.append(section("Decoding", figure(decoding, words)))
-    return "\n".join(parts)
+        yield Section("Decoding", [Figure(drawings.decoding(record), words)])
+    ours = [row.name for row in record.rows if row.owner == OURS and row.check != "wrong"]
+    won = Table(["", *BOTH], [[name, *(wins(record, name, which) for which in PASSES)] for name in ours])
+    yield Section("Faster from", [Words(_CROSSOVER), won])
+    yield Section("Speeds", [Words(_SPEED), _speeds(record)])
+    yield Section("Times and memory", [Folded("Every row and length", _times(record))])
 
 
-def _slopes(record: Benchmark) -> str:
-    body = ""
-    for name, slopes in record.summary["memory_slope"].items():
-        cells = "".join(f"<td>{'-' if slopes[w] is None else format(slopes[w], '.2f')}</td>" for w in figures.PASSES)
-        body += f"<tr><th scope=row>{escape(name)}</th>{cells}</tr>"
-    return _grid(["memory grows with the power", "forward", "forward and backward"], body)
+def _missing(record: Benchmark) -> list[str]:
+    said = [
+        f"{cell.mechanism} at {cell.length:,} tokens: {cell.status}, {cell.note}"
+        for cell in record.cells
+        if cell.status != "measured"
+    ]
+    said += [f"{w.name}, memory at {w.length:,} tokens: {w.note}" for w in record.weights if w.note]
+    said += [f"{s.name}, decoding with batch {s.batch}: {s.note}" for s in record.steps if s.note]
+    return list(dict.fromkeys(said))
 
 
-def _crossovers(record: Benchmark) -> str:
-    body = ""
-    for row in record.rows:
-        if row.owner == OURS and row.check != "wrong":
-            cells = "".join(f"<td>{escape(terminal.wins(record, row.name, which))}</td>" for which in figures.PASSES)
-            body += f"<tr><th scope=row>{escape(row.name)}</th>{cells}</tr>"
-    words = "<p>The length from which on it is faster at every measured length, interpolated on logarithmic scales.</p>"
-    return section("Faster from", words, _grid(["", "forward", "forward and backward"], body))
+def _speeds(record: Benchmark) -> Table:
+    columns: list[tuple[int, Pass]] = [
+        (n, which) for n in sorted({cell.length for cell in record.cells}) for which in PASSES
+    ]
+    heads = ["", *(f"{n:,} {'fwd' if which == 'forward' else 'fwd+bwd'}" for n, which in columns)]
+    rows = [[_title(row, "· "), *(_speed(record.cell(row.name, n), w) for n, w in columns)] for row in record.rows]
+    return Table(heads, rows)
 
 
-def _table(record: Benchmark) -> str:
-    lengths = sorted({cell.length for cell in record.cells})
-    body = ""
-    for row in record.rows:
-        cells = "".join(_speed(record.cell(row.name, length), which) for length in lengths for which in figures.PASSES)
-        body += f"<tr><th scope=row>{escape(_title(row))}</th>{cells}</tr>"
-    heads = ["", *(f"{n:,} {'fwd' if which == 'forward' else 'fwd+bwd'}" for n in lengths for which in figures.PASSES)]
-    return section("Speeds", _SPEED, _grid(heads, body))
+def _title(row: Entry, indent: str) -> str:
+    return ("" if row.owner == OURS else indent) + row.name + MARKS[row.check]
 
 
-def _title(row: Row) -> str:
-    return ("" if row.owner == OURS else "· ") + row.name + terminal.MARKS[row.check]
-
-
-def _speed(cell: Cell | None, which: figures.Pass) -> str:
+def _speed(cell: Cell | None, which: Pass) -> Value:
     value = figures.speed(cell, which)
     if cell is None or value is None:
-        return f'<td title="{escape(f"{cell.status}: {cell.note}" if cell else "")}">-</td>'
+        return Value("-", "none", f"{cell.status}: {cell.note}" if cell else "")
     median, least = _pair(cell, which)
-    kind = "fast" if value > 1 else "slow"
     title = f"{milliseconds(median)}, least {milliseconds(least)}, {cell.rounds} rounds"
-    return f'<td class={kind} title="{title}">{terminal.times(value)}</td>'
+    return Value(times(value), "fast" if value > 1 else "slow", title)
 
 
-def _pair(cell: Cell, which: figures.Pass) -> tuple[float, float]:
+def _pair(cell: Cell, which: Pass) -> tuple[float, float]:
     if which == "forward":
         return cell.forward_ms or 0.0, cell.forward_best_ms or 0.0
     return cell.training_ms or 0.0, cell.training_best_ms or 0.0
 
 
-def _times(record: Benchmark) -> str:
+def _times(record: Benchmark) -> Table:
     """Everything measured, one line for a row and a length."""
-    body = ""
-    names = [*dict.fromkeys(row.reference for row in record.rows), *(row.name for row in record.rows)]
-    for name in names:
-        for length in sorted({cell.length for cell in record.cells}):
-            cell = record.cell(name, length)  # of a line to beat, which ran in several groups, the first
-            if cell is not None and cell.status == "measured":
-                body += f"<tr><th scope=row>{escape(name)}</th><td>{cell.length:,}</td>{_numbers(record, cell)}</tr>"
     heads = ["", "tokens", "fwd median", "least", "fwd+bwd median", "least", "rounds", "% of GEMM", "% fwd+bwd",
              "peak fwd", "peak fwd+bwd", "weights"]  # fmt: skip
-    table = _grid(heads, body)
-    return section("Times and memory", f"<details><summary>Every row and length</summary>{table}</details>")
+    rows = []
+    for name in [*dict.fromkeys(row.reference for row in record.rows), *(row.name for row in record.rows)]:
+        for length in sorted({cell.length for cell in record.cells}):
+            cell = record.cell(name, length)  # of a baseline, which ran in several groups, the first
+            if cell is not None and cell.status == "measured":
+                fractions = [percent_of_ceiling(record, cell, which) for which in PASSES]
+                spent = [milliseconds(t) if t else "-" for which in PASSES for t in _pair(cell, which)]
+                peaks = [bytes_of(figures.memory_of(record, name, which).get(length)) for which in PASSES]
+                percents = ["-" if x is None else f"{x:.2g}" for x in fractions]
+                cells = [*spent, str(cell.rounds), *percents, *peaks, bytes_of(cell.weight_bytes)]
+                rows.append([name, f"{length:,}", *cells])
+    return Table(heads, rows)
 
 
-def _numbers(record: Benchmark, cell: Cell) -> str:
-    shares = [percent_of_ceiling(record, cell, which) for which in figures.PASSES]
-    times = [*_pair(cell, "forward"), *_pair(cell, "training")]
-    peaks = [figures.memory_of(record, cell.mechanism, w).get(cell.length) for w in figures.PASSES]
-    texts = [milliseconds(t) if t else "-" for t in times]
-    texts += [str(cell.rounds), *("-" if share is None else f"{share:.2g}" for share in shares)]
-    texts += [bytes_of(peak) for peak in peaks] + [bytes_of(cell.weight_bytes)]
-    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+def table(record: Benchmark) -> Table:
+    """The terminal's: speeds are forward / forward and backward, against the baseline in the same rounds."""
+    measured = sorted({cell.length for cell in record.cells if cell.status == "measured"})
+    shown = sorted({measured[0], measured[len(measured) // 2], measured[-1]}) if measured else []
+    last = shown[-1] if shown else 0
+    heads = ["who", *(f"speed at {n:,}" for n in shown), f"time at {last:,}", "% of GEMM", "memory", "faster from"]
+    rows = []
+    for name in dict.fromkeys(row.reference for row in record.rows):
+        spent = [_both(record.cell(name, length)) for length in shown]
+        rows.append(Row([Value(name, "strong"), *spent, *_costs(record, name, last), ""]))
+    for row in record.rows:
+        kind = "broken" if row.check == "wrong" else "" if row.owner == OURS else "pale"
+        cells = [_pair_of_speeds(record.cell(row.name, length)) for length in shown]
+        costs = _costs(record, row.name, last)
+        rows.append(Row([Value(_title(row, "  "), kind), *cells, *costs, wins(record, row.name)]))
+    return Table(heads, rows)
 
 
-def _faults(record: Benchmark) -> str:
-    lines = [f"<li><code>{escape(r.name)}</code> {escape('; '.join(r.faults))}</li>" for r in record.rows if r.faults]
-    notes = [f"<li><code>{escape(r.name)}</code> {escape(r.note)}</li>" for r in record.rows if r.note]
-    parts = [section("Checks that failed", f"<ul>{''.join(lines)}</ul>")] if lines else []
-    return "\n".join([*parts, section("What peers do differently", f"<ul>{''.join(notes)}</ul>") if notes else ""])
+def _pair_of_speeds(cell: Cell | None) -> Value:
+    """``12 / 9.5``, coloured by who leads."""
+    if cell is None or cell.status != "measured":
+        return Value(cell.status if cell else "-", "none")
+    known = [value for which in PASSES if (value := figures.speed(cell, which))]
+    return Value(" / ".join(map(times, known)), "fast" if known and known[0] > 1 else "slow")
 
 
-def _missing(record: Benchmark) -> str:
-    said = dict.fromkeys(
+def times(value: float) -> str:
+    """A speed: ``0.52``, ``8.3``, ``31``."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _both(cell: Cell | None) -> str:
+    if cell is None or cell.forward_ms is None:
+        return "-"
+    return " / ".join(milliseconds(value) for value in (cell.forward_ms, cell.training_ms) if value is not None)
+
+
+def _costs(record: Benchmark, name: str, length: int) -> list[str]:
+    cell = record.cell(name, length)
+    fraction = None if cell is None else percent_of_ceiling(record, cell)
+    weighed = figures.memory_of(record, name)
+    size = f"{bytes_of(weighed[max(weighed)])} at {max(weighed):,}" if weighed else bytes_of(None)
+    return [_both(cell), "-" if fraction is None else f"{fraction:.2g}", size]
+
+
+def wins(record: Benchmark, name: str, which: Pass = "forward") -> str:
+    """From which length on it leads, in words."""
+    known = figures.speeds(record, name, which)
+    found = figures.crossover(known)
+    if not known:
+        return "not timed"
+    return f"{'≤ ' if found[1] else ''}{found[0]:,.0f}" if found else f"never up to {max(known):,}"
+
+
+def remarks(record: Benchmark) -> Iterator[str]:
+    """What stands below the table."""
+    for found in record.ceilings:
+        yield (
+            f"Machine {found['when']}: matrix product {found['gemm_gflops']:.0f} GFLOP/s, small batched products "
+            f"{found['bmm_gflops']:.0f}, exp {found['exp_gelem_s']:.2g} G numbers/s, copy {found['copy_gb_s']:.0f} "
+            f"GB/s, fresh memory {found['fresh_gb_s']:.0f} GB/s, an operation on one number {found['empty_us']:.1f} us"
+        )
+    summary = record.summary
+    for which, words in zip(PASSES, BOTH, strict=True):
+        found = summary.get(f"peers_{which}", {})
+        if worst := found.get("smallest"):
+            who = worst["family"] + (", causal" if worst["is_causal"] else "")
+            alike = found["geometric_mean_of_the_same_function"]
+            alike = "" if alike is None else f" ({alike:.2f} against those that compute the same function)"
+            yield (
+                f"{words.capitalize()}, {summary['common_length']:,} tokens: {found['geometric_mean']:.2f} times the "
+                f"speed of the best peer in the geometric mean{alike}; least {worst['factor']:.2f} ({who} against "
+                f"{worst['peer']})"
+            )
+    for (name, batch), ratio in flatness(record.steps).items():
+        yield f"Decoding {name}, batch {batch}: a token costs {ratio:.2f} times as much at the end as at the start"
+    for row in record.rows:
+        if row.faults:
+            mark = {"wrong": "WRONG, so no speed", "missing": "not run"}.get(row.check, "*")
+            yield f"{mark} {row.name}: {'; '.join(row.faults)}"
+    yield from dict.fromkeys(
         f"{cell.mechanism} at {cell.length:,} tokens: {cell.status}, {cell.note}"
         for cell in record.cells
-        if cell.status != "measured"
+        if cell.status in ("failed", "over budget")
     )
-    said |= dict.fromkeys(f"{w.name}, memory at {w.length:,} tokens: {w.note}" for w in record.weights if w.note)
-    said |= dict.fromkeys(f"{s.name}, decoding with batch {s.batch}: {s.note}" for s in record.steps if s.note)
-    rows = "".join(f"<li>{escape(words)}</li>" for words in said)
-    return section("Not measured", f"<ul>{rows}</ul>") if rows else ""
-
-
-def _again(record: Benchmark) -> str:
-    command = escape(shlex.join(record.meta["command"]))
-    return section("How to reproduce", f"<pre>{command}</pre>", "<p>All numbers: bench.json beside this page.</p>")

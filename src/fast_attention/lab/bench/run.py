@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -248,13 +247,3 @@ def finish(plan: Plan, record: Benchmark, status: str) -> None:
                 cell.note = f"peers run up to {plan.peers_to:,} tokens"
             elif cell.status == "not reached":
                 cell.note = f"the benchmark was {status} before"
-
-
-def percent_of_ceiling(record: Benchmark, cell: Cell, which: str = "forward") -> float | None:
-    """Counted operations per second of the fastest sample, in percent of the best matrix product of the same run."""
-    best = cell.forward_best_ms if which == "forward" else cell.training_best_ms
-    operations = cell.operations if which == "forward" else cell.training_operations
-    peak = max((found["gemm_gflops"] for found in record.ceilings), default=math.nan)
-    if not best or operations is None or not peak > 0:
-        return None
-    return 100 * operations / (best / 1000) / (peak * 1e9)

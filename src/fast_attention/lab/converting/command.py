@@ -16,7 +16,7 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
-    from fast_attention.lab import inputs, loading, measure, surroundings
+    from fast_attention.lab import inputs, loading, measure, surroundings, tables
     from fast_attention.lab.converting import page, prices, subjects
     from fast_attention.lab.converting.record import RECORD, STAGES, Converted
     from fast_attention.lab.converting.subjects import Subject
@@ -167,13 +167,9 @@ def _show(held: Converted, out: Path, as_json: bool) -> None:
     if as_json:
         print(held.to_json())
     else:
-        show = Console(width=None if sys.stdout.isatty() else 200)
         for table in page.tables(held):
-            show.print(table)
-            show.print()
-        for each in page.words(held):
-            show.print(Text(each), soft_wrap=True)
-    say = Console(stderr=True)
+            tables.show(table, "")
+        tables.show(*page.words(held))
     if held.conversion.status == "interrupted":
-        say.print(Text("interrupted; the model is saved as it is, and the same command with --resume goes on."))
-    say.print(Text(f"\nModel: {out.resolve()}\nReport: {(out / PAGE).resolve()}"), soft_wrap=True)
+        tables.say("interrupted; the model is saved as it is, and the same command with --resume resumes it.")
+    tables.say(f"\nModel: {out.resolve()}\nReport: {(out / PAGE).resolve()}")

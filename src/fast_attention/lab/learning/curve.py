@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
-from rich.table import Table
-from rich.text import Text
 
-from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE, Picture, svg
+from fast_attention.lab.drawing import COLOURS, INK, PALE, picture, sheet
+from fast_attention.lab.tables import Row, Table, Value
 from fast_attention.tasks.task import Task
 from fast_attention.training import steps
 from fast_attention.training.loop import Outcome
@@ -22,7 +20,8 @@ def spelt(value: float | None, metric: str) -> str:
     return f"{100 * value:.4g} %" if metric == "accuracy" else f"{value:.4g} {metric}"
 
 
-def picture(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], title: str) -> Picture:
+@picture
+def drawn(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], title: str) -> tuple[Figure, str]:
     """The metric on the validation side against steps, the baselines as lines, and the loss in training below.
 
     Args:
@@ -36,36 +35,30 @@ def picture(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], 
     last = spelt(seen[-1][1], task.metric) if seen else "nothing yet"
     lines = "".join(f"; {name} {spelt(value, task.metric)}" for name, value in baselines.items())
     alt = f"{title}: {last} after {seen[-1][0] if seen else 0} steps{lines}"
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.0, 4.6), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        upper.set_title(title, fontsize=9, fontweight="bold", loc="left")
-        upper.plot(*zip(*seen, strict=True), color=COLOURS[0], linewidth=1.6, marker="o", markersize=2.5)
-        for name, value in baselines.items():
-            upper.axhline(value, color=PALE, linewidth=0.9, linestyle="--")
-            place: Any = {"xy": (1.0, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-            upper.annotate(f"{name} {spelt(value, task.metric)}", **place, fontsize=7, color=INK)
-        upper.set_ylabel(f"validation, {task.metric}")
-        if losses:
-            lower.plot(*zip(*losses, strict=True), color=COLOURS[5], linewidth=0.8)
-        lower.set_ylabel("training loss, nats")
-        lower.set_xlabel("steps")
-        return Picture(svg(figure, alt), alt)
+    figure, (upper, lower) = sheet(4.6, 2, width=7.0, sharex=True, height_ratios=(2, 1))
+    upper.set_title(title)
+    upper.plot(*zip(*seen, strict=True), color=COLOURS[0], linewidth=1.6, marker="o", markersize=2.5)
+    for name, value in baselines.items():
+        upper.axhline(value, color=PALE, linewidth=0.9, linestyle="--")
+        place: Any = {"xy": (1.0, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        upper.annotate(f"{name} {spelt(value, task.metric)}", **place, fontsize=7, color=INK)
+    upper.set_ylabel(f"validation, {task.metric}")
+    if losses:
+        lower.plot(*zip(*losses, strict=True), color=COLOURS[5], linewidth=0.8)
+    lower.set_ylabel("training loss, nats")
+    lower.set_xlabel("steps")
+    return figure, alt
 
 
 def table(outcome: Outcome, task: Task, baselines: dict[str, float]) -> Table:
     """The best model and every baseline; green where the model is better."""
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    shown.add_column("")
-    shown.add_column(task.metric, justify="right")
-    shown.add_column("the model is", justify="right")
     where = f"the model, best at step {outcome.best_step:,}"
-    shown.add_row(Text(where, style="bold"), Text(spelt(outcome.best, task.metric), style="bold"), "")
+    rows: list[Any] = [Row([where, spelt(outcome.best, task.metric), ""], "strong")]
     for name, value in baselines.items():
-        words = Text("-")
+        words = Value("-")
         if outcome.best is not None:
             wins = steps.better(task, outcome.best, value)
             gap = spelt(abs(outcome.best - value), task.metric)
-            words = Text(f"{gap} {'better' if wins else 'worse'}", style="green" if wins else "red")
-        shown.add_row(Text(name), Text(spelt(value, task.metric)), words)
-    return shown
+            words = Value(f"{gap} {'better' if wins else 'worse'}", "fast" if wins else "slow")
+        rows.append([name, spelt(value, task.metric), words])
+    return Table(["", task.metric, "the model is"], rows)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 
+from fast_attention.lab.tables import Table, Value
 from fast_attention.nn import saving
 from fast_attention.tasks.needle import DIGITS, Needle
 from fast_attention.tasks.task import IGNORED
@@ -28,17 +27,17 @@ def lengths(task: Needle) -> list[int]:
 
 
 def recalled(folder: Path, task: Needle, settings: TrainingSettings) -> list[dict[str, Any]]:
-    """Share of answers with all digits right, at each length and depth, by the model in ``folder``."""
+    """Fraction of answers with all digits right, at each length and depth, by the model in ``folder``."""
     model = saving.load(folder, settings.device)
     cells = task.grid(lengths(task), DEPTHS)
     return [
-        {"length": length, "depth": depth, "recalled": _share(model, cell, settings)}
+        {"length": length, "depth": depth, "recalled": _fraction(model, cell, settings)}
         for (length, depth), cell in cells.items()
     ]
 
 
 @torch.no_grad()
-def _share(model: Any, task: Needle, settings: TrainingSettings) -> float:
+def _fraction(model: Any, task: Needle, settings: TrainingSettings) -> float:
     right = total = 0
     for index in range(settings.evaluation_batches):
         batch = task.batch("valid", index, settings.batch_size).to(settings.device)
@@ -51,12 +50,8 @@ def _share(model: Any, task: Needle, settings: TrainingSettings) -> float:
 
 def table(cells: list[dict[str, Any]]) -> Table:
     """Depths from left to right, lengths from top to bottom."""
-    shown = Table(box=None, header_style="bold", pad_edge=False, title="answers recalled", title_justify="left")
-    shown.add_column("tokens", justify="right")
-    for depth in DEPTHS:
-        shown.add_column(f"depth {depth:.0%}", justify="right")
+    rows = []
     for length in dict.fromkeys(cell["length"] for cell in cells):
-        row = [cell["recalled"] for cell in cells if cell["length"] == length]
-        words = [Text(f"{share:.0%}", style="green" if share > 0.5 else "red") for share in row]
-        shown.add_row(Text(f"{length:,}"), *words)
-    return shown
+        found = [cell["recalled"] for cell in cells if cell["length"] == length]
+        rows.append([f"{length:,}", *(Value(f"{x:.0%}", "fast" if x > 0.5 else "slow") for x in found)])
+    return Table(["tokens", *(f"depth {depth:.0%}" for depth in DEPTHS)], rows, title="answers recalled")

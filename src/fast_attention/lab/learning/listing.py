@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
     from fast_attention.lab.inputs import InputError
+    from fast_attention.lab.tables import Table, show
     from fast_attention.tasks.task import Task
 
 
@@ -38,7 +35,7 @@ def tasks_command(
     elif name:
         _detail(kinds[0])
     else:
-        Console(width=None if sys.stdout.isatty() else 200).print(_table(kinds))
+        show(_table(kinds))
         print('\nSettings: fast-attention tasks NAME. A setting is given in brackets: train "Copy(words=15)"')
 
 
@@ -76,12 +73,8 @@ def _settings(kind: type[Task]) -> list[str]:
 
 
 def _table(kinds: list[type[Task]]) -> Table:
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("train", "what is to be learnt", "metric", "settings"):
-        shown.add_column(title)
-    for kind in kinds:
-        shown.add_row(Text(_usage(kind)), Text(_first(kind)), Text(kind.metric), Text(", ".join(_settings(kind))))
-    return shown
+    rows = [[_usage(kind), _first(kind), kind.metric, ", ".join(_settings(kind))] for kind in kinds]
+    return Table(("train", "what is to be learnt", "metric", "settings"), rows, left=(1, 2, 3))
 
 
 def _detail(kind: type[Task]) -> None:

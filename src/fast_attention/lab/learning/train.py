@@ -19,7 +19,7 @@ from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
-    from fast_attention.lab import inputs, records
+    from fast_attention.lab import inputs, records, tables
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning import curve, grid
     from fast_attention.lab.progress import training_bar
@@ -161,15 +161,15 @@ def _carry_out(
 
 def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: Outcome, out: Path) -> None:
     """The table on the terminal, the picture and the record in the folder."""
-    say, show = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 120)
+    say = Console(stderr=True)
     if outcome.status == "interrupted":
-        say.print(Text(f"interrupted; saved at step {outcome.step:,}. The same command with --resume goes on."))
+        tables.say(f"interrupted; saved at step {outcome.step:,}. The same command with --resume resumes it.")
         return
     with say.status("baselines"):
         baselines = task.baselines()
     mechanisms = ", ".join(dict.fromkeys(config.mechanisms))
     log = journal.read(out)
-    drawn = curve.picture(log, task, baselines, f"{task!r}, {mechanisms}")
+    drawn = curve.drawn(log, task, baselines, f"{task!r}, {mechanisms}")
     files.write(out / CURVE, drawn.svg)
     result = {
         "command": ["fast-attention", *sys.argv[1:]],
@@ -188,8 +188,8 @@ def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: 
             result["recalled"] = grid.recalled(out / "model", task, settings)
     files.write(out / RESULT, records.sealed("train", result) + "\n")
     spent = f"{outcome.parameters:,} parameters, {outcome.step:,} steps, {outcome.seconds:.0f} s, {outcome.status}"
-    show.print(Text(f"{task!r}, {mechanisms}: {spent}"), soft_wrap=True)
-    show.print(curve.table(outcome, task, baselines))
+    print(f"{task!r}, {mechanisms}: {spent}")
+    tables.show(curve.table(outcome, task, baselines), width=120)
     if "recalled" in result:
-        show.print(grid.table(result["recalled"]))
-    say.print(Text(f"\nModel: {(out / 'model').resolve()}\nCurve: {(out / CURVE).resolve()}"), soft_wrap=True)
+        tables.show(grid.table(result["recalled"]), width=120)
+    tables.say(f"\nModel: {(out / 'model').resolve()}\nCurve: {(out / CURVE).resolve()}")

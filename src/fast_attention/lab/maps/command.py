@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fast_attention.lab.options import KINDS, SEED, at_work
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.maps.models import Subject
     from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.surroundings import begun
+    from fast_attention.lab.tables import say
     from fast_attention.mechanism import Unsupported
 
 
@@ -107,7 +107,6 @@ def _compared(before: list[Call], after: list[Call], drawn: list[int]) -> list[l
 
 
 def _tell(meta: dict[str, Any], layers: list[list[Head]], written: Path, as_json: bool) -> None:
-    say = Console(stderr=True)
     if as_json:
         print(page.as_json(meta, layers))
     else:
@@ -116,4 +115,4 @@ def _tell(meta: dict[str, Any], layers: list[list[Head]], written: Path, as_json
         for heads in layers:
             print(f"{heads[0].layer:<{width}}  " + " ".join(f"{head.distance:.2f}" for head in heads))
         print(f"median {page.median(layers):.2f}; 0: equal, 1: nothing in common")
-    say.print(Text(f"\nMaps: {written.resolve()}\nNumbers: {written.resolve().with_suffix('.json')}"), soft_wrap=True)
+    say(f"\nMaps: {written.resolve()}\nNumbers: {written.resolve().with_suffix('.json')}")

@@ -6,20 +6,21 @@ import itertools
 import math
 from typing import Any
 
-import matplotlib
 import matplotlib.colors
+import matplotlib.lines
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fast_attention.lab.drawing import COLOURS, INK, PALE, folded, picture, sheet
 from fast_attention.lab.maps.heads import Head
-from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE, Picture, svg
 
 PER_BAND = 6  # heads side by side
 DASHES = (0, (2.5, 1.2))  # of what runs after
 
 
-def layer(heads: list[Head], length: int, chosen: list[int], names: tuple[str, str]) -> Picture:
+@picture
+def layer(heads: list[Head], length: int, chosen: list[int], names: tuple[str, str]) -> tuple[Figure, str]:
     """A column for every head: its map before, its map after, and the chosen rows of both.
 
     Args:
@@ -32,25 +33,23 @@ def layer(heads: list[Head], length: int, chosen: list[int], names: tuple[str, s
     columns = min(PER_BAND, len(heads))
     told = ", ".join(f"head {head.head} {head.distance:.2f}" for head in heads)
     alt = f"{heads[0].layer}: attention maps of {names[0]} above {names[1]}; distance of {told}"
-    with matplotlib.rc_context(STYLE):
-        width = 1.1 + 1.9 * columns
-        figure = Figure(figsize=(width, 5.9 * bands), layout="constrained")
-        grid = figure.subplots(3 * bands, columns, squeeze=False, height_ratios=[1.0, 1.0, 0.75] * bands)
-        for number in range(bands * columns):
-            band, column = divmod(number, columns)
-            panels = grid[3 * band : 3 * band + 3, column]
-            if number < len(heads):
-                _head(panels, heads[number], length, chosen, names if column == 0 else ("", ""))
-            else:
-                for axes in panels:
-                    axes.set_visible(False)
-        if chosen:
-            lines, texts = _legend(chosen, names)
-            figure.legend(lines, texts, loc="outside lower center", ncols=len(lines), frameon=False, fontsize=8)
-        return Picture(svg(figure, alt), alt)
+    ratios = [1.0, 1.0, 0.75] * bands
+    figure, grid = sheet(5.9 * bands, 3 * bands, columns, width=1.1 + 1.9 * columns, height_ratios=ratios)
+    for number in range(bands * columns):
+        band, column = divmod(number, columns)
+        panels = grid[3 * band * columns + column :: columns][:3]
+        if number < len(heads):
+            _head(panels, heads[number], length, chosen, names if column == 0 else ("", ""))
+        else:
+            for axes in panels:
+                axes.set_visible(False)
+    if chosen:
+        lines, texts = _legend(chosen, names)
+        figure.legend(lines, texts, loc="outside lower center", ncols=len(lines), fontsize=8)
+    return figure, alt
 
 
-def _head(panels: Any, head: Head, length: int, chosen: list[int], names: tuple[str, str]) -> None:
+def _head(panels: list[Axes], head: Head, length: int, chosen: list[int], names: tuple[str, str]) -> None:
     top = max(float(np.quantile(head.original, 0.995)), 1e-9)
     norm = matplotlib.colors.PowerNorm(0.5, 0.0, top, clip=True)
     for axes, table, name in zip(panels, (head.original, head.swapped), names, strict=False):
@@ -59,9 +58,9 @@ def _head(panels: Any, head: Head, length: int, chosen: list[int], names: tuple[
         axes.imshow(values, cmap="magma", norm=norm, interpolation="nearest", aspect="auto", extent=edge)
         axes.set_xticks([])
         axes.set_yticks([0, length - 1] if name else [])
-        axes.set_ylabel(f"{_short(name)}\nquery" if name else "", fontsize=8)
+        axes.set_ylabel(f"{folded(name, 18)}\nquery" if name else "", fontsize=8)
         axes.spines[:].set_visible(False)
-    panels[0].set_title(f"head {head.head}: {head.distance:.2f} apart", fontsize=8.5, fontweight="bold", loc="left")
+    panels[0].set_title(f"head {head.head}: {head.distance:.2f} apart", fontsize=8.5)
     _curves(panels[2], head, length, chosen, bool(names[0]))
 
 
@@ -82,7 +81,7 @@ def _curves(axes: Axes, head: Head, length: int, chosen: list[int], first: bool)
     axes.tick_params(labelsize=7)
     axes.set_xlabel("key", fontsize=8)
     axes.set_ylabel("weight" if first else "", fontsize=8)
-    axes.grid(color="#e4e7eb", linewidth=0.5)
+    axes.grid()
 
 
 def _root(x: Any) -> Any:
@@ -95,14 +94,15 @@ def _square(x: Any) -> Any:
 
 def _legend(chosen: list[int], names: tuple[str, str]) -> tuple[list[Any], list[str]]:
     """The colours are queries, the strokes the two models."""
-    line = matplotlib.lines.Line2D  # type: ignore[attr-defined]
+    line = matplotlib.lines.Line2D
     found = [line([], [], color=colour) for colour, _ in zip(itertools.cycle(COLOURS), chosen, strict=False)]
     texts = [f"query {place:,}" for place in chosen]
     found += [line([], [], color=INK), line([], [], color=INK, linestyle=DASHES)]
     return found, [*texts, names[0], names[1]]
 
 
-def overview(layers: list[list[Head]]) -> Picture:
+@picture
+def overview(layers: list[list[Head]]) -> tuple[Figure, str]:
     """Every head's distance: a row for each layer, a column for each head; above in the model, below by itself."""
     tables = [[[h.distance for h in heads] for heads in layers], [[h.own_distance for h in heads] for heads in layers]]
     titles = ("in the swapped model", "on the original's queries and keys")
@@ -110,31 +110,25 @@ def overview(layers: list[list[Head]]) -> Picture:
         f"layer {number} {', '.join(f'{h.distance:.2f}' for h in heads)}" for number, heads in enumerate(layers)
     )
     most = max(len(heads) for heads in layers)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 1.0 + 0.3 * len(layers)), layout="constrained")
-        panels = figure.subplots(1, 2, squeeze=False, sharey=True)[0]
-        image = None
-        for axes, table, title in zip(panels, tables, titles, strict=True):
-            full = np.full((len(layers), most), np.nan)
-            for number, row in enumerate(table):
-                full[number, : len(row)] = row
-            image = axes.imshow(full, cmap="viridis_r", vmin=0.0, vmax=1.0, aspect="auto")
-            axes.set_title(title, fontsize=9, fontweight="bold", loc="left")
-            axes.set_xlabel("head")
-            axes.set_xticks(range(most))
-            axes.set_yticks(range(len(layers)), [heads[0].layer for heads in layers])
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
-            for (y, x), value in np.ndenumerate(full):
-                if np.isfinite(value):
-                    ink = "white" if value > 0.42 else INK
-                    axes.text(x, y, f"{value:.2f}".lstrip("0") or "0", ha="center", va="center", fontsize=7, color=ink)
-        assert image is not None
-        bar = figure.colorbar(image, ax=panels, pad=0.01, aspect=20)
-        bar.set_label("distance")
-        bar.outline.set_edgecolor(PALE)  # type: ignore[operator]
-        return Picture(svg(figure, alt), alt)
-
-
-def _short(name: str) -> str:
-    return name if len(name) < 18 else name.replace("(", "\n(", 1)
+    figure, panels = sheet(1.0 + 0.3 * len(layers), 1, 2, sharey=True)
+    image = None
+    for axes, table, title in zip(panels, tables, titles, strict=True):
+        full = np.full((len(layers), most), np.nan)
+        for number, row in enumerate(table):
+            full[number, : len(row)] = row
+        image = axes.imshow(full, cmap="viridis_r", vmin=0.0, vmax=1.0, aspect="auto")
+        axes.set_title(title)
+        axes.set_xlabel("head")
+        axes.set_xticks(range(most))
+        axes.set_yticks(range(len(layers)), [heads[0].layer for heads in layers])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        for (y, x), value in np.ndenumerate(full):
+            if np.isfinite(value):
+                ink = "white" if value > 0.42 else INK
+                axes.text(x, y, f"{value:.2f}".lstrip("0") or "0", ha="center", va="center", fontsize=7, color=ink)
+    assert image is not None
+    bar = figure.colorbar(image, ax=panels, pad=0.01, aspect=20)
+    bar.set_label("distance")
+    bar.outline.set_edgecolor(PALE)  # type: ignore[operator]
+    return figure, alt

@@ -1,19 +1,18 @@
-"""What the maps leave behind: a self-contained page and its numbers beside it."""
+"""What the maps leave behind: the numbers and the page."""
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from fast_attention import files
+from fast_attention.lab import pages
 from fast_attention.lab.maps import drawings
 from fast_attention.lab.maps.heads import Head
+from fast_attention.lab.pages import Figure, Section, Words
 from fast_attention.lab.records import plain, sealed
-from fast_attention.lab.report import figure, page, section
 
 _MEANING = (
     "A head's distance is the mean, over evenly sampled queries, of half the sum of absolute differences of two rows "
@@ -56,36 +55,28 @@ def _rounded(value: Any) -> Any:
 
 def html(meta: dict[str, Any], layers: list[list[Head]]) -> str:
     """The page."""
-    names = (meta["before"], meta["after"])
-    rows = {
+    facts = {
         "Model": meta["model"],
         "Read": meta["read"],
-        "Before": names[0],
-        "After": names[1],
+        "Before": meta["before"],
+        "After": meta["after"],
         "Rows drawn": ", ".join(f"{place:,}" for place in meta["rows"]) or "none",
-        "Versions": f"fast-attention {meta['fast_attention']} ({meta['commit'] or 'no commit known'}), "
-        f"torch {meta['torch']}, seed {meta['seed']}",
     }
-    run = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items())
     apart = [head for heads in layers for head in heads]
     nearest, farthest = (choose(apart, key=lambda head: head.distance) for choose in (min, max))
     lead = (
         f"The median head is {median(layers):.2f} apart; nearest {_named(nearest)}, farthest {_named(farthest)}. On "
         f"the same queries and keys the median is {statistics.median(head.own_distance for head in apart):.2f}."
     )
-    parts = [
-        section("What was run", f"<dl>{run}</dl>"),
-        section("How far apart", f"<p class=lead>{escape(lead)}</p>", f"<p>{escape(_MEANING)}</p>",
-                figure(drawings.overview(layers), "The distance of every head.")),
-    ]  # fmt: skip
+    overview = Figure(drawings.overview(layers), "The distance of every head.")
+    sections = [
+        pages.run(meta, facts),
+        Section("How far apart", [Words(lead, "lead"), Words(_MEANING), overview]),
+    ]
     for heads in layers:
-        picture = drawings.layer(heads, meta["tokens"], meta["rows"], names)
-        parts.append(section(heads[0].layer, figure(picture, _READING)))
-    command = escape(shlex.join(meta["command"]))
-    parts.append(
-        section("How to reproduce", f"<pre>{command}</pre>", "<p>All numbers: maps.json beside this page.</p>")
-    )
-    return page("maps", "\n".join(parts))
+        picture = drawings.layer(heads, meta["tokens"], meta["rows"], (meta["before"], meta["after"]))
+        sections.append(Section(heads[0].layer, [Figure(picture, _READING)]))
+    return pages.page("maps", [*sections, pages.again(meta, "maps.json")])
 
 
 def _named(head: Head) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fast_attention import files
 from fast_attention.lab.options import at_work
@@ -25,6 +23,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.study.record import Study
     from fast_attention.lab.study.run import CELLS
     from fast_attention.lab.surroundings import begun, now
+    from fast_attention.lab.tables import say, show
     from fast_attention.training.settings import TrainingSettings, from_toml
 
 RECORD, PAGE = "study.json", "study.html"
@@ -134,8 +133,7 @@ def _tell(record: Study, out: Path, as_json: bool) -> None:
     if as_json:
         print(record.to_json())
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(page.table(record))
-    say = Console(stderr=True)
+        show(page.table(record), width=160)
     if record.meta["status"] == "interrupted":
-        say.print(Text("interrupted; the same command with --resume goes on where it stood."))
-    say.print(Text(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}"), soft_wrap=True)
+        say("interrupted; the same command with --resume resumes it.")
+    say(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}")

@@ -5,97 +5,95 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.pictures import COLOURS, INK, PALE, STYLE, Picture, svg
+from fast_attention.lab.drawing import COLOURS, INK, PALE, line, number, picture, sheet
 from fast_attention.lab.study.plan import ALONE, EXACT, label
 from fast_attention.lab.study.record import Study, Summary
 
 MARKS = "osD^vP*X"
+COSTS: dict[str, Callable[[Summary], float]] = {
+    "milliseconds for a training step": lambda summary: max(1000 * summary.step_seconds, 1e-3),
+    "MiB at the peak of a training step": lambda summary: max(summary.peak_bytes, 1) / 2**20,
+}
 
 
-def prices(record: Study) -> Picture:
+@picture
+def costs(record: Study) -> tuple[Figure, str]:
     """Quality against the time of a step and against its peak memory; what nothing beats in both is joined."""
-    known = [(name, record.summary(name)) for name in record.meta["mechanisms"]]
-    shown = [(name, found) for name, found in known if found is not None]
-    axes_of: list[tuple[str, Callable[[Summary], float]]] = [
-        ("milliseconds for a training step", lambda s: max(1000 * s.step_seconds, 1e-3)),
-        ("MiB at the peak of a training step", lambda s: max(s.peak_bytes, 1) / 2**20),
-    ]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, (words, price) in zip(panels, axes_of, strict=True):
-            _scatter(axes, record, shown, price)
-            axes.set_xlabel(words)
-        panels[0].set_ylabel(_metric(record))
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
-    best = (max if _rising(record) else min)(shown, key=lambda pair: pair[1].mean)
-    alt = f"{_metric(record)} of {len(shown)} mechanisms against time and memory; the best mean is {label(best[0])}'s"
-    return Picture(svg(figure, alt), alt)
+    known = {name: record.summary(name) for name in record.meta["mechanisms"]}
+    shown = {name: found for name, found in known.items() if found is not None}
+    figure, panels = sheet(4.6, 1, 2, sharey=True)
+    for axes, (words, cost) in zip(panels, COSTS.items(), strict=True):
+        _scatter(axes, record, shown, cost)
+        axes.set_xlabel(words)
+    panels[0].set_ylabel(_metric(record))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    best = (max if _rising(record) else min)(shown, key=lambda name: shown[name].mean)
+    alt = f"{_metric(record)} of {len(shown)} mechanisms against time and memory; the best mean is {label(best)}'s"
+    return figure, alt
 
 
-def _scatter(axes: Axes, record: Study, shown: list[tuple[str, Summary]], price: Callable[[Summary], float]) -> None:
-    least, most = (choose(price(found) for _, found in shown) for choose in (min, max))
+def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callable[[Summary], float]) -> None:
+    least, most = (choose(map(cost, shown.values())) for choose in (min, max))
     low, high = least / (most / least) ** 0.1 / 1.1, most * (most / least) ** 0.1 * 1.1
     axes.set_xscale("log")
     axes.set_xlim(low, high)
-    axes.grid(color="#e4e7eb", linewidth=0.5)
-    axes.set_axisbelow(True)
-    for number, (name, found) in enumerate(shown):
-        colour = INK if name == EXACT else PALE if name == ALONE else COLOURS[number % len(COLOURS)]
+    axes.grid()
+    for at, (name, found) in enumerate(shown.items()):
         axes.errorbar(
-            price(found), found.mean, _bars(record, found), color=colour, marker=MARKS[number % len(MARKS)],
+            cost(found), found.mean, _bars(record, found), color=_colour(name, at), marker=MARKS[at % len(MARKS)],
             markersize=7, capsize=3, linewidth=1, linestyle="none", label=label(name),
         )  # fmt: skip
-    front = frontier([(price(found), found.mean) for _, found in shown], _rising(record))
+    front = frontier([(cost(found), found.mean) for found in shown.values()], _rising(record))
     axes.plot(*zip(*front, strict=True), color=PALE, linewidth=1, zorder=0)
     _baselines(axes, record)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if high / low < 30 else "")
+    axes.xaxis.set_major_formatter(number)
+    axes.xaxis.set_minor_formatter(lambda value, _: number(value) if high / low < 30 else "")
+
+
+def _colour(name: str, at: int) -> str:
+    return INK if name == EXACT else PALE if name == ALONE else COLOURS[at % len(COLOURS)]
 
 
 def _bars(record: Study, found: Summary) -> list[list[float]]:
-    """The interval below and above the mean; shares end at 0 and 1, whatever few seeds say."""
+    """The interval below and above the mean; fractions end at 0 and 1, whatever few seeds say."""
     spread = found.spread or 0.0
-    if record.meta["metric"] != "accuracy":
+    if not _rising(record):
         return [[spread], [spread]]
     return [[min(spread, found.mean)], [min(spread, 1.0 - found.mean)]]
 
 
 def frontier(points: list[tuple[float, float]], rising: bool) -> list[tuple[float, float]]:
-    """The points that no other one beats: cheaper and at least as good, by rising price."""
+    """The points that no other one beats: cheaper and at least as good, by rising cost."""
     found: list[tuple[float, float]] = []
-    for price, value in sorted(points, key=lambda point: (point[0], -point[1] if rising else point[1])):
+    for cost, value in sorted(points, key=lambda point: (point[0], -point[1] if rising else point[1])):
         if not found or (value > found[-1][1] if rising else value < found[-1][1]):
-            found.append((price, value))
+            found.append((cost, value))
     return found
 
 
-def curves(record: Study) -> Picture:
+@picture
+def curves(record: Study) -> tuple[Figure, str]:
     """The metric against steps, the mean over the seeds, with the baselines as lines."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
-        axes = figure.subplots()
-        for number, name in enumerate(record.meta["mechanisms"]):
-            colour = INK if name == EXACT else PALE if name == ALONE else COLOURS[number % len(COLOURS)]
-            by_step: dict[int, list[float]] = {}
-            for result in record.of(name):
-                for step, _, value in result.curve:
-                    by_step.setdefault(step, []).append(value)
-            if by_step:
-                heights = [statistics.fmean(values) for values in by_step.values()]
-                dashed = "--" if number >= len(COLOURS) else "-"
-                axes.plot(list(by_step), heights, dashed, color=colour, linewidth=1.4, label=label(name))
-        axes.set_xlabel("steps")
-        axes.set_ylabel(_metric(record))
-        axes.grid(color="#e4e7eb", linewidth=0.5)
-        _baselines(axes, record)
-        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure, (axes,) = sheet(4.6)
+    for at, name in enumerate(record.meta["mechanisms"]):
+        by_step: dict[int, list[float]] = {}
+        for result in record.of(name):
+            for step, _, value in result.curve:
+                by_step.setdefault(step, []).append(value)
+        if by_step:
+            means = {step: statistics.fmean(values) for step, values in by_step.items()}
+            dash = "--" if at >= len(COLOURS) else "-"
+            line(axes, means, dash, color=_colour(name, at), linewidth=1.4, marker="", label=label(name))
+    axes.set_xlabel("steps")
+    axes.set_ylabel(_metric(record))
+    axes.grid()
+    _baselines(axes, record)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     alt = f"{_metric(record)} on the validation set while training, {len(record.meta['mechanisms'])} mechanisms"
-    return Picture(svg(figure, alt), alt)
+    return figure, alt
 
 
 def _baselines(axes: Axes, record: Study) -> None:
