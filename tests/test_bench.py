@@ -288,7 +288,8 @@ def test_without_a_checkout_peers_are_refused(
 
 def test_every_adapter_names_one_of_the_line_up() -> None:
     families = {repr(mechanism) for mechanism in lineup.default_mechanisms()}
-    assert len(families) == len(lineup.SETTINGS) == 20
+    assert len(families) == len(catalogue.names()) + len(lineup.VARIANTS) == 32
+    assert families >= {repr(catalogue.default(name)) for name in catalogue.names()}
     names = [peer.name for peer in PEERS]
     assert len(names) == len(set(names)) >= 25
     for peer in PEERS:
@@ -444,10 +445,10 @@ def test_peers_stop_where_asked() -> None:
 
 def test_long_lengths_share_the_lines_to_beat() -> None:
     entrants = lineup.entrants(lineup.default_mechanisms(), "both")
-    assert len(run.groups(entrants, 2048)) == 20
-    assert len(run.groups(entrants, 4096)) == 4
+    assert len(run.groups(entrants, 2048)) == 32
+    assert len(run.groups(entrants, 4096)) == 6
     together = run.groups(entrants, 16384)
-    assert len(together) == 2
+    assert len(together) == 4
     for group in together.values():
         names = [entrant.name for entrant in group]
         assert len(names) == len(set(names))

@@ -112,7 +112,7 @@ COMMANDS: dict[str, list[str]] = {
     "advise": ["advise", "--mechanisms", "LinearAttention", "--length", "16"],
     "maps": ["maps", "--mechanism", "LinearAttention", "--length", "16"],
     "convert": ["convert", "--mechanism", "LinearAttention", "--minutes", "0.01"],
-    "check-model": ["check-model"],
+    "check": ["check"],
     "export": ["export"],
     "generate": ["generate"],
 }
@@ -251,7 +251,7 @@ def test_our_own_models_too(case: str, tmp_path: Path, capsys: pytest.CaptureFix
     settings(**change)(tmp_path)
     with pytest.raises(InputError, match=words):
         loading.load(tmp_path)
-    assert str(tmp_path) in refusal("check-model", tmp_path, capsys)
+    assert str(tmp_path) in refusal("check", tmp_path, capsys)
     assert str(tmp_path) in refusal("generate", tmp_path, capsys)
 
 
@@ -259,7 +259,7 @@ def test_a_mechanism_is_put_into_our_own_model_to_be_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saving.save(Model(ModelConfig(40, width=16, heads=2, max_len=64)), tmp_path / "model")
-    assert commands.run(["check-model", str(tmp_path), "--mechanism", "LinearAttention"]) == 0
+    assert commands.run(["check", str(tmp_path), "--mechanism", "LinearAttention"]) == 0
     assert "2 of 2 layers replaced" in capsys.readouterr().err
 
 

@@ -117,17 +117,32 @@ def test_what_it_cannot_judge_is_refused() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path / "llama")
-    assert commands.run(["check-model", str(tmp_path / "llama"), "--mechanism", "LinearAttention"]) == 0
+    assert commands.run(["check", str(tmp_path / "llama"), "--mechanism", "LinearAttention"]) == 0
     said = capsys.readouterr()
     assert "3 of 3 attention layers replaced" in said.err
     assert "the future never moves the past" in said.out
     saving.save(Model(ModelConfig(vocab_size=40, width=16, heads=2, max_len=64)), tmp_path / "ours")
-    assert commands.run(["check-model", str(tmp_path / "ours"), "--json"]) == 0
+    assert commands.run(["check", str(tmp_path / "ours"), "--json"]) == 0
     assert {finding["status"] for finding in json.loads(capsys.readouterr().out)} == {"kept", "not claimed"}
-    assert commands.run(["check-model", str(tmp_path)]) == 2
+    assert commands.run(["check", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
-    assert commands.run(["check-model", str(tmp_path / "llama"), "--mechanism", "Linformer"]) == 2
+    assert commands.run(["check", str(tmp_path / "llama"), "--mechanism", "Linformer"]) == 2
     assert "the layer is causal" in capsys.readouterr().err
+    assert commands.run(["check", "Softmax", "--mechanism", "Linformer"]) == 2
+    assert "--mechanism is swapped into a model, and Softmax is none" in capsys.readouterr().err
+
+
+def test_what_lies_here_is_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may be called as a mechanism is; what is neither is told as what it looks like."""
+    monkeypatch.chdir(tmp_path)
+    saving.save(Model(ModelConfig(vocab_size=40, width=16, heads=2, max_len=64)), tmp_path / "Softmax")
+    assert commands.run(["check", "Softmax", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) < 15
+    for asked, said in {"FavorPlos": "Did you mean", "performer": "FavorPlus", "a-b": "no such folder"}.items():
+        assert commands.run(["check", asked]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mechanism", ["LinearAttention", "FavorPlus(num_features=16)", "Local(window=(4, 0))"])

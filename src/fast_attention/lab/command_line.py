@@ -67,11 +67,6 @@ COMMANDS = {
         "convert_command",
         "Make a pretrained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.",
     ),
-    "check-model": Command(
-        "whole",
-        "check_model_command",
-        "Test a whole model against the laws; a broken one names the layer. Exit code 1: one is broken.",
-    ),
     "maps": Command(
         "maps.command",
         "maps_command",
@@ -90,9 +85,10 @@ COMMANDS = {
     ),
     "list": Command("commands", "list_command", "List the mechanisms with what they can do, or tell all about one."),
     "check": Command(
-        "commands",
+        "check",
         "check_command",
-        "Test any attention against the laws: causality, padding, decoding, lengths. Exit code 1: one is broken.",
+        "Test an attention or a whole model against the laws: causality, padding, decoding. Exit code 1: one is "
+        "broken.",
     ),
 }
 

@@ -1,12 +1,10 @@
-"""The commands ``compare``, ``list`` and ``check``; ``command_line`` knows where the others stand."""
+"""The commands ``compare`` and ``list``; ``command_line`` knows where the others stand."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import signal
-import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,16 +15,14 @@ from rich.console import Console
 from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention import catalogue, conformance
+    from fast_attention import catalogue
     from fast_attention.known_names import known
     from fast_attention.lab import compare, inputs, measure, report, sources, tables, verdicts
     from fast_attention.lab.command_line import run as run
-    from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.records import Comparison
     from fast_attention.lab.surroundings import begun
-    from fast_attention.lab.whole import told
     from fast_attention.mechanism import Mixer
 
 
@@ -183,18 +179,3 @@ def _detail(mechanism: Any) -> None:
     rows["traits"] = ", ".join(f"{key}={value!r}" for key, value in declared.items())
     for title, words in rows.items():
         print(f"{title + ':':<10}{words}")
-
-
-def check_command(
-    subject: Annotated[str, typer.Argument(help="A mechanism, or package.module:factory for anybody's attention.")],
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-) -> int:
-    """Test any attention against the laws: causality, padding, decoding, lengths. Exit code 1: one is broken."""
-    where = inputs.device(device)
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = conformance.check(conformance.resolve(subject), device=str(where))
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    return told(found, as_json)

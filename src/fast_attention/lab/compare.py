@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fast_attention import catalogue
+from fast_attention.lab import inputs
 from fast_attention.lab.accuracy import Scene, measurable, one
 from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
@@ -33,9 +34,7 @@ VARIANTS = (
 
 def default_mechanisms() -> list[Any]:
     """Every mechanism of the catalogue but exact attention itself, and a few more settings worth seeing."""
-    chosen = [catalogue.default(name) for name in catalogue.names() if name != "Softmax"]
-    variants = list(map(catalogue.parse, VARIANTS))
-    return [each for m in chosen for each in (m, *(v for v in variants if type(v) is type(m)))]
+    return [mechanism for mechanism in inputs.every(VARIANTS) if mechanism != catalogue.default("Softmax")]
 
 
 def _nothing(*_: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +47,13 @@ def mechanisms(texts: list[str]) -> list[Any]:
             except TypeError as error:
                 raise InputError(f"{part}: a setting has a value of the wrong kind ({error})") from error
     return list(dict.fromkeys(found))
+
+
+def every(variants: Iterable[str] = ()) -> list[Any]:
+    """Every mechanism of the catalogue as it is by default, each before those of ``variants`` that are its own."""
+    others = [catalogue.parse(text) for text in variants]
+    chosen = map(catalogue.default, catalogue.names())
+    return [each for mechanism in chosen for each in (mechanism, *(o for o in others if type(o) is type(mechanism)))]
 
 
 def _split(text: str) -> list[str]:

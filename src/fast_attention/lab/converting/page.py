@@ -34,9 +34,9 @@ def layers(record: Converted) -> Table:
     measured = [when for when in STAGES if when in held.errors]
     for name in held.layers:
         runs = held.mechanism if name in held.converted else f"{record.before(name)}: {held.kept[name]}"
-        errors = [held.errors[when].get(name) for when in measured]
+        found = [held.errors[when].get(name) for when in measured]
         loss = held.put_back.get(name)
-        said = ["-" if error is None else f"{error:.3f}" for error in errors]
+        said = ["-" if error is None else f"{error:.3f}" for error in found]
         rows.append([name, runs, *said, "-" if loss is None else f"{loss:.4f}"])
     return Table(
         ["layer", "runs", *(f"error, {STAGES[when]}" for when in measured), f"loss if {record.untouched}"], rows
