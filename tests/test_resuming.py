@@ -236,7 +236,7 @@ def test_no_task_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert commands.run(["train", "--out", str(tmp_path / "a")]) == 2
     assert "name a task" in capsys.readouterr().err
     assert commands.run(["train", "--out", str(tmp_path / "a"), "--resume"]) == 2
-    assert "holds no run to go on with: name the task" in capsys.readouterr().err
+    assert "holds no run to resume: name the task" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
@@ -30,7 +31,7 @@ def check_command(
     ],
     mechanism: Annotated[str | None, typer.Option(help="Of a model: swap this in before.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Test an attention or a whole model against the laws: causality, padding, decoding. Exit code 1: one is broken.
 

@@ -55,7 +55,7 @@ COMMANDS = {
     "generate": Command(
         "learning.generate",
         "generate_command",
-        "Let a trained decoder go on from a prompt, token by token as they come.",
+        "Let a trained decoder continue a prompt, token by token as they come.",
     ),
     "study": Command(
         "study.command",

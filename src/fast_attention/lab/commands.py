@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
+from fast_attention.lab import options
+from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import catalogue
@@ -28,31 +29,22 @@ if TYPE_CHECKING or at_work():
 
 def compare_command(
     model: Annotated[
-        str | None,
-        typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM."),
+        str | None, typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
-    fasta: Annotated[
-        str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
-    ] = None,
-    mechanisms: Annotated[
-        list[str] | None, typer.Option(help="Names or spellings, e.g. 'FavorPlus(num_features=64)'. Default: all.")
-    ] = None,
+    text: options.Text = None,
+    fasta: options.Fasta = None,
+    mechanisms: options.Mechanisms = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 128 to 4096.")] = None,
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = True,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")
-    ] = None,
-    budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 240,
+    causal: options.Direction = None,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    backward: options.Backward = True,
+    threads: options.Threads = None,
+    budget: options.Seconds = 240,
     head: Annotated[str | None, typer.Option(help="LAYER,HEAD whose attention matrices are drawn.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features and Gaussian tensors.")] = 0,
+    seed: options.Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON instead of the table.")] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.
 
@@ -123,7 +115,7 @@ def list_command(
     name: Annotated[
         str | None, typer.Argument(help="A mechanism, ours or as a paper calls it (Performer), for all about it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """List the mechanisms with what they can do, or tell all about one."""
     meant = known(name) if name else None

@@ -127,20 +127,20 @@ def results(found: list[Path], out: Path, what: str, *, resume: bool, restart: b
         found: The files that hold them, there or not.
         out: The folder.
         what: How messages call them, such as ``"a study"``.
-        resume: They are gone on with.
+        resume: They are resumed.
         restart: They may be written over.
 
     Raises:
         InputError: They may not, or both is asked for.
     """
     if resume and restart:
-        raise InputError("--resume goes on and --restart begins anew: give one of them")
+        raise InputError("--resume resumes and --restart begins anew: give one of them")
     if restart:
         for path in found:
             path.unlink(missing_ok=True)
     elif not resume and any(path.exists() for path in found):
         raise InputError(
-            f"--out {out} holds {what}: add --resume to go on with it or --restart to begin anew over it, or name "
+            f"--out {out} holds {what}: add --resume to resume it or --restart to begin anew over it, or name "
             "another folder"
         )
 

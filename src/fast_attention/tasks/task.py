@@ -1,4 +1,4 @@
-"""What a task is: a frozen value whose batch number i is a pure function, so that any run can be taken up again."""
+"""What a task is: a frozen value whose batch number i is a pure function, so that any run can be resumed."""
 
 from __future__ import annotations
 

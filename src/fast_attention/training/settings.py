@@ -21,12 +21,12 @@ class TrainingSettings(Value):
     """Everything that makes a training run but the task and the model.
 
     Args:
-        steps: Updates of the weights; 0 for no limit but ``minutes``.
+        steps: Training steps; 0 for no limit but ``minutes``.
         minutes: Time to spend, evaluations included; 0 for no limit but ``steps``.
-        batch_size: Sequences at once, over all processes together.
+        batch_size: Sequences of a step, over all processes together.
         accumulate: Batches whose gradients make one step.
         lr: The highest learning rate.
-        warmup: Share of the run in which the rate rises to it; in the rest it falls to zero along a cosine.
+        warmup: Fraction of the run in which the rate rises to it; in the rest it falls to zero along a cosine.
         weight_decay: AdamW's, on matrices; not on norms, biases and learned positions.
         clip: The longest gradient, by its norm; 0 for no limit.
         precision: ``"bfloat16"`` computes under autocast; weights and their updates stay in float32.
@@ -82,7 +82,7 @@ class TrainingSettings(Value):
             raise ValueError("TrainingSettings(steps=0, minutes=0.0): give steps or minutes, or training has no end")
 
     def done(self, step: int, seconds: float) -> float:
-        """Share of the run that lies behind: by steps or by time, whichever is further."""
+        """Fraction of the run that lies behind: by steps or by time, whichever is further."""
         by_steps = step / self.steps if self.steps else 0.0
         return max(by_steps, seconds / (60 * self.minutes) if self.minutes else 0.0)
 

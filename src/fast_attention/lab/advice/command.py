@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fast_attention.lab.options import DTYPES, KINDS, SEED, at_work
+from fast_attention.lab import options
+from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention.lab import capture, compare, inputs, measure, sources
@@ -32,36 +33,27 @@ STAND_INS = "Gaussian stand-ins"
 
 def advise_command(
     model: Annotated[
-        str | None,
-        typer.Argument(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM."),
+        str | None, typer.Argument(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    batch: options.Batch = 1,
     budget: Annotated[
         float, typer.Option(min=0.0, help="The largest median relative error of a head's outputs, zero-shot.")
     ] = 0.1,
-    mechanisms: Annotated[
-        list[str] | None, typer.Option(help="Names or spellings, e.g. 'FavorPlus(num_features=64)'. Default: all.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
-    fasta: Annotated[
-        str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
-    ] = None,
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")
-    ] = None,
+    mechanisms: options.Mechanisms = None,
+    text: options.Text = None,
+    fasta: options.Fasta = None,
+    causal: options.Direction = None,
     training: Annotated[bool, typer.Option("--training", help="Rank by forward and backward pass.")] = False,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; what does not fit is said so.")] = 120,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    seconds: options.Seconds = 120,
     transfer_minutes: Annotated[
         float, typer.Option(min=0.0, help="Attention transfer for each of the first three that are fast but inexact.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features and Gaussian tensors.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the advice and all numbers as JSON.")] = False,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
 ) -> int:
     """Advise what to use at one length: error on a model's real tensors, time and memory here, ranked; or keep exact.
 

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from fast_attention import files
-from fast_attention.lab.options import DTYPES, SEED, at_work
+from fast_attention.lab import options
+from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     import torch
@@ -31,33 +32,31 @@ RECORD, PAGE = "bench.json", "bench.html"
 
 
 def bench_command(
-    mechanisms: Annotated[
-        list[str] | None, typer.Option(help="Names or spellings, e.g. 'Local(window=64)'. Default: the standard set.")
-    ] = None,
+    mechanisms: options.Mechanisms = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 64 to 4096.")] = None,
     causal: Annotated[
         bool | None, typer.Option("--causal/--no-causal", help="One direction only. Default: both.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    batch: options.Batch = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
-    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")] = True,
+    backward: options.Backward = True,
     memory_lengths: Annotated[
         list[int] | None,
-        typer.Option(help="Lengths weighed in fresh processes. Default: lengths from 1024 on; 0: none."),
+        typer.Option(help="Lengths whose memory is measured in fresh processes. Default: from 1024 on; 0: none."),
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Also time single tokens up to position 65,536.")] = False,
     vs_peers: Annotated[bool, typer.Option("--vs-peers", help="Run published packages beside ours.")] = False,
     peers_to: Annotated[int | None, typer.Option(min=1, help="Longest sequence for peers. Default: all.")] = None,
-    budget: Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")] = 900,
-    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For weights and inputs.")] = 0,
+    budget: options.Seconds = 900,
+    seed: options.Seed = 0,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
-    go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped benchmark in the folder.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the benchmark in the folder.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Time, memory and percent of the machine's limits, beside exact attention and published packages.
 
@@ -77,8 +76,8 @@ def bench_command(
         raise InputError("--causal: none of these mechanisms is causal")
     meta = _meta(plan, dtype)
     with inputs.alone(out):
-        inputs.results([out / RECORD], out, "a benchmark", resume=go_on, restart=restart)
-        record = Benchmark.resume(out / RECORD, meta) if go_on else Benchmark(meta)
+        inputs.results([out / RECORD], out, "a benchmark", resume=resume, restart=restart)
+        record = Benchmark.resume(out / RECORD, meta) if resume else Benchmark(meta)
         status = _carry_out(plan, record, out, Console(stderr=True))
     _tell(record, out, as_json)
     wrong = any(row.check == "wrong" for row in record.rows)

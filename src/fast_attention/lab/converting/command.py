@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fast_attention import files
+from fast_attention.lab import options
 from fast_attention.lab.options import MODEL, SEED, at_work
 
 if TYPE_CHECKING or at_work():
@@ -53,9 +54,9 @@ def convert_command(
         int, typer.Option(min=0, max=SEED, help="Of the mechanism's weights and the order of passages.")
     ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the model and the report.")] = Path("out/convert"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the conversion in the folder.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the conversion in the folder.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the tables.")] = False,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Make a trained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.
 

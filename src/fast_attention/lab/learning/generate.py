@@ -29,15 +29,15 @@ def generate_command(
     prompt: Annotated[
         str | None, typer.Option(help="Text; for models of other tokens, numbers such as '3 1 2'.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to add. Default: 200, or what fits.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Max new tokens. Default: 200, or what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0 for all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens with this probability together.")] = 1.0,
-    beams: Annotated[int, typer.Option(min=1, help="Follow so many sequences and print the likeliest.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="Beam width: the likeliest sequence is printed.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=SEED, help="For sampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
 ) -> int:
-    """Let a trained decoder go on from a prompt, token by token as they come.
+    """Let a trained decoder continue a prompt, token by token as they come.
 
     [dim]fast-attention generate out/byte-lm --prompt "def main(" --tokens 300[/dim]
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fast_attention.lab import options
 from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
@@ -20,7 +21,7 @@ if TYPE_CHECKING or at_work():
 
 def tasks_command(
     name: Annotated[str | None, typer.Argument(help="A task, for all about it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """List what a model can be trained on, with settings, or tell all about one task.
 

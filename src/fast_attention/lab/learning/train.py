@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fast_attention import files
+from fast_attention.lab import options
 from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
@@ -38,37 +39,37 @@ CURVE, RESULT = "curve.svg", "result.json"
 def train_command(
     task: Annotated[
         str | None,
-        typer.Argument(help="A task's name or spelling: copy, 'Copy(words=15)' (see tasks). With --resume: the run's."),
+        typer.Argument(
+            help="A task's name or expression: copy, 'Copy(words=15)' (see tasks). With --resume: the run's."
+        ),
     ] = None,
-    file: Annotated[str | None, typer.Argument(help="Of a task that takes one: classify, tag, byte-lm ...")] = None,
+    file: options.File = None,
     mechanism: Annotated[
         list[str] | None, typer.Option(help="A mechanism; several go to the layers in turn. Default: Softmax.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
-    ] = None,
-    n_steps: Annotated[int | None, typer.Option("--steps", help="Updates of the weights. Default: 1000.")] = None,
+    config: options.Config = None,
+    n_steps: options.Steps = None,
     minutes: Annotated[float | None, typer.Option(help="Time to spend, instead of or beside --steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences at once. Default: 32.")] = None,
+    batch_size: options.BatchSize = None,
     accumulate: Annotated[int | None, typer.Option(help="Batches to a step. Default: 1.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")] = None,
+    lr: options.Rate = None,
     precision: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
+    device: options.RunDevice = None,
     seed: Annotated[int | None, typer.Option(help="For weights and dropout. Default: 0.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations. Default: 100.")] = None,
+    evaluate_every: options.EvaluateEvery = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. Default: by time.")] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a new best.")] = None,
     fsdp: Annotated[bool | None, typer.Option("--fsdp", help="Under torchrun: shard the weights (FSDP2).")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of a token. Default: 128.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks. Default: 2.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads. Default: 4.")] = None,
+    width: options.Width = None,
+    layers: options.Layers = None,
+    heads: options.Heads = None,
     max_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the task's.")] = None,
-    positions: Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary or none.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Share of numbers dropped. Default: 0.")] = None,
+    positions: options.Positions = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout probability. Default: 0.")] = None,
     reversible: Annotated[bool | None, typer.Option("--reversible", help="Reversible blocks.")] = None,
     out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("out/train"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the folder; what is not said is as it was.")
+        bool, typer.Option("--resume", help="Resume the run in the folder; what is not said is as it was.")
     ] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew over the run in the folder; with --resume, if it must be.")
@@ -97,11 +98,11 @@ def train_command(
             model = {**asdict(held.config), **model}
         task = task or (held.task if held is not None else None)
         if task is None:
-            said = f"{out} holds no run to go on with: name the task" if resume else "name a task"
+            said = f"{out} holds no run to resume: name the task" if resume else "name a task"
             raise InputError(f"{said}, e.g. fast-attention train copy")
         settings, goal = TrainingSettings(**training), tasks.parse(f"{task} {file}" if file else task)
         if held is not None and repr(goal) != held.task:
-            raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot go on so")
+            raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot be resumed so")
         chosen = steps.config_for(goal, **model)
         for words in goal.remarks():
             print(f"{goal.name}: {words}", file=sys.stderr)

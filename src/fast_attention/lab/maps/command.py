@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fast_attention.lab.options import KINDS, SEED, at_work
+from fast_attention.lab import options
+from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
     import torch
@@ -26,26 +27,21 @@ if TYPE_CHECKING or at_work():
 
 
 def maps_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(help=f"What to open: {KINDS}. Default: MiniLM."),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=f"What to open: {KINDS}. Default: MiniLM.")] = None,
     mechanism: Annotated[
         str | None, typer.Option(help="What is put in place. Not needed for a model that was swapped before.")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")] = None,
-    fasta: Annotated[
-        str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
-    ] = None,
+    text: options.Text = None,
+    fasta: options.Fasta = None,
     ids: Annotated[str | None, typer.Option(help="Token numbers to read, such as 5,17,3.")] = None,
     length: Annotated[int, typer.Option(min=1, help="The most tokens to read.")] = 256,
     layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 0,5. Default: all.")] = None,
     rows: Annotated[
         str | None, typer.Option(help="Queries whose rows are drawn as curves, such as 0,100. Default: two.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=SEED, help="For random features.")] = 0,
+    seed: options.Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder for maps.html and maps.json.")] = Path("maps"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Draw every head's attention map before and after a mechanism is put in, and say how far apart they are.
 

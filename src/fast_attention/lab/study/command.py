@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fast_attention import files
+from fast_attention.lab import options
 from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
@@ -30,30 +31,28 @@ RECORD, PAGE = "study.json", "study.html"
 
 
 def study_command(
-    task: Annotated[str, typer.Argument(help="A task's name or spelling: mqar, 'Copy(words=15)' (see tasks).")],
-    file: Annotated[str | None, typer.Argument(help="Of a task that takes one: classify, tag, byte-lm ...")] = None,
+    task: Annotated[str, typer.Argument(help="A task's name or expression: mqar, 'Copy(words=15)' (see tasks).")],
+    file: options.File = None,
     mechanisms: Annotated[
         list[str] | None,
-        typer.Option(help="Names or spellings; A + B for layers that alternate. Two controls are always there."),
+        typer.Option(help="Names or expressions; A + B for layers that alternate. Two controls are always there."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each mechanism.")] = 3,
-    n_steps: Annotated[int | None, typer.Option("--steps", help="Updates in each run. Default: 1000.")] = None,
+    n_steps: options.Steps = None,
     minutes: Annotated[float | None, typer.Option(help="Time for each run: equal time instead of equal steps.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences at once. Default: 32.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations. Default: 100.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of a token. Default: 128.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks. Default: 2.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads. Default: 4.")] = None,
-    positions: Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary or none.")] = None,
+    config: options.Config = None,
+    batch_size: options.BatchSize = None,
+    lr: options.Rate = None,
+    device: options.RunDevice = None,
+    evaluate_every: options.EvaluateEvery = None,
+    width: options.Width = None,
+    layers: options.Layers = None,
+    heads: options.Heads = None,
+    positions: options.Positions = None,
     out: Annotated[Path, typer.Option(help=f"Folder for {PAGE}, {RECORD} and the runs.")] = Path("out/study"),
-    go_on: Annotated[bool, typer.Option("--resume", help="Go on with the stopped study in the folder.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew over the study in the folder.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Train several mechanisms on one task: what each learns, how fast, in how much memory.
 
@@ -75,10 +74,10 @@ def study_command(
             [name for text in mechanisms or [] for name in spelt(text)], seeds, TrainingSettings(**training), model,
         )  # fmt: skip
         with inputs.alone(out):
-            inputs.results([out / RECORD], out, "a study", resume=go_on, restart=restart)
+            inputs.results([out / RECORD], out, "a study", resume=resume, restart=restart)
             meta = _meta(plan)
-            record = Study.resume(out / RECORD, meta) if go_on and (out / RECORD).exists() else Study(meta)
-            if restart and not go_on:
+            record = Study.resume(out / RECORD, meta) if resume and (out / RECORD).exists() else Study(meta)
+            if restart and not resume:
                 shutil.rmtree(out / CELLS, ignore_errors=True)
             status = _carry_out(plan, record, out)
     _tell(record, out, as_json)

@@ -1,4 +1,4 @@
-"""The study itself: one training run after the other, each taken up where it stood."""
+"""The study itself: one training run after the other, each resumed where it stood."""
 
 from __future__ import annotations
 
