@@ -172,7 +172,7 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_picture_says_what_it_shows() -> None:
     log = [{"step": 0, "valid": 0.25}, {"step": 5, "loss": 1.0}, {"step": 9, "valid": 0.5}]
-    drawn = curve.picture(log, Copy(), {"chance": 0.1}, "copy, Softmax()")
+    drawn = curve.drawn(log, Copy(), {"chance": 0.1}, "copy, Softmax()")
     assert drawn.alt == "copy, Softmax(): 50 % after 9 steps; chance 10 %"
     assert drawn.alt in drawn.svg
     assert curve.spelt(2.7114, "nats") == "2.711 nats"
