@@ -109,7 +109,7 @@ def test_a_run_is_converted_and_opened_like_a_run(
     assert "fast_attention.nn.saving.load" in html
     assert loading.load(out).config.mechanisms == 2 * [FEATURES]
     assert saving.load(run / "model").config.mechanisms == 2 * ["Softmax()"]
-    assert commands.run(["check-model", str(out)]) == 0
+    assert commands.run(["check", str(out)]) == 0
 
 
 def test_a_converted_run_is_converted_again(runs: Any, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_converted_run_is_converted_again(runs: Any, tmp_path: Path) -> None:
     assert loading.load(second).config.mechanisms == [FEATURES, "LinearAttention()"]
     held = Converted.read(second / "report.json")
     assert held.meta["task"] == repr(TASK)
-    assert page.layers(held)[1][1] == f"{FEATURES}: asked for"
+    assert page.layers(held).rows[0].cells[1] == f"{FEATURES}: asked for"
     assert held.untouched == "as it was"
     assert Converted.read(first / "report.json").untouched == "exact"
 

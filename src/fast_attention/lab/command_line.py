@@ -65,7 +65,7 @@ COMMANDS = {
     "convert": Command(
         "converting.command",
         "convert_command",
-        "Make a pretrained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.",
+        "Make a trained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.",
     ),
     "maps": Command(
         "maps.command",
