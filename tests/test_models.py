@@ -227,7 +227,7 @@ def test_what_was_changed_is_told_by_its_hash(tmp_path: Path) -> None:
         ("Local(window=4)", "Local(window=5)", "config.json is not what was written"),
         ('"sha256"', '"sha512"', "None was saved"),
         ("fast-attention model 1", "fast-attention model 2", "its format is not"),
-        ('model 1",\n "version": "', 'model 2",\n "version": "9', "go on with the later version"),
+        ('model 1",\n "version": "', 'model 2",\n "version": "9', "use the later version"),
         ("fast-attention model 1", "fast-attention modem 1", "its format is not"),
     ):
         assert old in text

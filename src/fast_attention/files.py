@@ -181,7 +181,7 @@ def readable(found: Mapping[str, Any], known: str, what: str) -> None:
     if later is not None and int(later[1]) > int(number) and found.get("version") != __version__:  # else it is damaged
         raise Newer(
             f"{what} was written by fast-attention {found.get('version') or 'of a later version'} ({said!r}); this is "
-            f"{__version__}, which reads {known!r}. It is left as it is: go on with the later version"
+            f"{__version__}, which reads {known!r}. It is left as it is: use the later version"
         )
     if said != known:
         raise ValueError(f"its format is not {known!r}")

@@ -54,7 +54,7 @@ def _is_whole(line: dict[str, Any]) -> bool:
 
 
 class Journal:
-    """The log of a run that goes on at a step: lines from beyond it, which a killed run left, are taken out.
+    """The log of a run that is resumed at a step: lines from beyond it, which a killed run left, are taken out.
 
     Lines that are damaged are set aside, in ``log.damaged`` beside the log.
 

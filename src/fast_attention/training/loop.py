@@ -148,7 +148,7 @@ class _Run:
             self._load(path)
         if self.group.first:
             if resume:
-                self._say(f"goes on from {path}" if path else f"{self.out} holds no checkpoint: begins anew")
+                self._say(f"resumes from {path}" if path else f"{self.out} holds no checkpoint: begins anew")
             self.journal = Journal(self.out, self.at.step, self.at.evaluated, self._say)
         self.start = time.monotonic() - self.at.seconds
         self.last_save = self.at.seconds

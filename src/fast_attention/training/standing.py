@@ -30,7 +30,7 @@ class Run(NamedTuple):
 def begin(
     out: str | os.PathLike[str], *, resume: bool, restart: bool, say: Callable[[str], None] = print
 ) -> Path | None:
-    """The checkpoint to go on from, or None to begin.
+    """The checkpoint to resume from, or None to begin.
 
     Results are only cleared away where ``restart`` is set: without ``resume`` always, with it where nothing is intact.
 
@@ -41,7 +41,7 @@ def begin(
         say: Told of damaged checkpoints that are passed over.
 
     Raises:
-        ValueError: There are results and neither may they be overwritten nor is there anything to go on from.
+        ValueError: There are results and neither may they be overwritten nor is there anything to resume from.
         Newer: A later version of this library wrote the newest checkpoint; it is left as it is.
     """
     out = Path(out)
@@ -51,7 +51,7 @@ def begin(
     if found and not restart:
         anew = "--restart (restart=True) begins anew over them; or choose another folder"
         if resume:
-            raise ValueError(f"{out} holds {found} and no intact checkpoint to go on from: {anew}")
+            raise ValueError(f"{out} holds {found} and no intact checkpoint to resume from: {anew}")
         raise ValueError(f"{out} holds a run ({found}): resume it (--resume); {anew}")
     for name in (CHECKPOINTS, MODEL) if found else ():
         shutil.rmtree(out / name, ignore_errors=True)
@@ -93,4 +93,4 @@ def check(run: Run, out: Path, task: Task, config: ModelConfig, settings: Traini
         ours |= {name: asdict(config)[name] for name in names}
     other = [f"{name} {theirs[name]}, not {ours[name]}" for name in theirs if theirs[name] != ours[name]]
     if other:
-        raise ValueError(f"{out} holds a run with {'; '.join(other)}: it cannot go on so")
+        raise ValueError(f"{out} holds a run with {'; '.join(other)}: it cannot be resumed so")
