@@ -1,4 +1,4 @@
-"""The laws any attention can be tested against, ours or anybody's.
+"""Laws that any attention can be tested against, ours or third-party.
 
     from fast_attention import conformance
     report = conformance.check(conformance.of("FavorPlus(num_features=64)"))

@@ -1,4 +1,4 @@
-"""Other people's models: their attention swapped for any mechanism, saved, loaded, and put back."""
+"""Replaces the attention of other people's models by any mechanism; saves, loads and restores them."""
 
 from fast_attention.integrations.report import Layer as Layer
 from fast_attention.integrations.report import Report as Report

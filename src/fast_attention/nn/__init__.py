@@ -1,1 +1,1 @@
-"""Modules: a mechanism and a shape make parameters; projections around it make a layer."""
+"""Modules of mechanisms: weights bound to a shape, multi-head attention, token mixers, positions, whole models."""

@@ -1,4 +1,4 @@
-"""What a model can be trained on: every task is a value that makes batch number i out of its seed."""
+"""What a model can be trained on: a task is a value that makes batch number i from its seed."""
 
 from __future__ import annotations
 

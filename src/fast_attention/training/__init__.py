@@ -1,1 +1,1 @@
-"""Training that loses nothing: a loop over a task's batches, checkpoints that are whole or absent, signals heeded."""
+"""Trains a model on a task: the loop, checkpoints that are whole or absent, resuming, several processes."""
