@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import Shape, Unsupported, attention_rows, catalogue, swap, swap_back
 from fast_attention.counting import exponent, peak_bytes
-from fast_attention.lab.maps.heads import heard
+from fast_attention.lab.calls import heard
 from fast_attention.nn.bound import Bound
 from tests.cases import ATTENTIONS, MIXERS, bind, qkv, some_keys
 

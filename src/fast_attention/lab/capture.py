@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.lab import loading
+from fast_attention.lab.calls import Call, reading
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.maps.heads import Call, reading
 from fast_attention.nn.bound import Bound
 
 GAUSSIAN = "gaussian"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.lab import corpus, loading
+from fast_attention.lab.calls import reading
 from fast_attention.lab.capture import Layer, bound_layers
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.maps.heads import reading
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.token_mixer import TokenMixer

@@ -15,10 +15,11 @@ if TYPE_CHECKING or at_work():
     import torch
 
     from fast_attention.lab import inputs
+    from fast_attention.lab.calls import Call
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.loading import default_model
     from fast_attention.lab.maps import page
-    from fast_attention.lab.maps.heads import Call, Head, compared, sampled
+    from fast_attention.lab.maps.heads import Head, compared, sampled
     from fast_attention.lab.maps.models import Subject
     from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.surroundings import begun

@@ -1,69 +1,15 @@
-"""What every layer of a model attends with, and rows of its heads' attention matrices, coarse enough to look at."""
+"""Rows of heads' attention matrices before and after, coarse enough to look at, and how far they are apart."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fast_attention.attention_maps import attention_rows
-from fast_attention.mechanism import Attention
-from fast_attention.nn.bound import Bound
+from fast_attention.lab.calls import Call
 
 MOST = 64  # rows, and blocks of keys, of a map
-
-
-class Call(NamedTuple):
-    """One layer's call: the mechanism, what it got (q, k, v: (1, H, L, E)), and the rest of its arguments."""
-
-    layer: str
-    bound: Bound
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    keywords: dict[str, Any]
-
-    def rows(self, queries: list[int], like: Call | None = None) -> Tensor:
-        """Rows (H, R, S) of its matrix; with the queries and keys of another call, those that it would have made."""
-        of = like or self
-        return attention_rows(self.bound.mechanism, of.q, of.k, self.bound.w, queries=queries, **self.keywords)[0]
-
-
-@torch.no_grad()
-def heard(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
-    """The calls of all bound attentions in a model during ``run``, in their order."""
-    calls: list[Call] = []
-
-    def watch(name: str, part: Bound) -> Any:
-        layer = name.removesuffix(".bound").removesuffix(".fast_attention").removesuffix(".attention")
-
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-            chosen = {x: options[x] for x in ("is_causal", "key_mask", "attn_mask") if options.get(x) is not None}
-            before = sum(call.bound is part for call in calls)  # some models run one layer several times
-            again = f", time {before + 1}" if before else ""
-            calls.append(Call(layer + again, part, inputs[0], inputs[1], inputs[2], chosen))
-
-        return part.register_forward_pre_hook(keep, with_kwargs=True)
-
-    bounds = {name: part for name, part in model.named_modules() if isinstance(part, Bound)}
-    hooks = [watch(name, part) for name, part in bounds.items() if isinstance(part.mechanism, Attention)]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
-
-
-def reading(model: nn.Module, tokens: Tensor) -> list[Call]:
-    """The calls while a model reads tokens (1, L), without a cache: its state would be advanced past the mechanism's
-    own call."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return heard(model, lambda: model(tokens, **options))
 
 
 @dataclass

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fast_attention.integrations import swap
 from fast_attention.lab import capture, corpus, loading, own
+from fast_attention.lab.calls import Call, reading
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.maps.heads import Call, reading
 from fast_attention.mechanism import Unsupported
 
 
