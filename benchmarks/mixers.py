@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.cores import Wrapped
-from fast_attention.lab.bench.entrants import Peer, Sizes
+from fast_attention.lab.bench.competitors import Peer, Sizes
 
 EXPANSION, HIDDEN = 6, 256  # as in our GMLP() and MLPMixer()
 

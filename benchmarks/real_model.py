@@ -21,7 +21,7 @@ import fast_attention
 from fast_attention import catalogue, files
 from fast_attention.conversion.goals import Likeness
 from fast_attention.lab import capture, corpus, inputs, loading, records, surroundings
-from fast_attention.lab.converting import prices
+from fast_attention.lab.converting import costs
 from fast_attention.lab.converting.reading import Reading
 
 VARIANTS = ("FavorPlus(num_features=1024)", "Local(window=64)", "Linformer(rank=128)")
@@ -66,14 +66,14 @@ def main() -> None:
                 models[repr(mechanism)] = model
         layers = [*fast_attention.integrations.attention.layers_of(models["Softmax()"])]
         context = capture.context(original.config, tokenizer)
-        costs = prices.measure(models, layers, asked.lengths, context, status.update)
+        found = costs.measure(models, layers, asked.lengths, context, status.update)
     meta = {
         "status": "complete", "command": sys.argv[1:], "started": started,
         "model": f"{type(original).__name__}, {sum(p.numel() for p in original.parameters()):,} parameters",
         "passages": sum(len(each.batch["input_ids"]) for each in held), "length": asked.length,
         "transformers": transformers.__version__, **surroundings.surroundings(torch.device("cpu")),
     }  # fmt: skip
-    files.write(asked.out, records.sealed("costs", {"meta": meta, "rows": rows, "prices": costs}) + "\n")
+    files.write(asked.out, records.sealed("costs", {"meta": meta, "rows": rows, "prices": found}) + "\n")
     for row in rows:
         print(f"{row['mechanism']:60} {row.get('sentence_cosine', float('nan')):7.4f}  {row['note'][:90]}")
 

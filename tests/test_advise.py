@@ -153,15 +153,15 @@ def test_an_error_at_fewer_tokens_is_no_proof() -> None:
 
 
 def investigated(monkeypatch: pytest.MonkeyPatch, ratio: dict[int, float], seconds: float = 60.0) -> Comparison:
-    """A real investigation, in which the races' times are given: the window is exact, as it covers everything."""
+    """A real investigation, in which the times are given: the window is exact, as it covers everything."""
 
     def run(self: Any) -> None:
-        for name, share in [(EXACT, 1.0), *((repr(m), ratio[self.length]) for m in self.mechanisms)]:
-            self.record.cells.append(
-                Cell(name, self.length, "measured", forward_ms=share, forward_best_ms=share, forward_ratio=share)
-            )
+        for name in (each.name for each in self.competitors):
+            time = 1.0 if name == EXACT else ratio[self.length]
+            cell = Cell(name, self.length, "measured", forward_ms=time, forward_best_ms=time, forward_ratio=time)
+            self.record.cells.append(cell)
 
-    monkeypatch.setattr(measuring.Race, "run", run)
+    monkeypatch.setattr(measuring.TimingGroup, "run", run)
     found = Comparison({})
     plan = Plan(Gaussian(2, 8), parsed("Local(window=99)"), setting(2, 8), Question(16, 0.1), seconds)
     investigate(plan, found, lambda what: None)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue, clock
 from fast_attention.cli import main
-from fast_attention.lab.bench import ceilings, checks, decoding, figures, lineup, memory, page, run
-from fast_attention.lab.bench.entrants import Entrant, Peer, Sizes, line
-from fast_attention.lab.bench.heat import Heat
+from fast_attention.lab.bench import ceilings, checks, competitors, decoding, figures, memory, page, run
+from fast_attention.lab.bench.competitors import Competitor, Peer, Sizes, baseline_name
 from fast_attention.lab.bench.record import Benchmark, Row, Step, Weight
-from fast_attention.lab.measure import Competitor, Setting
-from fast_attention.lab.race import FEWEST_ROUNDS
+from fast_attention.lab.measure import Passes, Setting
 from fast_attention.lab.records import EXACT, Cell
+from fast_attention.lab.timing import FEWEST_ROUNDS, FamilyGroup
 from fast_attention.mechanisms.aft import AFTSimple
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--threads", "1", "--budget", "20"]
@@ -149,15 +148,15 @@ def test_the_check_finds_fast_paths_that_differ_from_the_plain_one(fault: str, m
 
 
 def stopping(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    count, right = [0], Heat.run
+    count, right = [0], FamilyGroup.run
 
-    def stop(self: Heat) -> None:
+    def stop(self: FamilyGroup) -> None:
         count[0] += 1
         if count[0] > after:
             raise KeyboardInterrupt
         right(self)
 
-    monkeypatch.setattr(Heat, "run", stop)
+    monkeypatch.setattr(FamilyGroup, "run", stop)
 
 
 def test_a_stopped_benchmark_keeps_what_it_has_and_goes_on(
@@ -186,7 +185,7 @@ def test_a_stopped_benchmark_keeps_what_it_has_and_goes_on(
     lines = [cell for cell in whole.cells if cell.mechanism == EXACT]
     assert {(cell.length, cell.group) for cell in lines} == {
         (n, name) for n in (16, 32) for name in ("AFTSimple()", "LinearAttention()")
-    }, "a line to beat in every group"
+    }, "a baseline in every group"
     assert len(whole.meta["resumed"]) == 1
     assert len(whole.done) == len(set(whole.done)) == 4
     code, _, err = bench(capsys, tmp_path, *chosen, "--head-dim", "4", "--resume")
@@ -201,10 +200,10 @@ def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     """Whole rounds stay; the one that was cut short leaves no ratio of its own."""
     calls, real = [0], clock.seconds
     setting = Setting(2, 8, CPU, torch.float32, False, False)
-    group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
+    group = run.groups(competitors.chosen([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
     record = Benchmark({})
-    heat = Heat(setting, group, record, 16, 30.0, lambda what: None, group="AFTSimple()")
-    heat.rests = lambda name, number: False  # type: ignore[method-assign]
+    timed = FamilyGroup(setting, group, record, 16, 30.0, lambda what: None, group="AFTSimple()")
+    timed.rests = lambda name, number: False  # type: ignore[method-assign]
 
     def cut(*rest: Any) -> float:
         calls[0] += 1
@@ -214,7 +213,7 @@ def test_an_interrupted_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(clock, "seconds", cut)
     with pytest.raises(KeyboardInterrupt):
-        heat.run()
+        timed.run()
     assert [cell.rounds for cell in record.cells] == [3, 2] or [cell.rounds for cell in record.cells] == [2, 2]
 
 
@@ -252,7 +251,7 @@ FAKES = [
 def test_peers_run_beside_ours_with_their_faults_marked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lineup, "load_peers", lambda: FAKES)
+    monkeypatch.setattr(competitors, "load_peers", lambda: FAKES)
     code, out, err = bench(capsys, tmp_path, *TINY, "--mechanisms", "AFTSimple", "--vs-peers")
     assert code == 0, err
     record = read(tmp_path)
@@ -267,7 +266,7 @@ def test_peers_run_beside_ours_with_their_faults_marked(
     for name in ("good", "off", "leaky, causal", "whole"):
         assert record.cell(name, 32).forward_ms  # type: ignore[union-attr]
     assert record.cell("absent", 32).status == "refused"  # type: ignore[union-attr]
-    assert record.row("whole").reference == line("module", False)  # type: ignore[union-attr]
+    assert record.row("whole").reference == baseline_name("module", False)  # type: ignore[union-attr]
     assert len({cell.rounds for cell in record.cells if cell.length == 32 and cell.rounds}) == 1, "the same rounds"
     assert "off *" in out
     assert "absent not installed" in out
@@ -280,15 +279,15 @@ def test_peers_run_beside_ours_with_their_faults_marked(
 def test_without_a_checkout_peers_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lineup, "checkout", lambda: None)
+    monkeypatch.setattr(competitors, "checkout", lambda: None)
     code, _, err = bench(capsys, tmp_path, *TINY, "--vs-peers")
     assert code == 2
     assert "--vs-peers: the adapters are in a checkout's benchmarks folder" in err
 
 
 def test_every_adapter_names_one_of_the_line_up() -> None:
-    families = {repr(mechanism) for mechanism in lineup.default_mechanisms()}
-    assert len(families) == len(catalogue.names()) + len(lineup.VARIANTS) == 32
+    families = {repr(mechanism) for mechanism in competitors.default_mechanisms()}
+    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 32
     assert families >= {repr(catalogue.default(name)) for name in catalogue.names()}
     names = [peer.name for peer in PEERS]
     assert len(names) == len(set(names)) >= 25
@@ -297,9 +296,9 @@ def test_every_adapter_names_one_of_the_line_up() -> None:
         assert peer.kind in ("core", "module", "mixer")
         assert peer.is_causal == peer.name.endswith(", causal")
         assert peer.is_causal <= catalogue.parse(peer.against).traits.causal, peer.name
-    found = lineup.entrants(lineup.default_mechanisms(), "both", PEERS)
-    assert len({entrant.name for entrant in found}) == len(found)
-    assert {peer.name for peer in PEERS} <= {entrant.name for entrant in found}, "no peer is left out"
+    found = competitors.chosen(competitors.default_mechanisms(), "both", PEERS)
+    assert len({competitor.name for competitor in found}) == len(found)
+    assert {peer.name for peer in PEERS} <= {competitor.name for competitor in found}, "no peer is left out"
 
 
 def test_a_peer_that_is_not_there_is_missing_not_fatal() -> None:
@@ -321,13 +320,13 @@ def synthetic() -> Benchmark:
     """Two families with peers: ours 4 and 0.5 times as fast as exact attention, the peers 1, 2 and 1."""
     rows = [
         Row("A()", "A()", "core", False, "fast-attention", EXACT),
-        Row("A(), projected", "A()", "module", False, "fast-attention", line("module", False)),
+        Row("A(), projected", "A()", "module", False, "fast-attention", baseline_name("module", False)),
         Row("a", "A()", "core", False, "x", EXACT),
         Row("a2", "A()", "core", False, "y", EXACT),
-        Row("am", "A()", "module", False, "x", line("module", False)),
+        Row("am", "A()", "module", False, "x", baseline_name("module", False)),
         Row("B()", "B()", "core", False, "fast-attention", EXACT),
         Row("b", "B()", "core", False, "x", EXACT),
-        Row("b, causal", "B()", "core", True, "x", line("core", True)),
+        Row("b, causal", "B()", "core", True, "x", baseline_name("core", True)),
     ]
     speeds = {"A()": 4.0, "A(), projected": 3.0, "a": 1.0, "a2": 2.0, "am": 1.0, "B()": 0.5, "b": 1.0, "b, causal": 9.0}
     cells = [
@@ -387,54 +386,69 @@ def test_slopes_and_means() -> None:
 def test_rounds_go_on_when_the_slow_have_sat_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a round costs is what those in it cost: one slow pass must not take the others' rounds from them."""
     now = [50.0]  # preparing took more than the share
-    slow, quick = Competitor(lambda: 8.0, lambda: 8.0, lambda: None), Competitor(lambda: 0.1, lambda: 0.1, lambda: None)
+    slow, quick = Passes(lambda: 8.0, lambda: 8.0, lambda: None), Passes(lambda: 0.1, lambda: 0.1, lambda: None)
 
     def seconds(call: Any, device: torch.device, repeats: int = 1) -> float:
         now[0] += call() * repeats
         return call()
 
     monkeypatch.setattr(clock, "seconds", seconds)
-    monkeypatch.setattr(Heat, "spent", property(lambda self: now[0]))
-    group = run.groups(lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
+    monkeypatch.setattr(FamilyGroup, "spent", property(lambda self: now[0]))
+    group = run.groups(competitors.chosen([catalogue.parse("AFTSimple")], "bidirectional"), 16)["AFTSimple()"]
     record = Benchmark({})
-    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, record, 16, 10.0, lambda what: None)
-    heat.runners = {EXACT: quick, "AFTSimple()": slow}
-    heat.estimates = {EXACT: (0.1, 0.1), "AFTSimple()": (8.0, 8.0)}
-    record.cells = [Cell(name, 16) for name in heat.runners]
-    heat.race()
+    timed = FamilyGroup(Setting(2, 8, CPU, torch.float32, False, True), group, record, 16, 10.0, lambda what: None)
+    timed.runners = {EXACT: quick, "AFTSimple()": slow}
+    timed.estimates = {EXACT: (0.1, 0.1), "AFTSimple()": (8.0, 8.0)}
+    record.cells = [Cell(name, 16) for name in timed.runners]
+    timed.rounds()
     assert {cell.mechanism: cell.rounds for cell in record.cells} == {EXACT: FEWEST_ROUNDS, "AFTSimple()": 1}
     assert record.cells[1].forward_ratio == pytest.approx(80.0)
 
 
 def test_the_slow_sit_out_and_what_takes_too_long_is_over_budget() -> None:
-    entrants = lineup.entrants([catalogue.parse("AFTSimple")], "bidirectional")
-    group = run.groups(entrants, 64)["AFTSimple()"]
+    group = run.groups(competitors.chosen([catalogue.parse("AFTSimple")], "bidirectional"), 64)["AFTSimple()"]
     record = Benchmark({}, [Cell("AFTSimple()", 16, "measured", forward_best_ms=100.0, training_best_ms=150.0)])
-    heat = Heat(Setting(2, 8, CPU, torch.float32, False, True), group, record, 64, 2.0, lambda what: None)
-    assert heat.reason(entrants[0]) == "about 1.0 s a pass: too long for its group's 2 s at this length"
-    heat.share = 4.0
-    assert heat.reason(entrants[0]) == ""
+
+    def timed(seconds: float) -> FamilyGroup:
+        return FamilyGroup(
+            Setting(2, 8, CPU, torch.float32, False, True), group, record, 64, seconds, lambda what: None
+        )
+
+    found = [(each.name, reason) for each, reason in timed(2.0).admitted()]
+    assert found == [
+        (EXACT, ""), ("AFTSimple()", "about 1.0 s a pass: too long for its group's 2 s at this length")
+    ]  # fmt: skip
+    assert [reason for _, reason in timed(4.0).admitted()] == ["", ""]
     record.cells[0].training_bytes = 2**50
-    assert "more than half of the free memory" in heat.reason(entrants[0])
-    heat.runners = dict.fromkeys(["AFTSimple()", EXACT])  # type: ignore[arg-type]
-    heat.estimates = {"AFTSimple()": (0.9, 0.5), EXACT: (9.0, 9.0)}
-    assert [heat.rests("AFTSimple()", number) for number in range(3)] == [False, True, True]
-    assert not any(heat.rests(EXACT, number) for number in range(9))
-    del heat.quick
-    heat.estimates["AFTSimple()"] = (0.8, 0.5)  # three rounds fit
-    assert not any(heat.rests("AFTSimple()", number) for number in range(3))
+    few = timed(4.0)
+    assert "more than half of the free memory" in few.admitted()[1][1]
+    few.runners = dict.fromkeys(["AFTSimple()", EXACT])  # type: ignore[arg-type]
+    few.estimates = {"AFTSimple()": (0.9, 0.5), EXACT: (9.0, 9.0)}
+    assert [few.rests("AFTSimple()", number) for number in range(3)] == [False, True, True]
+    assert not any(few.rests(EXACT, number) for number in range(9))
+    del few.quick
+    few.estimates["AFTSimple()"] = (0.8, 0.5)  # three rounds fit
+    assert not any(few.rests("AFTSimple()", number) for number in range(3))
 
 
 def test_peers_stop_where_asked() -> None:
-    """Beyond ``peers_to`` only ours and the lines to beat run, and the others' cells say so."""
-    entrants = lineup.entrants(
+    """Beyond ``peers_to`` only ours and the baselines run, and the others' cells say so."""
+    everybody = competitors.chosen(
         [catalogue.parse("AFTSimple")], "bidirectional", [Peer("theirs", "none", "AFTSimple()", absent)]
     )
     setting = Setting(2, 8, CPU, torch.float32, False, True)
     plan = run.Plan(
-        [catalogue.parse("AFTSimple")], [entrants[-1].peer], [16, 32], [], setting, "bidirectional", 1.0, 1, peers_to=16
+        [catalogue.parse("AFTSimple")],
+        [everybody[-1].peer],
+        [16, 32],
+        [],
+        setting,
+        "bidirectional",
+        1.0,
+        1,
+        peers_to=16,
     )
-    assert [[plan.timed(entrant, length) for entrant in entrants] for length in (16, 32)] == [
+    assert [[plan.timed(competitor, length) for competitor in everybody] for length in (16, 32)] == [
         [True, True],
         [True, False],
     ]
@@ -444,16 +458,16 @@ def test_peers_stop_where_asked() -> None:
 
 
 def test_long_lengths_share_the_lines_to_beat() -> None:
-    entrants = lineup.entrants(lineup.default_mechanisms(), "both")
-    assert len(run.groups(entrants, 2048)) == 32
-    assert len(run.groups(entrants, 4096)) == 6
-    together = run.groups(entrants, 16384)
+    everybody = competitors.chosen(competitors.default_mechanisms(), "both")
+    assert len(run.groups(everybody, 2048)) == 32
+    assert len(run.groups(everybody, 4096)) == 6
+    together = run.groups(everybody, 16384)
     assert len(together) == 4
     for group in together.values():
-        names = [entrant.name for entrant in group]
+        names = [competitor.name for competitor in group]
         assert len(names) == len(set(names))
-        assert {entrant.reference for entrant in group} <= set(names)
-    assert sum(map(len, together.values())) < len(entrants) + 20
+        assert {competitor.reference for competitor in group} <= set(names)
+    assert sum(map(len, together.values())) < len(everybody) + 20
 
 
 @pytest.mark.skipif(not memory.available(CPU), reason="resident memory can be read on Linux only")
@@ -536,11 +550,13 @@ def test_records_that_tell_of_this_machine_are_not_kept(tmp_path: Path) -> None:
         keep.keep(source, tmp_path / "records")
 
 
-def test_an_entrant_of_each_kind_runs_in_every_direction(device: torch.device) -> None:
+def test_a_competitor_of_each_kind_runs_in_every_direction(device: torch.device) -> None:
     setting = Setting(2, 8, device, torch.float32, False, True, batch=3)
-    found: list[Entrant] = lineup.entrants([catalogue.parse("AFTSimple"), catalogue.parse("GMLP")], "both", FAKES[4:5])
-    for entrant in (*found, *lineup.references(found)):
-        competitor = entrant.make(setting, 12)
-        out = competitor.forward()
-        assert out.shape == ((3, 2, 12, 8) if entrant.kind == "core" else (3, 12, 16)), entrant.name
-        assert all(g is None or torch.isfinite(g).all() for g in competitor.training())
+    found: list[Competitor] = competitors.chosen(
+        [catalogue.parse("AFTSimple"), catalogue.parse("GMLP")], "both", FAKES[4:5]
+    )
+    for competitor in (*found, *competitors.baselines(found)):
+        passes = competitor.make(setting, 12)
+        out = passes.forward()
+        assert out.shape == ((3, 2, 12, 8) if competitor.kind == "core" else (3, 12, 16)), competitor.name
+        assert all(g is None or torch.isfinite(g).all() for g in passes.training())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from fast_attention.lab import (
     measure,
     numbers,
     pictures,
-    race,
     report,
+    timing,
     tradeoff,
     verdicts,
 )
@@ -357,19 +358,22 @@ def test_a_slow_mechanism_is_over_budget_not_silent() -> None:
     record = record_of(of)
     times = {"FavorPlus()": 100.0, "Favor()": 10.0}
     record.cells = [Cell(n, 16, "measured", forward_best_ms=t, training_best_ms=t) for n, t in times.items()]
-    lap = race.Race(of.setting, of.mechanisms, record, 64, 1.0, lambda what: None)
-    assert lap.foretell(of.mechanisms[0]) == (pytest.approx(0.8), 0.0)
-    found = [(repr(mechanism), reason) for mechanism, reason in lap.admitted()]
-    assert found[:2] == [("LinearAttention()", ""), ("Favor()", "")], "what is not known is tried, then the quickest"
-    assert found[2] == ("FavorPlus()", "about 0.8 s a pass: the quicker ones fill the 1 s for this length")
+    everybody = measure.against_exact(of.mechanisms)
+    group = timing.TimingGroup(of.setting, everybody, record, 64, 1.0, lambda what: None)
+    assert timing.foretold(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
+    found = [(each.name, reason) for each, reason in group.admitted()]
+    assert found[:3] == [(EXACT, ""), ("LinearAttention()", ""), ("Favor()", "")], "the unknown, then the quickest"
+    assert found[3] == ("FavorPlus()", "about 0.8 s a pass: the quicker ones fill the 1 s for this length")
     record.cells[1].training_bytes = 2**40
-    assert "GiB, more than half of the free memory" in dict(lap.admitted())[of.mechanisms[1]]
-    lap.run()
+    said = {each.name: reason for each, reason in group.admitted()}
+    assert "GiB, more than half of the free memory" in said["Favor()"]
+    group.run()
     assert [cell.status for cell in record.cells[2:]] == ["measured", "measured", "over budget", "over budget"]
-    late = race.Race(of.setting, of.mechanisms, record, 32, 1.0, lambda what: None)
+    late = timing.TimingGroup(of.setting, everybody, record, 32, 1.0, lambda what: None)
     late.started -= 10
-    late.enter("LinearAttention()", lambda: pytest.fail("built though the time was spent"))
-    assert "spent before its turn" in record.cells[-1].note
+    cell = Cell("LinearAttention()", 32)
+    late.enter(replace(everybody[-1], make=lambda *sizes: pytest.fail("built though the time was spent")), cell)
+    assert "spent before its turn" in cell.note
 
 
 def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,18 +386,18 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(monkeypatch:
 
     of = plan("LinearAttention()", "FavorPlus()", lengths=(16,), backward=False)
     record = record_of(of)
-    lap = race.Race(of.setting, of.mechanisms, record, 16, 30.0, lambda what: None)
+    group = timing.TimingGroup(of.setting, measure.against_exact(of.mechanisms), record, 16, 30.0, lambda what: None)
     with monkeypatch.context() as patch:
         patch.setattr(clock, "seconds", watched)
-        lap.run()
-    rounds = [order[i : i + 3] for i in range(len(order) - 3 * race.MOST_ROUNDS, len(order), 3)]
-    assert len(rounds) == race.MOST_ROUNDS
+        group.run()
+    rounds = [order[i : i + 3] for i in range(len(order) - 3 * timing.MOST_ROUNDS, len(order), 3)]
+    assert len(rounds) == timing.MOST_ROUNDS
     assert all(len(set(each)) == 3 for each in rounds), "everyone once in every round"
     assert len({tuple(map(id, each)) for each in rounds}) == 3, "and not always in the same order"
-    found = measure.timing([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
+    found = timing.timing([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
     assert (found.median, found.ratio, found.best, found.best_ratio, found.rounds) == (4.0, 2.0, 2.0, 2.0, 3)
-    assert measure.repeats_for(1.0) == 1
-    assert measure.repeats_for(1e-4) == 20
+    assert clock.repeats_for(1.0) == 1
+    assert clock.repeats_for(1e-4) == 20
 
 
 def test_the_clock_waits_for_the_device(device: torch.device) -> None:
@@ -474,9 +478,9 @@ def test_within_noise_is_about_equal() -> None:
 
 
 def test_the_spread_is_of_the_rounds() -> None:
-    found = measure.timing([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
+    found = timing.timing([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
     assert (found.low, found.ratio, found.high) == (2.0, 3.0, 4.0)
-    found = measure.timing([3.0], [1.0])
+    found = timing.timing([3.0], [1.0])
     assert (found.low, found.ratio, found.high) == (3.0, 3.0, 3.0)
 
 

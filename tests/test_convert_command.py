@@ -18,7 +18,7 @@ import torch
 from fast_attention import from_pretrained
 from fast_attention.cli import main
 from fast_attention.lab import corpus
-from fast_attention.lab.converting import prices
+from fast_attention.lab.converting import costs
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
@@ -76,8 +76,8 @@ def test_a_model_is_converted_and_reported(
         assert words in out
     held = Converted.read(tmp_path / "report.json")
     assert held.stages == ["original", "swapped", "transferred", "tuned"]
-    assert {row["length"] for row in held.prices} == {32, 96}  # the models know 64 positions
-    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in held.prices)
+    assert {row["length"] for row in held.costs} == {32, 96}  # the models know 64 positions
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in held.costs)
     html = (tmp_path / "report.html").read_text()
     assert html.count("<svg") == 4
     assert "<script" not in html
@@ -210,8 +210,8 @@ def test_proteins_are_padded_and_keep_to_themselves() -> None:
 def test_a_pass_that_would_take_long_is_not_begun(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.AutoModel.from_pretrained(folders / "encoder")
     layers = [f"encoder.layer.{i}.attention.self" for i in range(2)]
-    monkeypatch.setattr(prices, "LONGEST", 0.0)
-    rows = prices.measure({"original": model}, layers, [8, 16, 32], 64, lambda words: None)
+    monkeypatch.setattr(costs, "LONGEST", 0.0)
+    rows = costs.measure({"original": model}, layers, [8, 16, 32], 64, lambda words: None)
     assert [bool(row["note"]) for row in rows] == [False, True, True]
     assert rows[0]["attention_seconds"] < rows[0]["seconds"]
 

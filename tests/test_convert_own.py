@@ -13,7 +13,7 @@ import torch
 from fast_attention import ConversionSettings, convert
 from fast_attention.catalogue import parse as parsed
 from fast_attention.lab import commands, loading
-from fast_attention.lab.converting import page, prices
+from fast_attention.lab.converting import costs, page
 from fast_attention.lab.converting.record import Converted
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn import saving
@@ -102,8 +102,8 @@ def test_a_run_is_converted_and_opened_like_a_run(
     task = held.meta["task"]
     assert held.figures("original")["nats_per_target"] == pytest.approx(score(run, task), rel=1e-4)
     assert after["nats_per_target"] == pytest.approx(score(out, task), rel=1e-4)
-    assert [row["length"] for row in held.prices] == 2 * [loading.load(out).config.max_len]
-    assert all(row["seconds"] > 0 for row in held.prices)
+    assert [row["length"] for row in held.costs] == 2 * [loading.load(out).config.max_len]
+    assert all(row["seconds"] > 0 for row in held.costs)
     html = (out / "report.html").read_text()
     assert html.count("<svg") == 4
     assert "fast_attention.nn.saving.load" in html
@@ -308,5 +308,5 @@ def test_a_model_of_which_nobody_says_what_it_learnt(tmp_path: Path, capsys: pyt
 
 
 def test_a_length_beyond_the_models_is_said(tmp_path: Path) -> None:
-    rows = prices.measure({"original": model()}, ["blocks.0.f.mixer"], [4, 8, 16], None, lambda words: None)
+    rows = costs.measure({"original": model()}, ["blocks.0.f.mixer"], [4, 8, 16], None, lambda words: None)
     assert [row["note"] for row in rows] == ["", "it reads 7 tokens at most", "it reads 7 tokens at most"]

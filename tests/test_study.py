@@ -185,7 +185,7 @@ def test_rows_stand_best_first_and_say_what_diverged() -> None:
 @pytest.mark.parametrize("price", [(0.003, 10_000), (1e-6, 1_000), (0.0, 0)])
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_picture_of_few_equal_results(price: tuple[float, int], others: int) -> None:
-    """One point, or two in one place, and prices that are round or none."""
+    """One point, or two in one place, and costs that are round or none."""
     names = [EXACT, "FNet()"][: 1 + others]
     seconds, size = price
     results = [Result(name, 0, "complete", 0.25, 0.25, 6, seconds, size, 10, 4, [(6, 1.0, 0.25)]) for name in names]

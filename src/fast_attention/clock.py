@@ -1,25 +1,49 @@
-"""Wall time of a call, the device's queue empty before and after."""
+"""Wall time of calls, the device's queue empty before and after: one by itself, or several in turns."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+SHORTEST_SAMPLE = 0.002  # seconds: faster calls are repeated and averaged within one sample
+MOST_REPEATS = 50
+
 
 def seconds(run: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
     """Wall time of one call, averaged over ``repeats``, the device's queue empty before and after."""
-    _synchronise(device)
+    wait(device)
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    _synchronise(device)
+    wait(device)
     return (time.perf_counter() - start) / repeats
 
 
-def _synchronise(device: torch.device) -> None:
+def repeats_for(estimate: float) -> int:
+    """How many calls of so many seconds make a sample long enough to time."""
+    return max(1, min(MOST_REPEATS, round(SHORTEST_SAMPLE / max(estimate, 1e-9))))
+
+
+def in_turns(
+    runs: Mapping[Any, Callable[[], Any]], device: torch.device, rounds: int, patience: float = math.inf
+) -> dict[Any, list[float]]:
+    """Seconds of every run, one after the other in each round; after ``patience`` seconds no further round begins."""
+    found: dict[Any, list[float]] = {name: [] for name in runs}
+    began = time.perf_counter()
+    for number in range(rounds):
+        if number and time.perf_counter() - began > patience:
+            break
+        for name, run in runs.items():
+            found[name].append(seconds(run, device))
+    return found
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was asked."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -113,6 +113,13 @@ def peak_bytes(function: Callable[[], Any], device: torch.device | str = "cpu") 
     return peak.peak
 
 
+def counted(function: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, int]:
+    """Operations and peak bytes of ``function()``, of one call."""
+    peaks: list[int] = []
+    operations = count_operations(lambda: peaks.append(peak_bytes(function, device)))
+    return operations, peaks[0]
+
+
 def exponent(small: float, large: float, ratio: float) -> float:
     """The power of n by which a cost grew from ``small`` to ``large`` when n grew by ``ratio``."""
     return math.log(max(large, 1) / max(small, 1)) / math.log(ratio)

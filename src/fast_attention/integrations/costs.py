@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import clock
-from fast_attention.counting import count_operations, peak_bytes
+from fast_attention.counting import counted
 from fast_attention.nn.bound import Bound
 from fast_attention.ops.trail import followed
 
@@ -100,12 +100,9 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
         lambda: bound(q, k, v, is_causal=is_causal),
     )
     with torch.random.fork_rng(devices=[]):
-        counted = [(count_operations(run), peak_bytes(run, like.device)) for run in runs]
-        took: tuple[list[float], list[float]] = ([], [])
+        costs = [counted(run, like.device) for run in runs]
         with followed() as steps:
-            while len(took[0]) < ROUNDS and sum(map(sum, took)) < PATIENCE:
-                for run, found in zip(runs, took, strict=True):
-                    found.append(clock.seconds(run, like.device))
+            took = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
     path = ", ".join(dict.fromkeys(step.what for step in steps))
-    exact, ours = (Cost(*found, statistics.median(times)) for found, times in zip(counted, took, strict=True))
+    exact, ours = (Cost(*found, statistics.median(times)) for found, times in zip(costs, took.values(), strict=True))
     return exact, replace(ours, path=path)

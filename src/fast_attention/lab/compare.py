@@ -13,10 +13,10 @@ from fast_attention.lab import inputs
 from fast_attention.lab.accuracy import Scene, measurable, one
 from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.measure import Setting
-from fast_attention.lab.race import MOST_ROUNDS, Race
+from fast_attention.lab.measure import Setting, against_exact
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Matrices
 from fast_attention.lab.surroundings import load_average, now
+from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
 from fast_attention.mechanism import Unsupported
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
@@ -86,7 +86,7 @@ def compare(
     for number, length in enumerate(plan.lengths):
         started = time.perf_counter()
         share = left * (length + FIXED) / sum(later + FIXED for later in plan.lengths[number:])
-        Race(plan.setting, plan.mechanisms, record, length, share, watch).run()
+        TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, share, watch).run()
         left = max(left - (time.perf_counter() - started), 1.0)
         record.meta["seconds"] = round(time.perf_counter() - began, 1)
         save()

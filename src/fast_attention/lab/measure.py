@@ -1,10 +1,9 @@
-"""Fair time, memory and operations: every competitor beside exact attention, round by round, in one process."""
+"""What is measured: settings, competitors, their passes with weights for one length, and what they cost but time."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention import clock
 from fast_attention.counting import count_operations, peak_bytes
+from fast_attention.lab.records import EXACT, Cell
 from fast_attention.mechanism import Attention, Mixer, Shape
 from fast_attention.nn.bound import Bound
 
 Run = Callable[[], Any]
 Tensors = tuple[Tensor, Tensor, Tensor]
-SHORTEST_SAMPLE = 0.002  # seconds: faster calls are repeated and averaged within one sample
-MOST_REPEATS = 50
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Competitor:
-    """One mechanism with weights for one length: its forward pass, its forward and backward pass, what it holds."""
+class Passes:
+    """A competitor with weights for one length: its forward pass, its forward and backward pass, what it holds."""
 
     forward: Run
     training: Run
@@ -58,8 +57,30 @@ class Competitor:
     weight_bytes: int = 0
 
 
-def exact(setting: Setting, tensors: Tensors) -> Competitor:
-    """torch's fused exact attention on the same tensors: the line to beat."""
+@dataclass(frozen=True)
+class Competitor:
+    """Who is measured: ``make(setting, length)`` builds it with fresh weights and inputs."""
+
+    name: str
+    reference: str  # the name of its baseline, whose times its own are compared with
+    make: Callable[[Setting, int], Passes]
+    order: float  # the exponent of its time
+
+
+def against_exact(mechanisms: list[Any]) -> list[Competitor]:
+    """Exact attention, and mechanisms whose baseline it is."""
+    found = [Competitor(EXACT, EXACT, lambda setting, length: exact(setting, setting.tensors(length)), 2.0)]
+    for mechanism in mechanisms:
+
+        def make(setting: Setting, length: int, mechanism: Any = mechanism) -> Passes:
+            return competitor(mechanism, setting, setting.tensors(length))
+
+        found.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.order))
+    return found
+
+
+def exact(setting: Setting, tensors: Tensors) -> Passes:
+    """torch's fused exact attention on the same tensors: the baseline."""
     q, k, v = tensors
 
     def attend() -> Tensor:
@@ -68,10 +89,10 @@ def exact(setting: Setting, tensors: Tensors) -> Competitor:
     def held() -> int:
         return k.nbytes + v.nbytes
 
-    return Competitor(_without_gradients(attend), _with_gradients(attend, [q, k, v]), held)
+    return Passes(_without_gradients(attend), _with_gradients(attend, [q, k, v]), held)
 
 
-def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Competitor:
+def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Passes:
     """A mechanism with fresh weights for the tensors' length; a mixer gets whole tokens of the same width."""
     q, k, v = tensors
     length = q.shape[-2]
@@ -93,14 +114,14 @@ def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Settin
 
     held = sum(weight.nbytes for weight in (*bound.parameters(), *bound.buffers()))
     wanted = [*inputs, *bound.parameters()]
-    return Competitor(_without_gradients(attend), _with_gradients(attend, wanted), decoded, held)
+    return Passes(_without_gradients(attend), _with_gradients(attend, wanted), decoded, held)
 
 
-def runner(attend: Callable[[], Tensor], inputs: list[Tensor], weights: list[Tensor]) -> Competitor:
+def runner(attend: Callable[[], Tensor], inputs: list[Tensor], weights: list[Tensor]) -> Passes:
     """A competitor that calls ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
     wanted = [x for x in (*inputs, *weights) if x.requires_grad]
     held = sum(weight.nbytes for weight in weights)
-    return Competitor(_without_gradients(attend), _with_gradients(attend, wanted), lambda: None, held)
+    return Passes(_without_gradients(attend), _with_gradients(attend, wanted), lambda: None, held)
 
 
 def _without_gradients(attend: Callable[[], Tensor]) -> Run:
@@ -126,43 +147,12 @@ def state_bytes(state: Any) -> int:
     return sum(state_bytes(part) for part in state) if isinstance(state, tuple | list) else 0
 
 
-def costs(runner: Competitor, setting: Setting) -> dict[str, int | None]:
-    """Peak memory of each pass, operations of the forward pass, and the size of the decoding state."""
-    return {
-        "forward_bytes": peak_bytes(runner.forward, setting.device),
-        "training_bytes": peak_bytes(runner.training, setting.device) if setting.backward else None,
-        "operations": count_operations(runner.forward),
-        "state_bytes": runner.decoded(),
-        "weight_bytes": runner.weight_bytes,
-    }
-
-
-def repeats_for(estimate: float) -> int:
-    """How many calls make a sample long enough to time."""
-    return max(1, min(MOST_REPEATS, round(SHORTEST_SAMPLE / max(estimate, 1e-9))))
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds, median and least over the rounds; ratios are to the reference, the median of each round's."""
-
-    median: float
-    ratio: float
-    best: float
-    best_ratio: float
-    rounds: int
-    low: float  # the ratio's quartiles over the rounds
-    high: float
-
-
-def timing(samples: list[float], reference: list[float]) -> Timing:
-    """Summarise the samples of one competitor against the reference's samples of the same rounds."""
-    shared = min(len(samples), len(reference))
-    ratios = [mine / theirs for mine, theirs in zip(samples[:shared], reference[:shared], strict=True)]
-    best = min(samples)
-    low, _, high = statistics.quantiles([*ratios, *ratios[: shared == 1]], n=4, method="inclusive")
-    middle = statistics.median(samples), statistics.median(ratios)
-    return Timing(*middle, best, best / min(reference), shared, low, high)
+def costs(passes: Passes, setting: Setting, cell: Cell) -> None:
+    """Peak memory of each pass, operations of the forward pass, weights and decoding state, into a cell."""
+    cell.forward_bytes = peak_bytes(passes.forward, setting.device)
+    cell.training_bytes = peak_bytes(passes.training, setting.device) if setting.backward else None
+    cell.operations = count_operations(passes.forward)
+    cell.state_bytes, cell.weight_bytes = passes.decoded(), passes.weight_bytes
 
 
 def useful_threads() -> int:
@@ -170,17 +160,16 @@ def useful_threads() -> int:
 
     Leaves torch's number of threads at the answer.
     """
-    cores = os.cpu_count() or 1
-    q = torch.randn(3, 8, 256, 32)
-    times: dict[int, list[float]] = {count: [] for count in sorted({cores, max(cores // 2, 1), 1}, reverse=True)}
-    for _ in range(15):
-        for count, found in times.items():
-            torch.set_num_threads(count)
-            start = time.perf_counter()
-            F.scaled_dot_product_attention(q, q, q).exp().sum()
-            found.append(time.perf_counter() - start)
+    cores, q = os.cpu_count() or 1, torch.randn(3, 8, 256, 32)
+
+    def run(count: int) -> Any:
+        torch.set_num_threads(count)
+        return F.scaled_dot_product_attention(q, q, q).exp().sum()
+
+    counts = sorted({cores, max(cores // 2, 1), 1}, reverse=True)
+    times = clock.in_turns({count: lambda count=count: run(count) for count in counts}, q.device, 15)
     medians = {count: statistics.median(found) for count, found in times.items()}
-    chosen = next(count for count, median in medians.items() if median <= medians[1])
+    chosen = next(count for count in counts if medians[count] <= medians[1])
     torch.set_num_threads(chosen)
     return chosen
 

@@ -11,9 +11,9 @@ from fast_attention.lab import measure
 from fast_attention.lab.accuracy import Scene, measurable
 from fast_attention.lab.advice.ranking import Question, ranked
 from fast_attention.lab.capture import Source
-from fast_attention.lab.measure import Setting
-from fast_attention.lab.race import MOST_ROUNDS, PASSES, Race, foretold
+from fast_attention.lab.measure import Setting, against_exact
 from fast_attention.lab.records import EXACT, Comparison
+from fast_attention.lab.timing import MOST_ROUNDS, PASSES, TimingGroup, foretold
 
 SHARES = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones
 UNBOUNDED = 4096  # tokens on which errors are measured at most, where a source has no limit of its own
@@ -48,12 +48,14 @@ def investigate(plan: Plan, record: Comparison, watch: Callable[[str], None]) ->
     length = plan.question.length
     _errors(plan, plan.mechanisms, length, record, watch, time.perf_counter() + SHARES[0] * plan.seconds)
     share = SHARES[1] * max(until - time.perf_counter(), 0.0)
-    Race(plan.setting, plan.mechanisms, record, length, share, watch).run()
+    TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, share, watch).run()
     record.meta["lengths"] = [length]
     while (waiting := _waiting(plan, record)) and _affordable(plan, record, waiting, 2 * length, until):
         length *= 2
         _errors(plan, waiting, length, record, watch, time.perf_counter() + SHARES[0] * (until - time.perf_counter()))
-        Race(plan.setting, waiting, record, length, max(until - time.perf_counter(), 0.0) / 2, watch).run()
+        TimingGroup(
+            plan.setting, against_exact(waiting), record, length, max(until - time.perf_counter(), 0.0) / 2, watch
+        ).run()
         record.meta["lengths"].append(length)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fast_attention import clock
-from fast_attention.lab import measure
 
 PATIENCE = 0.4  # seconds for each limit
 
@@ -46,7 +45,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENC
 
 def least(run: Callable[[], Any], device: torch.device, patience: float) -> float:
     """The shortest time of one call, of as many as ``patience`` seconds allow and three at least."""
-    repeats = measure.repeats_for(clock.seconds(run, device))
+    repeats = clock.repeats_for(clock.seconds(run, device))
     times, began = [], time.perf_counter()
     while len(times) < 3 or time.perf_counter() - began < patience:
         times.append(clock.seconds(run, device, repeats))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fast_attention import conformance
 from fast_attention.conformance import Law, Subject, independence, robustness
 from fast_attention.conformance.finding import moved
-from fast_attention.lab.bench.entrants import Peer, Sizes
+from fast_attention.lab.bench.competitors import Peer, Sizes
 from fast_attention.mechanism import Mixer, Shape
 from fast_attention.nn.bound import Bound
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING or at_work():
     import torch
 
     from fast_attention.lab import inputs
-    from fast_attention.lab.bench import figures, lineup, page, run
+    from fast_attention.lab.bench import competitors, figures, page, run
     from fast_attention.lab.bench.record import Benchmark
     from fast_attention.lab.bench.run import Plan
     from fast_attention.lab.inputs import InputError
@@ -64,15 +64,15 @@ def bench_command(
     """
     inputs.threads(threads or torch.get_num_threads())
     where, kind = inputs.device(device), inputs.dtype(dtype)
-    chosen = inputs.mechanisms(mechanisms) if mechanisms else lineup.default_mechanisms()
-    sizes = inputs.lengths(lengths or list(lineup.LENGTHS))
+    chosen = inputs.mechanisms(mechanisms) if mechanisms else competitors.default_mechanisms()
+    sizes = inputs.lengths(lengths or list(competitors.LENGTHS))
     weighed = [n for n in sizes if n >= run.SHORTEST_WEIGHED] if memory_lengths is None else _some(memory_lengths)
     setting = Setting(heads, head_dim, where, kind, False, backward, seed, batch)
     direction: Any = {None: "both", True: "causal", False: "bidirectional"}[causal]
-    peers = lineup.load_peers() if vs_peers else []
+    peers = competitors.load_peers() if vs_peers else []
     count = torch.get_num_threads()
     plan = Plan(chosen, peers, sizes, weighed, setting, direction, budget, count, decode, peers_to)
-    if not plan.entrants:
+    if not plan.competitors:
         raise InputError("--causal: none of these mechanisms is causal")
     meta = _meta(plan, dtype)
     with inputs.alone(out):

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from fast_attention.lab.bench import figures
-from fast_attention.lab.bench.entrants import OURS
+from fast_attention.lab.bench.competitors import OURS
 from fast_attention.lab.bench.figures import Pass, percent_of_ceiling
 from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.drawing import COLOURS, INK, PALE, against_length, bars, line, number, panels, picture, sheet

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from fast_attention.lab.bench.competitors import OURS, TORCH
 from fast_attention.lab.bench.decoding import flatness
-from fast_attention.lab.bench.entrants import OURS, TORCH
 from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.records import Cell
 from fast_attention.lab.verdicts import PASSES, Pass
 
 
 def speed(cell: Cell | None, which: Pass = "forward") -> float | None:
-    """The line to beat's time over its own, median over rounds: above 1 is faster."""
+    """The baseline's time over its own, median over rounds: above 1 is faster."""
     if cell is None or cell.status != "measured":
         return None
     ratio = cell.forward_ratio if which == "forward" else cell.training_ratio

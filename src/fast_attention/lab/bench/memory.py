@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue
-from fast_attention.lab.bench import lineup
-from fast_attention.lab.bench.entrants import Entrant
+from fast_attention.lab.bench import competitors
+from fast_attention.lab.bench.competitors import Competitor
 from fast_attention.lab.measure import Setting
 
 WARM = 256  # tokens of the passes that load libraries and start threads
@@ -47,7 +47,7 @@ class Scales:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
 
     def weigh(self, name: str, length: int, backward: bool, patience: float) -> tuple[int | None, str]:
-        """Growth in bytes of one pass of one entrant, or None and why not."""
+        """Growth in bytes of one pass of one competitor, or None and why not."""
         job = json.dumps({"name": name, "length": length, "backward": backward, "patience": patience})
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -69,12 +69,12 @@ class Scales:
         self.process.wait()
 
 
-def growth(entrant: Entrant, setting: Setting, length: int) -> int:
+def growth(competitor: Competitor, setting: Setting, length: int) -> int:
     """Bytes by which resident memory rises above weights and inputs during one pass, in this process."""
 
     def one(tokens: int) -> Any:
-        competitor = entrant.make(setting, tokens)
-        return competitor.training if setting.backward else competitor.forward
+        passes = competitor.make(setting, tokens)
+        return passes.training if setting.backward else passes.forward
 
     one(min(WARM, length))()
     run = one(length)
@@ -98,14 +98,14 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-def _child(job: dict[str, Any], told: dict[str, Any], entrants: dict[str, Entrant], answer: int) -> None:
+def _child(job: dict[str, Any], told: dict[str, Any], known: dict[str, Competitor], answer: int) -> None:
     """Weigh one job and write the answer; never returns."""
     try:
         torch.set_num_threads(told["threads"])
         dtype = getattr(torch, told["dtype"])
         sizes = (told["heads"], told["head_dim"], torch.device("cpu"), dtype, False, job["backward"])
         setting = Setting(*sizes, told["seed"], told["batch"])
-        found = {"bytes": growth(entrants[job["name"]], setting, job["length"])}
+        found = {"bytes": growth(known[job["name"]], setting, job["length"])}
     except Exception as error:  # whatever it is, the parent must hear of it
         found = {"note": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]}
     os.write(answer, json.dumps(found).encode())
@@ -114,15 +114,15 @@ def _child(job: dict[str, Any], told: dict[str, Any], entrants: dict[str, Entran
 
 def _serve(told: dict[str, Any]) -> None:
     mechanisms = [catalogue.parse(text) for text in told["mechanisms"]]
-    chosen = lineup.entrants(mechanisms, "both", lineup.load_peers() if told["vs_peers"] else ())
-    entrants = {entrant.name: entrant for entrant in (*lineup.references(chosen), *chosen)}
+    chosen = competitors.chosen(mechanisms, "both", competitors.load_peers() if told["vs_peers"] else ())
+    known = {each.name: each for each in (*competitors.baselines(chosen), *chosen)}
     for line in sys.stdin:
         job = json.loads(line)
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             os.dup2(2, 1)  # what a peer prints is no answer
-            _child(job, told, entrants, writer)
+            _child(job, told, known, writer)
         os.close(writer)
         print(json.dumps(_answer(child, reader, job["patience"])), flush=True)
 

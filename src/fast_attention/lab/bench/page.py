@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from fast_attention.lab import pages
 from fast_attention.lab.bench import drawings, figures
+from fast_attention.lab.bench.competitors import OURS
 from fast_attention.lab.bench.decoding import flatness
-from fast_attention.lab.bench.entrants import OURS
 from fast_attention.lab.bench.figures import Pass, percent_of_ceiling
 from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.bench.record import Row as Entry

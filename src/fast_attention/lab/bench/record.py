@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fast_attention.lab.bench.entrants import Entrant
+from fast_attention.lab.bench.competitors import Competitor
 from fast_attention.lab.records import Timed
 
 
 @dataclass
 class Row:
-    """An entrant as it stands in the record, with what its check found. ``faults`` of a peer are its own."""
+    """A competitor as it stands in the record, with what its check found. ``faults`` of a peer are its own."""
 
     name: str
     family: str
@@ -26,11 +26,11 @@ class Row:
     same: bool = True  # a peer that computes the same function as ours, by design and by its check
 
     @classmethod
-    def of(cls, entrant: Entrant) -> Row:
-        """The row of an entrant, before its check."""
-        note = entrant.peer.note if entrant.peer else ""
-        e = entrant
-        same = entrant.peer is None or entrant.peer.same
+    def of(cls, competitor: Competitor) -> Row:
+        """The row of a competitor, before its check."""
+        note = competitor.peer.note if competitor.peer else ""
+        e = competitor
+        same = competitor.peer is None or competitor.peer.same
         return cls(e.name, e.family, e.kind, e.is_causal, e.owner, e.reference, note, same=same)
 
 

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fast_attention.lab.bench import ceilings, checks, decoding, lineup, memory
-from fast_attention.lab.bench.entrants import OURS, Entrant, Peer
-from fast_attention.lab.bench.heat import Heat
+from fast_attention.lab.bench import ceilings, checks, decoding, memory
+from fast_attention.lab.bench.competitors import OURS, Competitor, Direction, Peer, baselines, chosen
 from fast_attention.lab.bench.record import Benchmark, Row, Weight, time_key
 from fast_attention.lab.measure import Setting, memory_at_hand
-from fast_attention.lab.race import MOST_ROUNDS, foretold
 from fast_attention.lab.records import Cell
 from fast_attention.lab.surroundings import load_average, now
+from fast_attention.lab.timing import MOST_ROUNDS, FamilyGroup, foretold
 
 LONG = 2048  # tokens beyond which several families share a group, so that exact attention runs less often
 FAMILIES_AT_ONCE, LONGER_AT_ONCE = 6, 10  # the latter beyond four times that length
 SHORTEST_SHARE = 2.0  # seconds
-SET_UP, GUESS = 0.03, 1e-5  # seconds: per entrant; per token of one that was never measured
+SET_UP, GUESS = 0.03, 1e-5  # seconds: per competitor; per token of one that was never measured
 ONCE = 3 / 8  # what a single round takes with its preparation, of what several take
 SHARES = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
 SHORTEST_WEIGHED = 1024  # tokens: below it, growth is the noise of pages
@@ -38,7 +37,7 @@ class Plan:
     lengths: list[int]
     memory_lengths: list[int]
     setting: Setting
-    direction: lineup.Direction
+    direction: Direction
     budget: float  # seconds
     threads: int
     decode: bool = False
@@ -48,18 +47,18 @@ class Plan:
     save: Callable[[], None] = field(default=_nothing, compare=False)
 
     @property
-    def entrants(self) -> list[Entrant]:
-        """Everybody but the lines to beat."""
-        return lineup.entrants(self.mechanisms, self.direction, self.peers)
+    def competitors(self) -> list[Competitor]:
+        """Everybody but the baselines."""
+        return chosen(self.mechanisms, self.direction, self.peers)
 
-    def timed(self, entrant: Entrant, length: int) -> bool:
+    def timed(self, competitor: Competitor, length: int) -> bool:
         """Whether it runs at a length."""
-        return entrant.peer is None or self.peers_to is None or length <= self.peers_to
+        return competitor.peer is None or self.peers_to is None or length <= self.peers_to
 
     @property
     def steps(self) -> int:
         """About how often ``watch`` will be called."""
-        count = len(self.entrants)
+        count = len(self.competitors)
         timed = len(self.lengths) * (count + 2 * len(self.mechanisms) + MOST_ROUNDS * len(self.mechanisms))
         weighed = len(self.memory_lengths) * count
         return count + timed + weighed + self.decode * len(self.mechanisms) * 10
@@ -89,50 +88,50 @@ def _measure_ceilings(plan: Plan, record: Benchmark, when: str) -> None:
     record.ceilings.append({"when": when, "load_average": load_average(), **found})
 
 
-def _check(plan: Plan, record: Benchmark) -> list[Entrant]:
-    """The entrants that may run: ours if they are right, peers if they are there, whatever their faults."""
-    allowed: list[Entrant] = []
+def _check(plan: Plan, record: Benchmark) -> list[Competitor]:
+    """The competitors that may run: ours if they are right, peers if they are there, whatever their faults."""
+    allowed: list[Competitor] = []
     laws: dict[str, list[str]] = {}
-    for entrant in plan.entrants:
-        plan.watch(f"check: {entrant.name}")
-        row = record.row(entrant.name)
+    for competitor in plan.competitors:
+        plan.watch(f"check: {competitor.name}")
+        row = record.row(competitor.name)
         if row is None:
-            row = Row.of(entrant)
+            row = Row.of(competitor)
             record.rows.append(row)
-        if entrant.peer is not None:
-            row.check, row.faults = checks.peer(entrant.peer)
-            row.same = entrant.peer.same and not any(fault.startswith(checks.OTHER) for fault in row.faults)
+        if competitor.peer is not None:
+            row.check, row.faults = checks.peer(competitor.peer)
+            row.same = competitor.peer.same and not any(fault.startswith(checks.OTHER) for fault in row.faults)
         else:
-            broken = laws.get(entrant.family)
+            broken = laws.get(competitor.family)
             if broken is None:
-                broken = laws[entrant.family] = checks.broken(entrant.mechanism, plan.setting.device)
-            row.faults = [*checks.differences(entrant.mechanism, entrant.is_causal, plan.setting.device), *broken]
+                broken = laws[competitor.family] = checks.broken(competitor.mechanism, plan.setting.device)
+            row.faults = [*checks.differences(competitor.mechanism, competitor.is_causal, plan.setting.device), *broken]
             row.check = "wrong" if row.faults else "right"
         if row.check not in ("wrong", "missing"):
-            allowed.append(entrant)
+            allowed.append(competitor)
     return allowed
 
 
-def groups(entrants: list[Entrant], length: int) -> dict[str, list[Entrant]]:
-    """Who runs in the same rounds: a family, or several at great lengths; each with the lines to beat it needs."""
-    families: dict[str, list[Entrant]] = {}
-    for entrant in entrants:
-        families.setdefault(entrant.family, []).append(entrant)
+def groups(competitors: list[Competitor], length: int) -> dict[str, list[Competitor]]:
+    """Who runs in the same rounds: a family, or several at great lengths; each with the baselines it needs."""
+    families: dict[str, list[Competitor]] = {}
+    for competitor in competitors:
+        families.setdefault(competitor.family, []).append(competitor)
     names = list(families)
     size = 1 if length <= LONG else FAMILIES_AT_ONCE if length <= 4 * LONG else LONGER_AT_ONCE
     found = {}
     for at in range(0, len(names), size):
-        members = [entrant for name in names[at : at + size] for entrant in families[name]]
-        found[" + ".join(names[at : at + size])] = [*lineup.references(members), *members]
+        members = [competitor for name in names[at : at + size] for competitor in families[name]]
+        found[" + ".join(names[at : at + size])] = [*baselines(members), *members]
     return found
 
 
-def _times(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float) -> None:
+def _times(plan: Plan, record: Benchmark, competitors: list[Competitor], budget: float) -> None:
     """Every group at every length, each within its share of the time; a group that is done is saved as such."""
     todo = [
         (length, name, group)
         for length in plan.lengths
-        for name, group in groups([e for e in entrants if plan.timed(e, length)], length).items()
+        for name, group in groups([e for e in competitors if plan.timed(e, length)], length).items()
     ]
     todo = [job for job in todo if time_key(*job[:2]) not in record.done]
     left, before = max(budget, 1.0), None
@@ -143,75 +142,75 @@ def _times(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float
         before = length
         ahead = sum(_effort(record, later, others) for later, _, others in todo[number:])
         share = max(left * _effort(record, length, group) / ahead, SHORTEST_SHARE)
-        Heat(plan.setting, group, record, length, share, plan.watch, group=name).run()
+        FamilyGroup(plan.setting, group, record, length, share, plan.watch, group=name).run()
         left = max(left - (time.perf_counter() - started), 1.0)
         record.done.append(time_key(length, name))
         plan.save()
 
 
-def _effort(record: Benchmark, length: int, group: list[Entrant]) -> float:
+def _effort(record: Benchmark, length: int, group: list[Competitor]) -> float:
     """How time is shared out: by what a pass of everybody will take, foretold from shorter lengths, and some set-up.
 
-    Who is slower than the slowest line to beat is taken to run once, and counts for less.
+    Who is slower than the slowest baseline is taken to run once, and counts for less.
     """
-    lines = {entrant.reference for entrant in group}
+    lines = {competitor.reference for competitor in group}
     seconds = {e.name: foretold(record.cells, e.name, e.order, length)[0] or GUESS * length for e in group}
     most = max(seconds[name] for name in lines)
     return sum(SET_UP + (each if each <= most else max(most, ONCE * each)) for each in seconds.values())
 
 
-def _weigh(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float) -> None:
-    """Peak memory of everybody, the lines to beat and ours first, the short lengths first."""
-    everybody = [*lineup.references(entrants), *sorted(entrants, key=lambda e: e.owner != OURS)]
+def _weigh(plan: Plan, record: Benchmark, competitors: list[Competitor], budget: float) -> None:
+    """Peak memory of everybody, the baselines and ours first, the short lengths first."""
+    everybody = [*baselines(competitors), *sorted(competitors, key=lambda e: e.owner != OURS)]
     todo = [(e, n) for n in plan.memory_lengths for e in everybody if f"memory {n} {e.name}" not in record.done]
     record.weights = [w for w in record.weights if f"memory {w.length} {w.name}" in record.done]
     until = time.perf_counter() + budget
     scales = memory.Scales(plan.setting, plan.threads, plan.mechanisms, bool(plan.peers))
     try:
-        for entrant, length in todo:
-            plan.watch(f"memory at {length:,} tokens: {entrant.name}")
-            weight = Weight(entrant.name, length, essential_bytes=_essential(plan.setting, entrant, length))
-            weight.note = _too_much(plan, record, entrant, length, until - time.perf_counter())
+        for competitor, length in todo:
+            plan.watch(f"memory at {length:,} tokens: {competitor.name}")
+            weight = Weight(competitor.name, length, essential_bytes=_essential(plan.setting, competitor, length))
+            weight.note = _too_much(plan, record, competitor, length, until - time.perf_counter())
             patience = max(min(until - time.perf_counter(), budget / 4), 5.0)
             if not weight.note:
-                weight.forward_bytes, weight.note = scales.weigh(entrant.name, length, False, patience)
+                weight.forward_bytes, weight.note = scales.weigh(competitor.name, length, False, patience)
             if not weight.note and plan.setting.backward:
-                weight.training_bytes, weight.note = scales.weigh(entrant.name, length, True, patience)
+                weight.training_bytes, weight.note = scales.weigh(competitor.name, length, True, patience)
             record.weights.append(weight)
-            record.done.append(f"memory {length} {entrant.name}")
+            record.done.append(f"memory {length} {competitor.name}")
             plan.save()
     finally:
         scales.close()
 
 
-def _too_much(plan: Plan, record: Benchmark, entrant: Entrant, length: int, left: float) -> str:
+def _too_much(plan: Plan, record: Benchmark, competitor: Competitor, length: int, left: float) -> str:
     """Why a weighing is not worth it, foretold from the times and sizes already known, or nothing."""
-    timed = [c for c in record.cells if c.mechanism == entrant.name and c.forward_best_ms and c.length <= length]
+    timed = [c for c in record.cells if c.mechanism == competitor.name and c.forward_best_ms and c.length <= length]
     if left <= 0:
         return "over budget: the time for memory was spent"
     if not timed:
         return ""
     before = max(timed, key=lambda cell: cell.length)
     ratio = length / before.length
-    seconds = ratio**entrant.order * ((before.forward_best_ms or 0.0) * 2 + (before.training_best_ms or 0.0)) / 1000
-    size = ratio**entrant.memory_order * ((before.peak_bytes or 0) + 2 * (before.weight_bytes or 0))
+    seconds = ratio**competitor.order * ((before.forward_best_ms or 0.0) * 2 + (before.training_best_ms or 0.0)) / 1000
+    size = ratio**competitor.memory_order * ((before.peak_bytes or 0) + 2 * (before.weight_bytes or 0))
     if size > memory_at_hand(plan.setting.device) / 2:
         return f"over budget: about {size / 2**30:.1f} GiB"
     return f"over budget: about {seconds:.0f} s" if seconds > left else ""
 
 
-def _essential(setting: Setting, entrant: Entrant, length: int) -> int:
+def _essential(setting: Setting, competitor: Competitor, length: int) -> int:
     """Bytes of q, k, v and the output; of input and output where whole tokens go in."""
-    tensors = 4 if entrant.kind == "core" else 2
+    tensors = 4 if competitor.kind == "core" else 2
     return tensors * setting.batch * length * setting.heads * setting.head_dim * setting.dtype.itemsize
 
 
-def _decode(plan: Plan, record: Benchmark, entrants: list[Entrant], budget: float) -> None:
+def _decode(plan: Plan, record: Benchmark, competitors: list[Competitor], budget: float) -> None:
     """Time per token of whatever decodes in a memory that does not grow."""
-    fine = {entrant.family for entrant in entrants if entrant.owner == OURS}
-    chosen = [m for m in plan.mechanisms if decoding.steady(m) and repr(m) in fine]
+    fine = {competitor.family for competitor in competitors if competitor.owner == OURS}
+    steady = [m for m in plan.mechanisms if decoding.steady(m) and repr(m) in fine]
     until = time.perf_counter() + budget
-    for mechanism in chosen:
+    for mechanism in steady:
         for batch in decoding.BATCHES:
             key = f"decode {batch} {mechanism!r}"
             if key in record.done:
@@ -233,17 +232,17 @@ def finish(plan: Plan, record: Benchmark, status: str) -> None:
     record.meta["status"] = status
     record.meta["finished"] = now()
     record.meta["load_average_after"] = load_average()
-    for entrant in plan.entrants:
-        row = record.row(entrant.name)
+    for competitor in plan.competitors:
+        row = record.row(competitor.name)
         for length in plan.lengths:
-            cell = record.cell(entrant.name, length)
+            cell = record.cell(competitor.name, length)
             if cell is None:
-                cell = Cell(entrant.name, length)
+                cell = Cell(competitor.name, length)
                 record.cells.append(cell)
             if row is not None and row.check in ("wrong", "missing"):
                 cell.status = "refused"
                 cell.note = f"no speed: {'; '.join(row.faults)}"
-            elif not plan.timed(entrant, length):
+            elif not plan.timed(competitor, length):
                 cell.note = f"peers run up to {plan.peers_to:,} tokens"
             elif cell.status == "not reached":
                 cell.note = f"the benchmark was {status} before"

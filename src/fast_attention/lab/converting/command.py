@@ -18,7 +18,7 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
     from fast_attention.lab import inputs, loading, measure, surroundings, tables
-    from fast_attention.lab.converting import page, prices, subjects
+    from fast_attention.lab.converting import costs, page, subjects
     from fast_attention.lab.converting.record import RECORD, STAGES, Converted
     from fast_attention.lab.converting.subjects import Subject
     from fast_attention.lab.inputs import InputError
@@ -83,7 +83,7 @@ def convert_command(
         _save(held, out)
         if held.conversion.status == "complete":
             original = loading.load(model).float().to(inputs.device(device))
-            _price(held, original, subject, inputs.lengths(lengths or subject.lengths), out)
+            _measure_costs(held, original, subject, inputs.lengths(lengths or subject.lengths), out)
             (out / CHECKPOINT).unlink(missing_ok=True)
         _show(held, out, as_json)
     return 0 if held.conversion.status == "complete" else 130
@@ -146,15 +146,15 @@ def _carry_out(
         )  # fmt: skip
 
 
-def _price(held: Converted, original: Any, subject: Subject, sizes: list[int], out: Path) -> None:
+def _measure_costs(held: Converted, original: Any, subject: Subject, sizes: list[int], out: Path) -> None:
     """Time and memory before and after; Ctrl-C leaves them out."""
     layers = held.conversion.layers
     with Console(stderr=True).status("time and memory") as status:
         try:
             models = {"original": original, "converted": subject.model}
-            held.prices = prices.measure(models, layers, sizes, subject.positions, status.update)
+            held.costs = costs.measure(models, layers, sizes, subject.positions, status.update)
         except KeyboardInterrupt:
-            held.meta["prices"] = "interrupted"
+            held.meta["costs"] = "interrupted"
     _save(held, out)
 
 

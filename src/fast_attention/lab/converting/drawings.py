@@ -63,17 +63,17 @@ def layers(record: Converted) -> tuple[Figure, str]:
 @picture
 def costs(record: Converted) -> tuple[Figure, str]:
     """Time of a pass, of its attention, and memory against the length, before and after."""
-    names = list(dict.fromkeys(row["model"] for row in record.prices))
+    names = list(dict.fromkeys(row["model"] for row in record.costs))
     figure, panels = sheet(3.2, 1, 3)
     for axes, (words, (key, unit)) in zip(panels, COSTS.items(), strict=True):
         for name, colour in zip(names, (INK, COLOURS[0]), strict=False):
-            rows = [row for row in record.prices if row["model"] == name and row.get(key)]
+            rows = [row for row in record.costs if row["model"] == name and row.get(key)]
             line(axes, {row["length"]: unit * row[key] for row in rows}, color=colour, label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _named(axes, "tokens", words)
         axes.legend()
-    longest = [row for row in record.prices if row.get("seconds")][-len(names) :]
+    longest = [row for row in record.costs if row.get("seconds")][-len(names) :]
     said = ", ".join(f"{r['model']} {r['seconds']:.3g} s at {r['length']:,} tokens" for r in longest)
     return figure, f"Time and memory against length: {said}"
 

@@ -47,8 +47,8 @@ def costs(record: Converted) -> Table:
     """Time and memory of a forward pass before and after, at every length."""
     heads = ["tokens", "original", "converted", "speed", "attention", "converted", "speed", "memory", "converted"]
     rows = []
-    for length in dict.fromkeys(row["length"] for row in record.prices):
-        pair, cells = [row for row in record.prices if row["length"] == length], [f"{length:,}"]
+    for length in dict.fromkeys(row["length"] for row in record.costs):
+        pair, cells = [row for row in record.costs if row["length"] == length], [f"{length:,}"]
         for name in ("seconds", "attention_seconds"):
             before, after = times = [row.get(name) for row in pair]
             cells += ["-" if time is None else milliseconds(1000 * time) for time in times]
@@ -98,7 +98,7 @@ def html(record: Converted) -> str:
             Section("Quality", [Figure(drawings.stages(record), _STAGES), stages(record)]),
             Section("Layer by layer", [*lead, Figure(drawings.layers(record), _LAYERS), layers(record)]),
         ]
-    if record.prices:
+    if record.costs:
         sections.append(Section("Costs", [Figure(drawings.costs(record), _COSTS), costs(record)]))
     if held.curves:
         figure = Figure(drawings.curves(record), "Running means of the losses.")

@@ -34,10 +34,10 @@ SPELT = {
 class Converted(Record):
     """A conversion, what it was run with, and what the model costs before and after."""
 
-    kind, noun = "convert", "conversion"
+    kind, noun, keys = "convert", "conversion", {"costs": "prices"}
 
     conversion: Conversion
-    prices: list[dict[str, Any]] = field(default_factory=list)  # see prices.measure
+    costs: list[dict[str, Any]] = field(default_factory=list)  # see costs.measure
 
     def parts(self) -> dict[str, Any]:
         """Its fields, and the figures in the words of ``SPELT``."""

@@ -1,9 +1,12 @@
-"""Who runs: ours, exact attention as the line to beat, and peers; each made for one length on demand."""
+"""Who is measured: ours, exact attention as the baseline, and peers; each made for one length on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,14 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import catalogue
-from fast_attention.lab import measure
-from fast_attention.lab.measure import Competitor, Setting
+from fast_attention.lab import inputs, measure
+from fast_attention.lab.inputs import InputError
+from fast_attention.lab.measure import Passes, Setting
 from fast_attention.lab.records import EXACT
 from fast_attention.mechanism import Mixer
 from fast_attention.nn.token_mixer import TokenMixer
 
 Kind = Literal["core", "module", "mixer"]
 OURS, TORCH = "fast-attention", "torch"
+Direction = Literal["both", "causal", "bidirectional"]
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+VARIANTS = ("AFTLocal(window=128)", "Manhattan(distance='l1')", "Manhattan(distance='laplacian')")
 
 
 class Sizes(NamedTuple):
@@ -67,16 +74,13 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """One row of the benchmark; ``make(setting, length)`` builds it with fresh weights and inputs."""
+class Competitor(measure.Competitor):
+    """One row of the benchmark."""
 
-    name: str
     family: str
     kind: Kind
     is_causal: bool
     owner: str
-    make: Callable[[Setting, int], Competitor]
-    order: float
     mechanism: Any = None
     peer: Peer | None = None
 
@@ -85,13 +89,8 @@ class Entrant:
         """The exponent of its memory: torch's fused exact attention holds no scores."""
         return 1.0 if self.owner == TORCH else self.order
 
-    @property
-    def reference(self) -> str:
-        """The name of the line to beat."""
-        return line(self.kind, self.is_causal)
 
-
-def line(kind: Kind, is_causal: bool) -> str:
+def baseline_name(kind: Kind, is_causal: bool) -> str:
     """Exact attention's name: between projections where the competitor takes whole tokens, causal where it is."""
     return EXACT + (", projected" if kind != "core" else "") + (", causal" if is_causal else "")
 
@@ -115,25 +114,25 @@ class Projected(nn.Module):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2))
 
 
-def reference(kind: Kind, is_causal: bool) -> Entrant:
-    """Exact attention as an entrant."""
+def baseline(kind: Kind, is_causal: bool) -> Competitor:
+    """Exact attention as a competitor."""
 
-    def make(setting: Setting, length: int) -> Competitor:
+    def make(setting: Setting, length: int) -> Passes:
         setting = replace(setting, is_causal=is_causal)
         if kind == "core":
             return measure.exact(setting, setting.tensors(length))
         module = Projected(setting.heads * setting.head_dim, setting.heads)
         return _whole(module, setting, length, is_causal=is_causal)
 
-    name = line(kind, is_causal)
-    return Entrant(name, name, kind, is_causal, TORCH, make, 2.0)
+    name = baseline_name(kind, is_causal)
+    return Competitor(name, name, make, 2.0, name, kind, is_causal, TORCH)
 
 
-def ours(mechanism: Any, is_causal: bool, kind: Kind = "core") -> Entrant:
+def ours(mechanism: Any, is_causal: bool, kind: Kind = "core") -> Competitor:
     """One of our mechanisms; as a ``"module"`` between the projections that it reads and one behind it."""
     kind = "mixer" if isinstance(mechanism, Mixer) else kind
 
-    def make(setting: Setting, length: int) -> Competitor:
+    def make(setting: Setting, length: int) -> Passes:
         setting = replace(setting, is_causal=is_causal)
         if kind != "module":
             return measure.competitor(mechanism, setting, setting.tensors(length))
@@ -142,13 +141,14 @@ def ours(mechanism: Any, is_causal: bool, kind: Kind = "core") -> Entrant:
         return _whole(module, setting, length, is_causal=is_causal)
 
     family, name = repr(mechanism), title(mechanism, kind, is_causal)
-    return Entrant(name, family, kind, is_causal, OURS, make, mechanism.traits.order, mechanism=mechanism)
+    reference, order = baseline_name(kind, is_causal), mechanism.traits.order
+    return Competitor(name, reference, make, order, family, kind, is_causal, OURS, mechanism)
 
 
-def theirs(peer: Peer) -> Entrant:
+def theirs(peer: Peer) -> Competitor:
     """A peer."""
 
-    def make(setting: Setting, length: int) -> Competitor:
+    def make(setting: Setting, length: int) -> Passes:
         torch.manual_seed(setting.seed)
         made = peer.build(Sizes(setting.heads, setting.head_dim, length))
         if isinstance(made, nn.Module):
@@ -159,10 +159,11 @@ def theirs(peer: Peer) -> Entrant:
         return measure.runner(lambda: made(*inputs), inputs, _held(made))
 
     family = repr(catalogue.parse(peer.against))
-    return Entrant(peer.name, family, peer.kind, peer.is_causal, peer.package, make, peer.order, peer=peer)
+    reference, owner = baseline_name(peer.kind, peer.is_causal), peer.package
+    return Competitor(peer.name, reference, make, peer.order, family, peer.kind, peer.is_causal, owner, peer=peer)
 
 
-def _whole(made: Any, setting: Setting, length: int, **options: bool) -> Competitor:
+def _whole(made: Any, setting: Setting, length: int, **options: bool) -> Passes:
     """A competitor out of a module or function of whole tokens."""
     if isinstance(made, nn.Module):
         made = made.to(setting.device, setting.dtype)
@@ -172,3 +173,52 @@ def _whole(made: Any, setting: Setting, length: int, **options: bool) -> Competi
 
 def _held(made: Any) -> list[Tensor]:
     return [*made.parameters(), *made.buffers()] if isinstance(made, nn.Module) else []
+
+
+def default_mechanisms() -> list[Any]:
+    """What runs when nothing is named: all mechanisms, and a few more settings worth seeing."""
+    return inputs.every(VARIANTS)
+
+
+def checkout() -> Path | None:
+    """The source tree this runs from, if it holds the peers' adapters."""
+    root = Path(__file__).resolve().parents[4]
+    return root if (root / "benchmarks" / "peers.py").is_file() else None
+
+
+def load_peers() -> list[Peer]:
+    """The peers that ``benchmarks/peers.py`` of the checkout describes, installed or not.
+
+    Raises:
+        InputError: This does not run from a checkout.
+    """
+    root = checkout()
+    if root is None:
+        raise InputError("--vs-peers: the adapters are in a checkout's benchmarks folder, not in the installed package")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return list(importlib.import_module("benchmarks.peers").PEERS)
+
+
+def chosen(mechanisms: Iterable[Any], direction: Direction, peers: Iterable[Peer] = ()) -> list[Competitor]:
+    """Everybody, family by family: ours in each direction, between projections where a peer is a module, the peers."""
+    found: list[Competitor] = []
+    for mechanism in mechanisms:
+        mine = [peer for peer in peers if repr(catalogue.parse(peer.against)) == repr(mechanism)]
+        for is_causal in (False, True):
+            if is_causal and (direction == "bidirectional" or not mechanism.traits.causal):
+                continue
+            if not is_causal and direction == "causal":
+                continue
+            beside = [peer for peer in mine if peer.is_causal == is_causal]
+            found.append(ours(mechanism, is_causal))
+            if any(peer.kind == "module" for peer in beside):
+                found.append(ours(mechanism, is_causal, "module"))
+            found += map(theirs, beside)
+    return found
+
+
+def baselines(competitors: Iterable[Competitor]) -> list[Competitor]:
+    """The baselines that ``competitors`` need, each once."""
+    wanted = {competitor.reference: baseline(competitor.kind, competitor.is_causal) for competitor in competitors}
+    return list(wanted.values())

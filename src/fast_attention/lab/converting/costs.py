@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fast_attention import clock
 from fast_attention.counting import peak_bytes
 from fast_attention.nn.models import Model
 
@@ -37,24 +37,22 @@ def measure(
     """
     rows: list[dict[str, Any]] = []
     for length in lengths:
+        watch(f"{length:,} tokens")
         skipped = {name: _beyond(model, length) or _too_long(rows, name, length) for name, model in models.items()}
-        given = {name: _inputs(model, length, positions) for name, model in models.items()}
-        runs = {name: lambda m=model, x=given[name]: m(**x) for name, model in models.items()}
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-        start = time.perf_counter()
-        for number in range(ROUNDS + 1):
-            watch(f"{length:,} tokens: {'warming up' if not number else f'round {number}'}")
-            for name, model in models.items():
-                if not skipped[name]:
-                    found[name].append(_timed(model, layers, runs[name]))
-            if number and time.perf_counter() - start > PATIENCE:
-                break
+        attention: dict[str, list[float]] = {name: [] for name in models}
+        runs = {
+            name: _attended(model, layers, _inputs(model, length, positions), attention[name])
+            for name, model in models.items()
+            if not skipped[name]
+        }
+        device = _device(next(iter(models.values())))
+        clock.in_turns(runs, device, 1)  # which pays for set-up
+        found = clock.in_turns(runs, device, ROUNDS, PATIENCE)
         for name in models:
             row: dict[str, Any] = {"model": name, "length": length, "note": skipped[name]}
-            if not skipped[name]:
-                whole, attention = zip(*found[name][1:], strict=True)
-                row |= {"seconds": statistics.median(whole), "attention_seconds": statistics.median(attention)}
-                row |= {"rounds": len(whole), "bytes": _weighed(runs[name])}
+            if name in runs:
+                row |= {"seconds": statistics.median(found[name]), "rounds": len(found[name])}
+                row |= {"attention_seconds": statistics.median(attention[name][1:]), "bytes": peak_bytes(runs[name])}
             rows.append(row)
     return rows
 
@@ -94,51 +92,32 @@ def _inputs(model: Any, length: int, positions: int | None) -> dict[str, Tensor 
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items() if name in known}
 
 
-@torch.no_grad()
-def _timed(model: Any, layers: Sequence[str], run: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of a pass, and of its attention modules, projections included."""
-    with _attending(model, layers) as spent:
-        _wait(_device(model))
-        start = time.perf_counter()
-        run()
-        _wait(_device(model))
-        return time.perf_counter() - start, sum(spent)
-
-
-@contextmanager
-def _attending(model: Any, layers: Sequence[str]) -> Iterator[list[float]]:
-    """Seconds of every call of an attention module within."""
-    device = _device(model)
-    spent: list[float] = []
-    began: list[float] = []
+def _attended(model: Any, layers: Sequence[str], given: dict[str, Any], spent: list[float]) -> Callable[[], Any]:
+    """A pass of the model; what its attention modules took, projections included, is appended to ``spent``."""
+    device, began = _device(model), [0.0]
 
     def before(module: nn.Module, args: Any) -> None:
-        _wait(device)
-        began.append(time.perf_counter())
+        clock.wait(device)
+        began[0] = time.perf_counter()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        _wait(device)
-        spent.append(time.perf_counter() - began.pop())
+        clock.wait(device)
+        spent[-1] += time.perf_counter() - began[0]
 
-    modules = [model.get_submodule(name) for name in layers]
-    handles = [m.register_forward_pre_hook(before) for m in modules]
-    handles += [m.register_forward_hook(after) for m in modules]
-    try:
-        yield spent
-    finally:
-        for handle in handles:
-            handle.remove()
+    @torch.no_grad()
+    def run() -> None:
+        spent.append(0.0)
+        modules = [model.get_submodule(name) for name in layers]
+        handles = [m.register_forward_pre_hook(before) for m in modules]
+        handles += [m.register_forward_hook(after) for m in modules]
+        try:
+            model(**given)
+        finally:
+            for handle in handles:
+                handle.remove()
 
-
-@torch.no_grad()
-def _weighed(run: Callable[[], Any]) -> int:
-    return peak_bytes(run)
+    return run
 
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
