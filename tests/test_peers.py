@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast_attention import conformance
-from fast_attention.conformance import Subject, independence, robustness, stranger
+from fast_attention.conformance import AttentionUnderTest, independence, robustness, third_party
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -23,36 +23,36 @@ def peer(package: str, name: str) -> Any:
         return getattr(importlib.import_module(package), name)
 
 
-def performer(causal: bool) -> Subject:
+def performer(causal: bool) -> AttentionUnderTest:
     kind = peer("performer_pytorch", "SelfAttention")
     make = lambda: kind(dim=64, heads=4, dim_head=16, nb_features=32, causal=causal)  # noqa: E731
-    return stranger(make, name="performer", inputs="x", width=64, length=48, causal=causal, mask="mask")
+    return third_party(make, name="performer", inputs="x", width=64, length=48, causal=causal, mask="mask")
 
 
-def reformer(causal: bool) -> Subject:
+def reformer(causal: bool) -> AttentionUnderTest:
     kind = peer("reformer_pytorch", "LSHSelfAttention")
     make = lambda: kind(dim=64, heads=4, bucket_size=8, n_hashes=4, causal=causal)  # noqa: E731
-    described = stranger(make, name="reformer", width=64, length=64, causal=causal, mask="input_mask")
+    described = third_party(make, name="reformer", width=64, length=64, causal=causal, mask="input_mask")
 
     def call(made: Any, inputs: tuple[torch.Tensor, ...], is_causal: bool, key_mask: Any) -> torch.Tensor:
         torch.manual_seed(5)  # its rotations are drawn at every call
         return described.call(made, inputs, is_causal, key_mask)
 
-    return Subject(**{**described.__dict__, "call": call})
+    return AttentionUnderTest(**{**described.__dict__, "call": call})
 
 
-def sinkhorn(causal: bool) -> Subject:
+def sinkhorn(causal: bool) -> AttentionUnderTest:
     kind = peer("sinkhorn_transformer.sinkhorn_transformer", "SinkhornSelfAttention")
     make = lambda: kind(64, 16, 64, heads=4, causal=causal)  # noqa: E731
-    return stranger(make, name="sinkhorn", width=64, length=64, causal=causal, mask="input_mask")
+    return third_party(make, name="sinkhorn", width=64, length=64, causal=causal, mask="input_mask")
 
 
-def aft(kind: str) -> Subject:
+def aft(kind: str) -> AttentionUnderTest:
     module = peer("aft_pytorch", kind)
-    return stranger(lambda: module(max_seqlen=64, dim=64, hidden_dim=64), name=kind, width=64, length=64)
+    return third_party(lambda: module(max_seqlen=64, dim=64, hidden_dim=64), name=kind, width=64, length=64)
 
 
-FAULTS: list[tuple[str, Callable[[], Subject], conformance.Law]] = [
+FAULTS: list[tuple[str, Callable[[], AttentionUnderTest], conformance.Law]] = [
     ("performer-pytorch: the future leaks", lambda: performer(True), independence.future),
     ("performer-pytorch: padding leaks", lambda: performer(False), independence.padding),
     ("performer-pytorch: padded is not shorter", lambda: performer(False), independence.shorter),
@@ -67,7 +67,7 @@ FAULTS: list[tuple[str, Callable[[], Subject], conformance.Law]] = [
 
 
 @pytest.mark.parametrize(("fault", "make", "law"), FAULTS, ids=[fault for fault, _, _ in FAULTS])
-def test_known_faults_are_found(fault: str, make: Callable[[], Subject], law: conformance.Law) -> None:
+def test_known_faults_are_found(fault: str, make: Callable[[], AttentionUnderTest], law: conformance.Law) -> None:
     finding = law(make())
     print(f"{fault}: size {finding.size:.3g}, limit {finding.limit:.0e} ({finding.detail})")
     assert finding.status == "broken", finding

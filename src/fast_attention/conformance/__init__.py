@@ -2,13 +2,13 @@
 
     from fast_attention import conformance
     report = conformance.check(conformance.of("FavorPlus(num_features=64)"))
-    report = conformance.check(conformance.stranger(lambda: MyAttention(dim=64, heads=4), width=64))
+    report = conformance.check(conformance.third_party(lambda: MyAttention(dim=64, heads=4), width=64))
     report = conformance.check_model(transformer)
     print(report)
 
-A ``Law`` called with a ``Subject`` gives a ``Finding``: kept, broken or not claimed, with the measured size of the
-breach. ``LAWS`` lists them in the order in which ``check`` runs them; the first, ``ESSENTIAL``, are those without which
-a number means nothing.
+A ``Law`` called with an ``AttentionUnderTest`` gives a ``Finding``: kept, broken or not claimed, with the measured size
+of the breach. ``LAWS`` lists them in the order in which ``check`` runs them; the first, ``ESSENTIAL``, are those
+without which a number means nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import nn
 from fast_attention.conformance import independence, promises, robustness, threads, whole_model
 from fast_attention.conformance.finding import Finding as Finding
 from fast_attention.conformance.finding import Law as Law
-from fast_attention.conformance.subject import Subject as Subject
-from fast_attention.conformance.subject import of as of
-from fast_attention.conformance.subject import resolve as resolve
-from fast_attention.conformance.subject import stranger as stranger
+from fast_attention.conformance.under_test import AttentionUnderTest as AttentionUnderTest
+from fast_attention.conformance.under_test import of as of
+from fast_attention.conformance.under_test import resolve as resolve
+from fast_attention.conformance.under_test import third_party as third_party
 
 ESSENTIAL: tuple[Law, ...] = (
     independence.future,
@@ -76,11 +76,11 @@ class Report:
         return "\n".join([self.subject, *rows])
 
 
-def check(subject: Subject, *, device: str = "cpu", laws: Iterable[Law] = LAWS) -> Report:
-    """Run the laws on a subject.
+def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[Law] = LAWS) -> Report:
+    """Run the laws on an attention.
 
     Args:
-        subject: From ``of`` (ours), ``stranger`` (anybody's module or function), or described by hand.
+        subject: From ``of`` (ours), ``third_party`` (anybody's module or function), or described by hand.
         device: Where to run.
         laws: Which laws, all by default.
     """
@@ -108,5 +108,6 @@ def check_model(model: nn.Module) -> Report:
 
 
 __all__ = [
-    "ESSENTIAL", "Finding", "LAWS", "Law", "Report", "Subject", "check", "check_model", "of", "resolve", "stranger",
+    "AttentionUnderTest", "ESSENTIAL", "Finding", "LAWS", "Law", "Report", "check", "check_model", "of", "resolve",
+    "third_party",
 ]  # fmt: skip

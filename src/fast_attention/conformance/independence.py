@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
-from fast_attention.conformance.subject import Subject
+from fast_attention.conformance.under_test import AttentionUnderTest
 
 FACTORS = (6.0, -6.0, 60.0)
 
@@ -26,7 +26,7 @@ def _changed(inputs: tuple[Tensor, ...], where: Tensor, factor: float, seed: int
 
 
 @law("the future never moves the past")
-def future(subject: Subject, device: str = "cpu") -> Finding:
+def future(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The future never moves the past: later tokens are replaced by ones 6 and 60 times as large."""
     if not subject.causal:
         return unclaimed("not causal")
@@ -44,7 +44,7 @@ def future(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("an enormous future leaves the past alone")
-def enormous(subject: Subject, device: str = "cpu") -> Finding:
+def enormous(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Finite future keys or values of 1e19, whose squares fit no float32: the past's outputs and gradients stay."""
     if not subject.causal:
         return unclaimed("not causal")
@@ -68,7 +68,7 @@ def enormous(subject: Subject, device: str = "cpu") -> Finding:
     return judged(worst, 10 * rounding(torch.float32), at)
 
 
-def _of_the_past(subject: Subject, made: object, inputs: list[Tensor], t: int) -> list[Tensor]:
+def _of_the_past(subject: AttentionUnderTest, made: object, inputs: list[Tensor], t: int) -> list[Tensor]:
     """Outputs before token t, and the gradients there of a sum of them."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = _tokens(subject.call(made, tuple(leaves), True, None), 0, t)
@@ -77,7 +77,7 @@ def _of_the_past(subject: Subject, made: object, inputs: list[Tensor], t: int) -
 
 
 @law("the past is seen")
-def past(subject: Subject, device: str = "cpu") -> Finding:
+def past(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The past is seen: other early tokens give other late outputs."""
     if not subject.causal:
         return unclaimed("not causal")
@@ -98,7 +98,7 @@ def ends_and_holes(length: int, device: torch.device) -> Tensor:
 
 
 @law("padding is inert")
-def padding(subject: Subject, device: str = "cpu") -> Finding:
+def padding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Padding is inert: whatever masked tokens hold, nothing that may be seen moves."""
     if not subject.padding:
         return unclaimed("takes no key mask")
@@ -120,7 +120,7 @@ def _visible(out: Tensor, mask: Tensor) -> Tensor:
 
 
 @law("padded = shorter")
-def shorter(subject: Subject, device: str = "cpu") -> Finding:
+def shorter(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A padded input gives what the shorter input gives."""
     if not subject.padding or not subject.shrinks:
         return unclaimed("takes no key mask" if subject.shrinks else "laid out over the padded length")
@@ -141,7 +141,7 @@ def shorter(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("nothing to see gives zeros")
-def empty(subject: Subject, device: str = "cpu") -> Finding:
+def empty(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A query that may see nothing gets zeros."""
     if not subject.padding or subject.inputs == "x":
         return unclaimed("takes no key mask" if not subject.padding else "mixes whole tokens")
@@ -158,7 +158,7 @@ def empty(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("batch and heads are independent")
-def batch(subject: Subject, device: str = "cpu") -> Finding:
+def batch(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A sequence does not notice its neighbours in the batch, nor a head the other heads."""
     made, inputs = subject.built(device=device), subject.draw(subject.length, batch=3, device=device)
     worst, at = 0.0, ""

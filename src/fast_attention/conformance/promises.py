@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
 from fast_attention.conformance.independence import ends_and_holes
-from fast_attention.conformance.subject import Subject
+from fast_attention.conformance.under_test import AttentionUnderTest
 from fast_attention.counting import count_operations, exponent, peak_bytes
 from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
 from fast_attention.nn.bound import Bound
@@ -19,7 +19,7 @@ SHORT, LONG = 1024, 4096
 
 
 @law("decode in any split = one pass")
-def decoding(subject: Subject, device: str = "cpu") -> Finding:
+def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Decoding in any split gives what one pass gives."""
     mechanism = subject.mechanism
     if mechanism is None or mechanism.traits.memory is None:
@@ -45,7 +45,7 @@ def decoding(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("padding may hold anything")
-def poisoned(subject: Subject, device: str = "cpu") -> Finding:
+def poisoned(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Masked keys and values of NaN, infinity or 3e38 move no output, no gradient and no state; nor do such queries
     move another token's output."""
     if subject.mechanism is None or not subject.padding:
@@ -73,7 +73,7 @@ def _filled(inputs: tuple[Tensor, ...], hidden: Tensor, value: float) -> tuple[T
 
 
 def _answers(
-    subject: Subject, made: Any, inputs: tuple[Tensor, ...], is_causal: bool, mask: Tensor
+    subject: AttentionUnderTest, made: Any, inputs: tuple[Tensor, ...], is_causal: bool, mask: Tensor
 ) -> tuple[Tensor, ...]:
     """Outputs, gradients of inputs and weights, and, where it streams, outputs of two stretches."""
     leaves = tuple(x.clone().requires_grad_() for x in inputs)
@@ -88,7 +88,7 @@ def _answers(
 
 
 @law("torch.func: jvp, jacfwd, vmap")
-def transforms(subject: Subject, device: str = "cpu") -> Finding:
+def transforms(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Derivatives forwards are those backwards, also many at once, and ``vmap`` over the batch is the batch."""
     if subject.mechanism is None:
         return unclaimed("not one of this library's mechanisms")
@@ -118,7 +118,7 @@ def transforms(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("states combine")
-def combining(subject: Subject, device: str = "cpu") -> Finding:
+def combining(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """States of constant size combine associatively, and a combined state decodes on as if it had seen it all."""
     mechanism = subject.mechanism
     if not isinstance(mechanism, Attention) or mechanism.traits.memory != "constant":
@@ -138,7 +138,7 @@ def combining(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("declared order")
-def order(subject: Subject, device: str = "cpu") -> Finding:
+def order(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Counted operations and peak memory grow with the declared power of n."""
     mechanism = subject.mechanism
     if mechanism is None:
@@ -171,7 +171,7 @@ def _costs(mechanism: Any, n: int, is_causal: bool, device: str) -> tuple[int, i
 
 
 @law("refusals refuse by name")
-def refusals(subject: Subject, device: str = "cpu") -> Finding:
+def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Whatever the traits deny is refused by name, and what would work is named."""
     mechanism = subject.mechanism
     if mechanism is None:
@@ -216,7 +216,7 @@ class _Fixed(nn.Module):
 
 
 @law("torch.export, dynamic length")
-def exported(subject: Subject, device: str = "cpu") -> Finding:
+def exported(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """torch.export with a dynamic length gives a program that is right at other lengths."""
     mechanism = subject.mechanism
     if mechanism is None or not mechanism.traits.export:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
-from fast_attention.conformance.subject import Subject
+from fast_attention.conformance.under_test import AttentionUnderTest
 
 LENGTHS = (1, 2, 3, 7, 16, 31, 63, 64, 65, 97)
 
 
 @law("any length")
-def lengths(subject: Subject, device: str = "cpu") -> Finding:
+def lengths(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Any length works: 1, primes, not a multiple of any block."""
     made, refused = subject.built(device=device), []
     for length in LENGTHS:
@@ -33,7 +33,7 @@ def lengths(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("finite at large inputs")
-def finite(subject: Subject, device: str = "cpu") -> Finding:
+def finite(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Finite in, finite out, at inputs 100 times as large (logits of 10^4), gradients included; and 10^18 times.
 
     Nor does anything vanish in float32 that float64 finds (below).
@@ -51,7 +51,7 @@ def finite(subject: Subject, device: str = "cpu") -> Finding:
     return judged(bad, 0, at or "inputs times 1e18, 1e4, 100, 30, 1e-4 and 0")
 
 
-def _lost(subject: Subject, device: str) -> tuple[int, str]:
+def _lost(subject: AttentionUnderTest, device: str) -> tuple[int, str]:
     """Rows that are zero in float32 where they are not in float64, or not finite where the others fit into float32.
 
     Queries and keys are large and values are not, or with 1e18 all are: sums of their products do not fit.
@@ -77,7 +77,7 @@ def _lost(subject: Subject, device: str) -> tuple[int, str]:
 
 
 @law("gradients")
-def gradients(subject: Subject, device: str = "cpu") -> Finding:
+def gradients(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Gradients are those of finite differences, in float64."""
     made = subject.built(dtype=torch.float64, device=device)
     worst = 0.0
@@ -100,7 +100,7 @@ def gradients(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("low precision")
-def precision(subject: Subject, device: str = "cpu") -> Finding:
+def precision(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """In bfloat16 and float16 the error is little more than rounding the output, and the dtype is kept."""
     worst, at = 0.0, ""
     for dtype in (torch.bfloat16, torch.float16):
@@ -119,7 +119,7 @@ def precision(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("autocast")
-def autocast(subject: Subject, device: str = "cpu") -> Finding:
+def autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Under autocast to bfloat16 and float16 the outputs stay within 2 % of float32's."""
     made = subject.built(dtype=torch.float32, device=device)
     inputs, worst = tuple(x.float() for x in subject.draw(subject.length, device=device)), 0.0
@@ -134,7 +134,7 @@ def autocast(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("backward inside autocast")
-def backward_autocast(subject: Subject, device: str = "cpu") -> Finding:
+def backward_autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A pass backward computes as its pass forward did: the same gradients called inside of autocast and outside.
 
     Of a pass forward outside of autocast only a backward pass is asked that does not fail: there torch runs the
@@ -159,7 +159,7 @@ def backward_autocast(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("determinism")
-def repeats(subject: Subject, device: str = "cpu") -> Finding:
+def repeats(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Two calls agree to the bit, and so do two instances with the same seed."""
     made, again = subject.built(device=device), subject.built(device=device)
     inputs, worst = subject.draw(subject.length, device=device), 0.0
@@ -171,7 +171,7 @@ def repeats(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("inputs are left alone")
-def untouched(subject: Subject, device: str = "cpu") -> Finding:
+def untouched(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The caller's tensors are as they were."""
     made = subject.built(device=device)
     inputs = subject.draw(subject.length, device=device)
@@ -186,7 +186,7 @@ def untouched(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("state_dict round trip")
-def saved(subject: Subject, device: str = "cpu") -> Finding:
+def saved(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A state_dict loaded into another instance gives the same outputs, random features included."""
     made = subject.built(device=device)
     if not isinstance(made, nn.Module):
@@ -199,7 +199,7 @@ def saved(subject: Subject, device: str = "cpu") -> Finding:
 
 
 @law("torch.compile(fullgraph=True)")
-def compiled(subject: Subject, device: str = "cpu") -> Finding:
+def compiled(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """torch.compile(fullgraph=True) traces it without a break and changes nothing."""
     made = subject.built(device=device)
     if subject.mechanism is not None and not subject.mechanism.traits.compile:

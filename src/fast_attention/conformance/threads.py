@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fast_attention.conformance.finding import Finding, judged, law, moved, rounding
-from fast_attention.conformance.subject import Subject
+from fast_attention.conformance.under_test import AttentionUnderTest
 
 PATIENCE = 10.0  # seconds after which the threads no longer wait for one another
 
@@ -92,7 +92,7 @@ def differ(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: nn.Module | 
 
 
 @law("threads")
-def threads(subject: Subject, device: str = "cpu") -> Finding:
+def threads(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Calls, gradients and stretches of decoding in three threads give what they give one after another.
 
     Up to rounding: how many threads of torch's own a call gets, and with them its last bits, is not the call's to say.

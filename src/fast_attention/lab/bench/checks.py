@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import conformance
-from fast_attention.conformance import Law, Subject, independence, robustness
+from fast_attention.conformance import AttentionUnderTest, Law, independence, robustness
 from fast_attention.conformance.finding import moved
 from fast_attention.lab.bench.competitors import Peer, Sizes
 from fast_attention.mechanism import Mixer, Shape
@@ -135,7 +135,7 @@ def _off_truth(peer: Peer, made: Any) -> list[str]:
     )
 
 
-def subject(peer: Peer) -> Subject:
+def subject(peer: Peer) -> AttentionUnderTest:
     """A peer as the laws see it."""
 
     def call(made: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -149,7 +149,7 @@ def subject(peer: Peer) -> Subject:
         return made.eval() if isinstance(made, nn.Module) else made
 
     core = peer.kind == "core"
-    return Subject(
+    return AttentionUnderTest(
         name=peer.name, make=make, call=call, inputs="qkv" if core else "x", heads=HEADS if core else 1,
         width=WIDTH if core else HEADS * WIDTH, length=PEER_LENGTH, causal=peer.is_causal,
         bidirectional=not peer.is_causal, padding=peer.mask is not None, dtype=torch.float32,

@@ -1,4 +1,4 @@
-"""A subject: any attention, ours or a stranger's, with its calling convention described once."""
+"""Describes an attention under test, ours or a third party's: its calling convention, said once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fast_attention.nn.bound import Bound
 
 Call = Callable[..., Tensor]
 MASKS = ("key_mask", "mask", "input_mask", "key_padding_mask", "attention_mask")
-STRANGERS = (Exception, SystemExit)  # what a stranger's code may raise
+THIRD_PARTY_ERRORS = (Exception, SystemExit)  # what a third party's code may raise
 CAUSAL = ("is_causal", "causal")
 
 
 @dataclass(frozen=True)
-class Subject:
+class AttentionUnderTest:
     """What the laws need to know of an attention.
 
     Args:
@@ -81,7 +81,7 @@ class Subject:
         return [False] * self.bidirectional + [True] * self.causal
 
 
-def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int = 8) -> Subject:
+def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int = 8) -> AttentionUnderTest:
     """One of our mechanisms as a subject; its claims are its traits.
 
     Learned weights are moved off their initial values, which often are zeros that would hide a leak.
@@ -99,7 +99,7 @@ def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int =
             parameter.data.add_(0.3 * torch.randn_like(parameter))
         return bound
 
-    return Subject(
+    return AttentionUnderTest(
         name=repr(chosen),
         make=make,
         call=call,
@@ -114,7 +114,7 @@ def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int =
     )
 
 
-def stranger(
+def third_party(
     make: Callable[[], Any],
     *,
     name: str | None = None,
@@ -126,7 +126,7 @@ def stranger(
     mask: str | None = None,
     mask_keeps: bool = True,
     dtype: torch.dtype = torch.float32,
-) -> Subject:
+) -> AttentionUnderTest:
     """Anybody's attention as a subject; what is not said is read from the signature of what ``make()`` gives.
 
     Args:
@@ -156,7 +156,7 @@ def stranger(
         if len(required) not in (1, 3):
             raise ValueError(
                 f"{name or made!r} takes {len(required)} required arguments: describe it with a factory that returns "
-                "fast_attention.conformance.Subject(...)"
+                "fast_attention.conformance.AttentionUnderTest(...)"
             )
         inputs = "x" if len(required) == 1 else "qkv"
     flag = next((word for word in CAUSAL if word in parameters), None)
@@ -170,7 +170,7 @@ def stranger(
         out = made(*tensors, **options)
         return out[0] if isinstance(out, tuple) else out
 
-    return Subject(
+    return AttentionUnderTest(
         name=name or type(made).__name__,
         make=make,
         call=call,
@@ -193,11 +193,11 @@ def _made(make: Callable[[], Any], name: str | None) -> Any:
     return made
 
 
-def resolve(text: str, **options: Any) -> Subject:
-    """A subject from a mechanism's spelling or from ``some_package.module:factory``.
+def resolve(text: str, **options: Any) -> AttentionUnderTest:
+    """An attention under test from a mechanism's expression or from ``some_package.module:factory``.
 
-    The factory is called without arguments and gives a ``Subject``, or a module or function that ``stranger``
-    describes.
+    The factory is called without arguments and gives an ``AttentionUnderTest``, or a module or function that
+    ``third_party`` describes.
 
     Raises:
         ValueError: No such mechanism, module or factory.
@@ -207,20 +207,20 @@ def resolve(text: str, **options: Any) -> Subject:
         return of(text)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except STRANGERS as error:
+    except THIRD_PARTY_ERRORS as error:
         raise ValueError(f"{text!r}: {_said(error)}") from error
-    if isinstance(found, Subject):
+    if isinstance(found, AttentionUnderTest):
         return found
     if not (inspect.isclass(found) or inspect.isfunction(inspect.unwrap(found)) or isinstance(found, partial)):
         raise ValueError(f"{text!r} is no factory: write a Python function or a class that gives an attention")
     try:
         made = found()
-        return made if isinstance(made, Subject) else stranger(found, name=text, **options)
-    except STRANGERS as error:
+        return made if isinstance(made, AttentionUnderTest) else third_party(found, name=text, **options)
+    except THIRD_PARTY_ERRORS as error:
         raise ValueError(f"{text!r} called without arguments gives no attention: {_said(error)}") from error
 
 
 def _said(error: BaseException) -> str:
-    """The first line of what a stranger's code raised."""
+    """The first line of what a third party's code raised."""
     said = " ".join(str(error).split())
     return said if isinstance(error, ImportError | AttributeError | ValueError) else f"{type(error).__name__}: {said}"

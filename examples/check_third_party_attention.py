@@ -35,12 +35,12 @@ class TheSameRepaired(nn.Module):
 
 
 def main() -> None:
-    faulty = conformance.check(conformance.stranger(SomebodysLinearAttention))
+    faulty = conformance.check(conformance.third_party(SomebodysLinearAttention))
     print(faulty, end="\n\n")
     broken = {finding.law for finding in faulty.broken}
     assert {"the future never moves the past", "padding is inert", "padded = shorter"} <= broken
 
-    repaired = conformance.check(conformance.stranger(TheSameRepaired))
+    repaired = conformance.check(conformance.third_party(TheSameRepaired))
     print(repaired)
     assert not repaired.broken, repaired.broken
 
