@@ -11,14 +11,10 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks import tables
+from fast_attention.tasks.labelled import PAD, Labelled
 from fast_attention.tasks.lengths import chosen, padded
-from fast_attention.tasks.tables import Column
-from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
-
-PAD = 256
-TEXTS, LABELS = ("sequence", "text", "sentence", "seq"), ("label", "class", "target", "category")
+from fast_attention.tasks.task import Batch, Split, digest, random_for
 
 
 class Side(NamedTuple):
@@ -46,7 +42,7 @@ class Sides(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Sequences(Task):
+class Sequences(Labelled):
     """Tell the label of a sequence, byte by byte.
 
     A sequence that stands in the file twice counts once; one with two labels is left out, and counted. Sequences are
@@ -61,30 +57,14 @@ class Sequences(Task):
         seed: For the split and the order.
     """
 
-    path: str
-    text: str = ""
-    label: str = ""
-    context: int = 512
-    share: float = 0.1
-    seed: int = 0
-
     name = "classify"
-    takes = "path"
-
-    def __post_init__(self) -> None:
-        at_least(self, "context", self.context, 1)
-        if not 0.0 < self.share < 1.0:
-            raise ValueError(f"Sequences(share={self.share!r}): share must lie between 0 and 1")
+    texts = ("sequence", "text", "sentence", "seq")
+    labels = ("label", "class", "target", "category")
 
     @property
     def vocab_size(self) -> int:
         """The bytes and padding."""
         return 257
-
-    @property
-    def length(self) -> int:
-        """The longest sequence."""
-        return self.context
 
     @property
     def classes(self) -> int:
@@ -147,7 +127,7 @@ def sides(task: Sequences) -> Sides:
         ValueError: The file cannot be read, lacks a column, or has too few sequences of a class.
     """
     lines: Counter[tuple[bytes, str]] = Counter()
-    for place, (text, label) in tables.records("Sequences", task.path, _columns(task)):
+    for place, (text, label) in tables.records("Sequences", task.path, task.columns):
         if not text:
             raise ValueError(f"{place}: the sequence is empty")
         lines[text.encode("utf-8", "surrogatepass"), label.strip()] += 1
@@ -180,7 +160,3 @@ def sides(task: Sequences) -> Sides:
 def _side(part: list[tuple[bytes, int]]) -> Side:
     rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text, _ in part]
     return Side(rows, torch.tensor([label for _, label in part]))
-
-
-def _columns(task: Sequences) -> tuple[Column, ...]:
-    return Column("text", task.text, TEXTS), Column("label", task.label, LABELS)

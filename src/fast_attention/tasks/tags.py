@@ -13,16 +13,11 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks import tables
+from fast_attention.tasks.labelled import PAD, Labelled
 from fast_attention.tasks.lengths import chosen, padded
 from fast_attention.tasks.proteins import KMER, encoded, unrelated
-from fast_attention.tasks.tables import Column
-from fast_attention.tasks.task import IGNORED, Batch, Split, Task, digest, random_for
-
-PAD = 256
-TEXTS = ("sequence", "text", "sentence", "seq", "tokens", "words")
-LABELS = ("labels", "tags", "structure", "sst3", "sst8", "ss3", "ss8", "label")
+from fast_attention.tasks.task import IGNORED, Batch, Split, digest, random_for
 
 
 class Tagged(NamedTuple):
@@ -42,7 +37,7 @@ class Sides(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Tags(Task):
+class Tags(Labelled):
     """Tell the label of each token of a sequence.
 
     Of a FASTA file, half the lines below a header are residues and half are labels, one for each residue. Of a table
@@ -62,30 +57,14 @@ class Tags(Task):
         seed: For the split and the order.
     """
 
-    path: str
-    text: str = ""
-    label: str = ""
-    context: int = 512
-    share: float = 0.1
-    seed: int = 0
-
     name = "tag"
-    takes = "path"
-
-    def __post_init__(self) -> None:
-        at_least(self, "context", self.context, 1)
-        if not 0.0 < self.share < 1.0:
-            raise ValueError(f"Tags(share={self.share!r}): share must lie between 0 and 1")
+    texts = ("sequence", "text", "sentence", "seq", "tokens", "words")
+    labels = ("labels", "tags", "structure", "sst3", "sst8", "ss3", "ss8", "label")
 
     @property
     def vocab_size(self) -> int:
         """The bytes, padding and the labels, which are predicted as tokens of their own."""
         return PAD + 1 + len(sides(self).names)
-
-    @property
-    def length(self) -> int:
-        """The longest sequence."""
-        return self.context
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences of about equal length, and their labels."""
@@ -169,8 +148,7 @@ def _records(task: Tags) -> Iterator[tuple[str, str, str]]:
     if not _is_table(task):
         yield from _fasta(Path(task.path))
         return
-    columns = Column("text", task.text, TEXTS), Column("label", task.label, LABELS)
-    for place, (text, labels) in tables.records("Tags", task.path, columns):
+    for place, (text, labels) in tables.records("Tags", task.path, task.columns):
         yield place, text, labels
 
 
