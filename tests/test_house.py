@@ -214,6 +214,7 @@ def test_import_is_light() -> None:
     while not took or (min(took) >= 0.5 and len(took) < 3):  # a busy machine takes its time now and then
         run = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120, check=True)
         spent, *brought = run.stdout.split()
-        assert {*brought} <= {"fast_attention", "jaxtyping", "numpy", "torch"}, brought
+        known = {"fast_attention", "jaxtyping", "numpy", "torch", "triton"}  # torch itself brings triton, where it is
+        assert {*brought} <= known, brought
         took.append(float(spent))
     assert min(took) < 0.5, took

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,6 +14,7 @@ from fast_attention.kernelised import TokenMap
 from fast_attention.ops.explicit import Explicit, Tensors
 from fast_attention.ops.linear import linear
 from fast_attention.ops.linear.linear import LinearState
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.scan import FLOOR, cummax
 from fast_attention.ops.states import state_sums
 from fast_attention.ops.windows.banded import slices
@@ -77,8 +78,8 @@ def outside(states: FarSums, before: FarSums, plan: Plan) -> FarSums:
 
     ``states`` are those of the blocks of keys, ``before`` is that of all keys before the first block.
     """
-    path = _WALKED if states.both.is_cpu else _plain
-    return FarSums(path(*states, *before, plan=plan), Units.of(states.top, before.top, plan).out)
+    (both,) = _OPAQUE(*states, *before, *plan.flat())
+    return FarSums(both, Units.of(states.top, before.top, plan).out)
 
 
 class Units(NamedTuple):
@@ -190,3 +191,10 @@ def _backward(
 
 
 _WALKED = Explicit(_plain, _forward, _backward)
+
+
+def _outside(*given: Any) -> tuple[Tensor]:
+    return ((_WALKED if given[0].is_cpu else _plain)(*given[:4], plan=Plan.of(*given[4:])),)
+
+
+_OPAQUE = Opaque(_outside, lambda x, *all: (x.new_empty(*x.shape[:-3], Plan.of(*all[3:]).number, *x.shape[-2:]),))

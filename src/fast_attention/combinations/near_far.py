@@ -9,7 +9,7 @@ never taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,7 @@ from fast_attention.combinations.spans import Plan
 from fast_attention.ops.blocks import join, split
 from fast_attention.ops.bounds import no_less
 from fast_attention.ops.maps.feature_map import Features
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.scan import FLOOR
 from fast_attention.ops.windows.banded import reach, slices
 
@@ -40,15 +41,20 @@ class Rows(NamedTuple):
     def apart(self) -> list[Rows]:
         """Every head of every sequence by itself."""
         lead = self.q.shape[:-2]
-        own = (*self[:4], *self.marks, *self.queries, *self.keys, *self.beyond)
         parts = []
-        for x, rank in zip(own, RANKS, strict=True):
+        for x, rank in zip(self.flat(), RANKS, strict=True):
             x = x if x is None else x.expand(*lead, *x.shape[x.ndim - rank :]).flatten(0, len(lead) - 1)
             parts.append([None] * lead.numel() if x is None else x.unbind())
-        return [
-            Rows(q, k, v, seen, Landmarks(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), FarSums(*t[7:]))
-            for q, k, v, seen, *t in zip(*parts, strict=True)
-        ]
+        return [Rows.of(*tensors) for tensors in zip(*parts, strict=True)]
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors in a row."""
+        return (*self[:4], *self.marks, *self.queries, *self.keys, *self.beyond)
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *t: Any) -> Rows:
+        """From all tensors in a row."""
+        return Rows(q, k, v, seen, Landmarks(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), FarSums(*t[7:]))
 
 
 RANKS = (2, 2, 2, 1, 2, 2, 1, 2, 1, 2, 1, 3, 1)  # axes of a head, tensor by tensor
@@ -96,6 +102,18 @@ def rows(given: Rows, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length 
     )  # fmt: skip
     out, weights = (join(x, q.shape[-2]) for x in _attend(blocks, sight, plan))
     return out + weights @ marks.v
+
+
+def _rows(*arguments: Any) -> tuple[Tensor]:
+    given, where = Rows.of(*arguments[: len(RANKS)]), Plan.of(*arguments[len(RANKS) :])
+    return (rows(given, Sight.of(where, given.q.device), where),)
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor]:
+    return (q.new_empty(*q.shape[:-1], v.shape[-1]),)
+
+
+all_rows = Opaque(_rows, _empty)  # (*Rows.flat(), *Plan.flat()) -> the outputs of ``rows``, in a tuple
 
 
 class Blocks(NamedTuple):

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fast_attention.combinations.far_sums import FarSums, outside, summed
 from fast_attention.combinations.landmarks import Landmarks
-from fast_attention.combinations.near_far import Rows, Sight, nearest, rows
+from fast_attention.combinations.near_far import Rows, Sight, all_rows, nearest, rows
 from fast_attention.combinations.spans import Plan, Stretch, Window, alone, key_stretches, plan, query_stretches
 from fast_attention.kernelised import Kernelised, TokenMap
 from fast_attention.ops.explicit import Explicit, Tensors
@@ -96,7 +96,7 @@ def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
         states = summed(x.k, x.v, x.seen, maps[1], start=plan.first, block=plan.block, number=plan.several)
     keys, beyond = linear.masked_keys(maps[1], x.k, x.seen), outside(states, x.before, plan)
     whole = Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, beyond)
-    return rows(whole, Sight.of(plan, x.q.device), plan)
+    return all_rows(*whole.flat(), *plan.flat())[0]
 
 
 def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, top: Tensor) -> Callable[..., Tensor]:

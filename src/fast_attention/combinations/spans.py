@@ -52,6 +52,15 @@ class Plan(NamedTuple):
         between = self.number if torch.compiler.is_exporting() else self.number - 1  # the last of a traced length is
         return self.lead + between + self.behind  # padding: see blocks.py
 
+    def flat(self) -> tuple[int, ...]:
+        """All numbers in a row."""
+        return (*self.window, *self[1:])
+
+    @staticmethod
+    def of(left: int, right: int, is_causal: int, *others: int) -> Plan:
+        """From all numbers in a row."""
+        return Plan(Window(left, right, bool(is_causal)), *others)
+
     def many(self, q: Tensor) -> bool:
         """Whether stretches pay for the queries ``q``; no question where their number is traced."""
         return not torch.compiler.is_compiling() and q[..., 0].numel() * self.span > FEW

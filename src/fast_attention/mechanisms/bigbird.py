@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.ops.blocks import count, join, split
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.scores.dense import softmax_attention
 from fast_attention.ops.scores.fused import fused_attention
 from fast_attention.ops.value import at_least
@@ -63,7 +64,7 @@ def bigbird_attention(
     end = torch.where(seen, torch.arange(1, length + front + 1, device=q.device), 0).amax(-1)
     total = ((end + block_size - 1) // block_size)[..., None, None]
     number = count(length + front, block_size)
-    blocks = _pattern(seeds[:, None], number, total, first, last, half, num_random_blocks, is_causal)
+    (blocks,) = _OPAQUE(seeds[:, None], total, number, first, last, half, num_random_blocks, is_causal)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
     if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
         return gathered_softmax(
@@ -77,8 +78,8 @@ def bigbird_attention(
 
 
 def _pattern(
-    seeds: Tensor, number: int, total: Tensor, first: int, last: int, half: int, draws: int, is_causal: bool
-) -> Int[Tensor, "*#batch heads blocks choices"]:
+    seeds: Tensor, total: Tensor, number: int, first: int, last: int, half: int, draws: int, is_causal: int
+) -> tuple[Int[Tensor, "*#batch heads blocks choices"]]:
     """The blocks that each of ``number`` query blocks sees of ``total`` (..., 1, 1) blocks; -1 where there is none."""
     own = torch.arange(number, device=seeds.device)
     top = own if is_causal else (total[..., 0] - last).clamp(min=first)
@@ -94,7 +95,17 @@ def _pattern(
         parts.append(picks)
     lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
     table = torch.cat([part.expand(*lead, number, part.shape[-1]) for part in parts], -1)
-    return table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1)
+    return (table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1),)
+
+
+def _empty(
+    seeds: Tensor, total: Tensor, number: int, first: int, last: int, half: int, draws: int, is_causal: int
+) -> tuple[Tensor]:
+    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
+    return (seeds.new_empty(*lead, number, 2 * half + 1 + first + last + draws, dtype=torch.int64),)
+
+
+_OPAQUE = Opaque(_pattern, _empty)
 
 
 def _with_global_rows(

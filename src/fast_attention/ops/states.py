@@ -27,7 +27,7 @@ def state_sums(
     if level is None:
         return x.cumsum(-2)
     rounds, count = 1, x.shape[-2]  # one round is enough for millions of tokens, and asks no traced length
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_exporting():
         rounds = 0
         while count > GROUP:
             count, rounds = -(-count // GROUP), rounds + 1

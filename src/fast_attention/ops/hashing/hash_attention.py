@@ -12,6 +12,7 @@ from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.hashing.hash_blocks import LOG2E, Lanes, Pairs, Round, put
 from fast_attention.ops.hashing.hash_chunks import Order, ordered
 from fast_attention.ops.hashing.hashing import Codes, Rules, Tokens, hashed_softmax
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.scratch import Scratch
 from fast_attention.ops.trail import took
 
@@ -23,6 +24,18 @@ def hashed_attention(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Token
 
     Bucket ``rules.number`` holds what is masked: it neither is seen nor gets an output that means anything.
     """
+    numbers = (rules.number, rules.size, rules.ranked, rules.across, rules.is_causal, rules.distinct, rules.scale)
+    return _OPAQUE(q, v, bucket, *numbers)[0]
+
+
+def _parts(q: Tensor, v: Tensor, bucket: Tensor, *numbers: Any) -> tuple[Tensor]:
+    return (_chosen(q, v, bucket, Rules(*numbers)),)
+
+
+_OPAQUE = Opaque(_parts, lambda q, v, *others: (torch.empty_like(v, memory_format=torch.contiguous_format),))
+
+
+def _chosen(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Tokens:
     if q.device.type != "cpu":
         took("banded products over sorted tokens", "one call for all of a round", chunk=rules.size)
         return hashed_softmax(q, v, bucket, rules=rules)

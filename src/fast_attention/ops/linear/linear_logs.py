@@ -13,6 +13,7 @@ from torch import Tensor
 from fast_attention.ops.blocks import join, split
 from fast_attention.ops.linear.linear_state import LinearState, Sums, largest_is_one, prefixes, read
 from fast_attention.ops.maps.feature_map import Logs
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.scan import FLOOR, cummax
 from fast_attention.ops.tracing import traced
 
@@ -26,7 +27,23 @@ def advance(q: Logs, keys: Logs, v: Tensor, state: LinearState, *, chunk: int) -
 
     Traced code, which may not ask what the numbers are, takes all chunks feature by feature.
     """
-    return _advance(q, keys, v, state, chunk, by_feature=traced())
+    numerator, denominator, *after = _OPAQUE(q.logs, keys.logs, v, *state, chunk)
+    return Sums(numerator, denominator), LinearState(*after)
+
+
+def _parts(a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, top: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    sums, state = _advance(Logs(a), Logs(b), v, LinearState(kv, k, top), chunk, by_feature=traced())
+    return *sums, *state
+
+
+def _empty(a: Tensor, b: Tensor, v: Tensor, kv: Tensor, k: Tensor, top: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (a, b, v)))
+    sums = v.new_empty(*lead, *v.shape[-2:]), v.new_empty(*lead, v.shape[-2])
+    state = (v.new_empty(*lead, *kv.shape[-2:]), v.new_empty(*lead, k.shape[-1]), v.new_empty(*lead, top.shape[-1]))
+    return *sums, *state
+
+
+_OPAQUE = Opaque(_parts, _empty)
 
 
 def alone(q: Logs, keys: Logs, v: Tensor) -> Sums | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
 from fast_attention.ops.exponential import exp_
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.pools import biased, pool
 from fast_attention.ops.pools.pool_passes import filled, pieces, unit
 from fast_attention.ops.pools.prefix_pool import lowest
@@ -138,6 +139,17 @@ def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, hole
 
     ``longest`` as in ``biased.full_causal``.
     """
+    return _OPAQUE(q, k, v, bias, is_causal, holes, longest)[0]
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: int, holes: int, longest: int) -> tuple[Tensor]:
+    return (_chosen(q, k, v, bias, is_causal=bool(is_causal), holes=bool(holes), longest=longest),)
+
+
+_OPAQUE = Opaque(_parts, lambda q, k, v, *others: (v.new_empty(*q.shape[:-1], v.shape[-1]),))
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, holes: bool, longest: int) -> Tensor:
     if is_causal and not traced() and not steady(k, bias, holes=holes):
         took("triangles of products by halving", "causal, and keys or biases lie too far apart for one unit")
         return _plain(q, k, v, bias, is_causal=True, holes=holes, longest=longest)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.pools import biased, pool
 from fast_attention.ops.pools.bias_products import gated, ungated, unweighed, weighed
 from fast_attention.ops.pools.pool_passes import pieces, unit
@@ -137,6 +138,17 @@ def steady(k: Tensor, band: Tensor, plan: Plan) -> bool:
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, strict: bool, holes: bool) -> Tensor:
     """AFT with biases in a window: ``band`` as in ``biased.windowed``; masked keys at ``FLOOR``, their values zero."""
+    return _OPAQUE(q, k, v, band, is_causal, strict, holes)[0]
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor, band: Tensor, is_causal: int, strict: int, holes: int) -> tuple[Tensor]:
+    return (_chosen(q, k, v, band, is_causal=bool(is_causal), strict=bool(strict), holes=bool(holes)),)
+
+
+_OPAQUE = Opaque(_parts, lambda q, k, v, *others: (torch.empty_like(v, memory_format=torch.contiguous_format),))
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, strict: bool, holes: bool) -> Tensor:
     length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)

@@ -36,6 +36,9 @@ def fused_attention(
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     ours = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad) and not traced()
+    if ours and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
+        mask = None if mask is None else mask[None]
+        return fused_attention(q[None], k[None], v[None], mask, is_causal=is_causal, scale=scale)[0]
     if ours and torch.is_autocast_enabled("cpu"):
         q, k, v = (_cast(x) for x in (q, k, v))
         mask = mask if mask is None or mask.dtype == torch.bool else _cast(mask)
@@ -81,7 +84,9 @@ def takes_flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
 ) -> bool:
     """Whether torch would run the flash kernel on these shapes and dtypes."""
-    return not transformed() and torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH
+    if transformed() or q.ndim != 4:
+        return False
+    return torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:

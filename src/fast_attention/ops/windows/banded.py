@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fast_attention.ops import masks
 from fast_attention.ops.blocks import count, fill, join
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scores.fused import fused_attention, open_attention
 from fast_attention.ops.trail import took
@@ -52,7 +53,16 @@ def slices(
         padded = x.new_full((*x.shape[:-2], total, x.shape[-1]), outside)
     else:
         padded = F.pad(x, (0, 0, -first, total + first - length), value=outside)
+    if torch.compiler.is_compiling():  # until torch 2.14, gradients of a compiled unfold are wrong or written elsewhere
+        return _neighbours(padded, block, span, number)
     return padded.unfold(-2, span, block).transpose(-1, -2)
+
+
+def _neighbours(x: Tensor, block: int, span: int, number: int) -> Tensor:
+    """The same slices of ``x``, put together from neighbouring blocks."""
+    blocks = F.pad(x, (0, 0, 0, -span % block)).unflatten(-2, (-1, block))
+    parts = [blocks.narrow(-3, ahead, number) for ahead in range(count(span, block))]
+    return torch.cat(parts, -2)[..., :span, :]
 
 
 def _places(number: int, step: int, span: int, first: int, device: torch.device) -> Tensor:
@@ -121,7 +131,7 @@ def banded_softmax(
             rows=min(len(band), ROWS),
             keys=band.shape[1],
         )
-        return _tiled(q, k, v, band, key_mask, behind=behind, front=front, scale=factor)
+        return _OPAQUE(q, k, v, band, key_mask, behind, front, float(factor))[0]
     took("softmax in blocks", "a mask of the caller's, dropout or another device", rows=len(band), keys=band.shape[1])
     return _plain(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor)
 
@@ -150,3 +160,12 @@ def _plain(
 
 
 _tiled = in_float32(Explicit(_plain, banded_tiles.forward, banded_tiles.backward))
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, behind: int, front: int, scale: float
+) -> tuple[Tensor]:
+    return (_tiled(q, k, v, band, key_mask, behind=behind, front=front, scale=scale),)
+
+
+_OPAQUE = Opaque(_parts, lambda q, k, v, *others: (v.new_empty(*q.shape[:-1], v.shape[-1]),))

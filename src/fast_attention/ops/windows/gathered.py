@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fast_attention.ops.blocks import join, split, split_mask
 from fast_attention.ops.explicit import Explicit
+from fast_attention.ops.opaque import Opaque
 from fast_attention.ops.precision import in_float32
 from fast_attention.ops.scores.fused import fused_attention, takes_flash
 from fast_attention.ops.trail import took
@@ -50,6 +51,23 @@ def gathered_softmax(
     before ``start`` and from ``stop`` on see all keys, whatever the table and ``key_mask`` say.
     """
     factor, stop = q.shape[-1] ** -0.5 if scale is None else scale, table.shape[-2] if stop is None else stop
+    return _OPAQUE(q, k, v, table, key_mask, size, is_causal, start, stop, float(factor))[0]
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
+    size: int, is_causal: int, start: int, stop: int, factor: float,
+) -> tuple[Tensor]:  # fmt: skip
+    return (_chosen(q, k, v, table, key_mask, size, bool(is_causal), start, stop, factor),)
+
+
+_OPAQUE = Opaque(_parts, lambda q, k, v, *others: (v.new_empty(*q.shape[:-1], v.shape[-1]),))
+
+
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
+    size: int, is_causal: bool, start: int, stop: int, factor: float,
+) -> Tensor:  # fmt: skip
     settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "scale": factor}
     sizes = {"rows": size, "choices": table.shape[-1]}
     if not q.is_cpu:
