@@ -33,7 +33,7 @@ def test_training_leaves_model_curve_and_record(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     best = result["outcome"]["best"]
-    assert curve.spelt(best, "accuracy") in said
+    assert curve.in_words(best, "accuracy") in said
     assert "25 %" in said  # the baseline
     assert "chance" in said
     assert result["model"]["mechanism"] == ["FavorPlus(num_features=8)", "Softmax()"]
@@ -175,7 +175,7 @@ def test_the_picture_says_what_it_shows() -> None:
     drawn = curve.drawn(log, Copy(), {"chance": 0.1}, "copy, Softmax()")
     assert drawn.alt == "copy, Softmax(): 50 % after 9 steps; chance 10 %"
     assert drawn.alt in drawn.svg
-    assert curve.spelt(2.7114, "nats") == "2.711 nats"
+    assert curve.in_words(2.7114, "nats") == "2.711 nats"
 
 
 @pytest.mark.parametrize(("sight", "reached"), [(10**6, [0.0, 0.25, 0.5, 0.75, 1.0]), (150, [1.0]), (20, [])])

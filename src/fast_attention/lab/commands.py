@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import signal
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
@@ -18,10 +16,9 @@ from fast_attention.lab.options import KINDS, at_work
 if TYPE_CHECKING or at_work():
     from fast_attention import catalogue
     from fast_attention.known_names import known
-    from fast_attention.lab import compare, inputs, measure, report, sources, tables, verdicts
+    from fast_attention.lab import compare, inputs, measure, progress, report, sources, tables, verdicts
     from fast_attention.lab.command_line import run as run
     from fast_attention.lab.measure import Setting
-    from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.records import Comparison
     from fast_attention.lab.surroundings import begun
     from fast_attention.mechanism import Mixer
@@ -60,31 +57,14 @@ def compare_command(
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
     plan = compare.Plan(source, chosen, sizes, setting, budget, drawn)
     record = Comparison(_meta(plan, dtype))
-    console = Console(stderr=True)
-    status = _carry_out(plan, record, out, console)
+    with progress.counted(plan.steps) as watch:
+        status = progress.until_stopped(
+            lambda: compare.compare(plan, record, watch, lambda: record.save(out / report.DATA))
+        )
     compare.finish(plan, record, status)
     report.save(record, out)
     _tell(record, out, as_json)
     return 0 if status == "complete" else 130
-
-
-def _carry_out(plan: compare.Plan, record: Comparison, out: Path, console: Console) -> str:
-    """Compare under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with progress_bar(console) as progress:
-        task = progress.add_task("starting", total=plan.steps)
-
-        def watch(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        def save() -> None:
-            record.save(out / report.DATA)
-
-        try:
-            compare.compare(plan, record, watch, save)
-        except KeyboardInterrupt:
-            return "interrupted"
-    return "complete"
 
 
 def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:

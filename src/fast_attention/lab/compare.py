@@ -22,7 +22,7 @@ from fast_attention.mechanism import Unsupported
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LOOK = 256  # tokens of the matrices to look at, at most
 LONGEST_MATRIX = 512  # tokens of the matrices to measure, at most
-SHARE_OF_ERRORS = 0.3  # of the budget
+FOR_ERRORS = 0.3  # fraction of the budget
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 VARIANTS = (
     "FavorPlus(num_features=64)",
@@ -77,7 +77,7 @@ def compare(
         save: Called after the errors and after every length.
     """
     began = time.perf_counter()
-    until = began + plan.budget * SHARE_OF_ERRORS
+    until = began + plan.budget * FOR_ERRORS
     record.matrices = _matrices(plan, watch)
     _errors(plan, record, watch, until)
     record.meta["seconds_for_errors"] = round(time.perf_counter() - began, 1)
@@ -85,8 +85,8 @@ def compare(
     left = plan.budget - min(time.perf_counter(), until) + began
     for number, length in enumerate(plan.lengths):
         started = time.perf_counter()
-        share = left * (length + FIXED) / sum(later + FIXED for later in plan.lengths[number:])
-        TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, share, watch).run()
+        seconds = left * (length + FIXED) / sum(later + FIXED for later in plan.lengths[number:])
+        TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, seconds, watch).run()
         left = max(left - (time.perf_counter() - started), 1.0)
         record.meta["seconds"] = round(time.perf_counter() - began, 1)
         save()

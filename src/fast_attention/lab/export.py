@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from fast_attention import files
 from fast_attention.lab.options import MODEL, at_work
@@ -17,10 +16,9 @@ if TYPE_CHECKING or at_work():
     import torch
 
     from fast_attention import exporting
-    from fast_attention.lab import inputs, loading
+    from fast_attention.lab import inputs, loading, progress
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.open_model import OpenModel, opened
-    from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.tables import Table, Value, show
     from fast_attention.mechanism import Unsupported
 
@@ -63,9 +61,10 @@ def export_command(
     try:
         model = opened(loading.load(name, head="saved"))
         trials: list[Trial] = []
-        with files.together(path) as draft, progress_bar(Console(stderr=True)) as progress:
-            _write(model, draft, _example(model, length), opset, progress)
-            _try(model, draft, trials, progress)
+        with files.together(path) as draft, progress.counted(1 + len(LENGTHS)) as watch:
+            watch("tracing")
+            _write(model, draft, _example(model, length), opset)
+            _try(model, draft, trials, watch)
             _tell(trials, model.tokens, tolerance)
             if max(trial.difference for trial in trials) > tolerance:
                 raise Disagreement
@@ -94,28 +93,23 @@ def _example(model: OpenModel, length: int) -> dict[str, torch.Tensor]:
     return model.draw(2, length)
 
 
-def _write(
-    model: OpenModel, draft: Path, example: dict[str, torch.Tensor], opset: int | None, progress: Progress
-) -> None:
-    task = progress.add_task("tracing", total=1)
+def _write(model: OpenModel, draft: Path, example: dict[str, torch.Tensor], opset: int | None) -> None:
     if draft.suffix == ".onnx":
         exporting.onnx(model.module, example, draft, model.open_sizes, opset=opset)
     else:
         exporting.save(model.module, example, draft, model.open_sizes)
-    progress.update(task, completed=1)
 
 
-def _try(model: OpenModel, draft: Path, trials: list[Trial], progress: Progress) -> None:
+def _try(model: OpenModel, draft: Path, trials: list[Trial], watch: Callable[[str], None]) -> None:
     """The file beside the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
     run = exporting.load(draft)
     lengths = [n for n in LENGTHS if model.longest is None or n <= model.longest] if model.tokens else [0, 0, 0]
-    task = progress.add_task("checking", total=len(lengths))
     for i, length in enumerate(lengths):
+        watch(f"checking {length:,} tokens")
         given = model.draw(1 + i % 3, length)
         with torch.no_grad():
             wanted = model.module(**given)
         trials.append(Trial(1 + i % 3, length, exporting.difference(wanted, run(given)[0])))
-        progress.update(task, advance=1)
 
 
 def _tell(trials: list[Trial], tokens: bool, tolerance: float) -> None:

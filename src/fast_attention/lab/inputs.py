@@ -32,7 +32,7 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def mechanisms(texts: list[str]) -> list[Any]:
-    """The mechanisms spelt in ``texts``; one text may hold several, separated by commas. Doubles are dropped.
+    """The mechanisms that expressions mean, each once; one text may hold several, separated by commas.
 
     Raises:
         InputError: No such mechanism or setting.

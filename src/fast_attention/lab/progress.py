@@ -1,30 +1,61 @@
-"""The progress bars of the commands that measure and that train; drawn on terminals only."""
+"""Progress bars on stderr, drawn on terminals only, and what ends a command early."""
 
 from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar with steps done, the time, and what is being done; it vanishes at the end."""
-    columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+@contextmanager
+def counted(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar of ``total`` steps; every call is one of them, and says what is done now."""
+    with _bar(Console(stderr=True), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task("starting", total=total)
+        yield lambda what: progress.update(task, advance=1, description=what)
 
 
-def training_bar(console: Console) -> Progress:
-    """A bar with the share done, the time, the time left, and how it goes; it vanishes at the end."""
+@contextmanager
+def measured(total: float = 1.0) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
+    """A bar of a run with the time left: ``update(words, done)`` moves it, ``say(words)`` prints a line above it."""
+    console = Console(stderr=True)
+    columns = (TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with _bar(console, *columns) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def update(words: str, done: float | None = None) -> None:
+            progress.update(task, description=words, completed=done)
+
+        yield update, lambda words: console.print(Text(words), soft_wrap=True)
+
+
+def _bar(console: Console, *columns: ProgressColumn) -> Progress:
+    """It vanishes at the end."""
     words = TextColumn("{task.description}", markup=False)
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    columns = (BarColumn(24), TaskProgressColumn(), *times, words)
     return Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
-    )
+        BarColumn(24), *columns, words, console=console, transient=True, disable=not console.is_terminal,
+        speed_estimate_period=120,
+    )  # fmt: skip
+
+
+def until_stopped(run: Callable[[], None]) -> str:
+    """How a run ended, ``"complete"`` or ``"interrupted"``; Ctrl-C and SIGTERM end it early with what there is."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "complete"

@@ -117,7 +117,7 @@ def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
 
 
 def sentence(record: Comparison, mechanism: Any) -> str:
-    """One sentence: when it is worth its time, and what it costs in accuracy."""
+    """One sentence: from which length on it is faster, and what it costs in accuracy."""
     name, error = repr(mechanism), record.error(repr(mechanism))
     return f"{_speed(record, name)}; {_accuracy(mechanism, error.summary() if error else None)}."
 

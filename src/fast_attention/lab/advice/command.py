@@ -15,14 +15,13 @@ from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention.lab import capture, compare, inputs, measure, sources
+    from fast_attention.lab import capture, compare, inputs, measure, progress, sources
     from fast_attention.lab.advice.measuring import Plan, investigate
     from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
     from fast_attention.lab.advice.transferring import candidates, transfer
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
-    from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.records import Comparison, plain
     from fast_attention.lab.surroundings import begun
     from fast_attention.lab.tables import Row as Line
@@ -100,12 +99,7 @@ def _meta(source: capture.Source, setting: Setting, question: Question, dtype: s
 
 
 def _carry_out(plan: Plan, record: Comparison, transfer_minutes: float) -> None:
-    with progress_bar(Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=plan.steps)
-
-        def watch(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+    with progress.counted(plan.steps) as watch:
         investigate(plan, record, watch)
         if transfer_minutes and isinstance(plan.source, capture.HuggingFace):
             chosen = candidates(ranked(record, plan.mechanisms, plan.question))

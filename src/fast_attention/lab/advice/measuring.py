@@ -15,7 +15,7 @@ from fast_attention.lab.measure import Setting, against_exact
 from fast_attention.lab.records import EXACT, Comparison
 from fast_attention.lab.timing import MOST_ROUNDS, PASSES, TimingGroup, foretold
 
-SHARES = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones
+FRACTIONS = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones
 UNBOUNDED = 4096  # tokens on which errors are measured at most, where a source has no limit of its own
 
 
@@ -46,13 +46,15 @@ def investigate(plan: Plan, record: Comparison, watch: Callable[[str], None]) ->
     """
     until = time.perf_counter() + plan.seconds
     length = plan.question.length
-    _errors(plan, plan.mechanisms, length, record, watch, time.perf_counter() + SHARES[0] * plan.seconds)
-    share = SHARES[1] * max(until - time.perf_counter(), 0.0)
-    TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, share, watch).run()
+    _errors(plan, plan.mechanisms, length, record, watch, time.perf_counter() + FRACTIONS[0] * plan.seconds)
+    seconds = FRACTIONS[1] * max(until - time.perf_counter(), 0.0)
+    TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, seconds, watch).run()
     record.meta["lengths"] = [length]
     while (waiting := _waiting(plan, record)) and _affordable(plan, record, waiting, 2 * length, until):
         length *= 2
-        _errors(plan, waiting, length, record, watch, time.perf_counter() + SHARES[0] * (until - time.perf_counter()))
+        _errors(
+            plan, waiting, length, record, watch, time.perf_counter() + FRACTIONS[0] * (until - time.perf_counter())
+        )
         TimingGroup(
             plan.setting, against_exact(waiting), record, length, max(until - time.perf_counter(), 0.0) / 2, watch
         ).run()

@@ -1,4 +1,4 @@
-"""From numbers to advice: who is worth using, who is not, why, and from which length on that changes."""
+"""From numbers to advice: what to use, what not, why, and from which length on that changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fast_attention.lab.verdicts import Pass
 
 Kind = Literal["use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
 ORDER: tuple[Kind, ...] = ("use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot")
-WORTH = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
+FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
     if ratio is None:
         return row("cannot", f"{cell.status}: {cell.note}" if cell.note else cell.status)
     speed = f"{verdicts.speed(ratio)} as exact attention"
-    if ratio < WORTH and _proven(tried, question):
+    if ratio < FASTER and _proven(tried, question):
         return row("trained", f"{speed}, after {record.meta['transfer_minutes']:g} minutes of transfer")
     if summary is None or error is None:
         notes = [e.note for e in record.errors if e.mechanism == name and e.note]
@@ -97,7 +97,7 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
         return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else unmeasured)
     if not summary[0] <= question.budget:
         return row("inexact", f"median error beyond {percent(question.budget)}")
-    if ratio >= WORTH:
+    if ratio >= FASTER:
         return row("slower", *_later(record, name, question))
     if error.length < question.length:
         return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only")
@@ -181,7 +181,7 @@ def advice(record: Comparison, rows: list[Row], question: Question) -> list[str]
 
 def _untrained(rows: list[Row]) -> list[str]:
     """What was left out because nobody knows its quality before it is trained."""
-    faster = [row for row in rows if row.kind == "unknown" and (row.ratio or math.inf) < WORTH]
+    faster = [row for row in rows if row.kind == "unknown" and (row.ratio or math.inf) < FASTER]
     if not faster:
         return []
     return [f"Faster here, but other functions or to be trained first, so that no error is known: {len(faster)} more."]

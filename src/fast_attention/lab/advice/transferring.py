@@ -10,7 +10,7 @@ from typing import Any
 
 from fast_attention import catalogue
 from fast_attention.conversion import ConversionSettings, convert
-from fast_attention.lab.advice.ranking import WORTH, Row
+from fast_attention.lab.advice.ranking import FASTER, Row
 from fast_attention.lab.capture import HuggingFace
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.records import Comparison
@@ -24,7 +24,7 @@ HELD = 2  # batches of passages on which errors are taken
 
 def candidates(rows: list[Row]) -> list[Any]:
     """The first in the ranking that are faster, attend with queries and keys, and need training to be of use."""
-    faster = [row for row in rows if row.kind in ("inexact", "unknown") and (row.ratio or math.inf) < WORTH]
+    faster = [row for row in rows if row.kind in ("inexact", "unknown") and (row.ratio or math.inf) < FASTER]
     chosen = [catalogue.parse(row.mechanism) for row in faster]
     return [mechanism for mechanism in chosen if isinstance(mechanism, Attention)][:MOST]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fast_attention import files
 from fast_attention.lab import options
@@ -18,13 +16,12 @@ from fast_attention.lab.options import at_work
 if TYPE_CHECKING or at_work():
     import torch
 
-    from fast_attention.lab import inputs
+    from fast_attention.lab import inputs, progress
     from fast_attention.lab.bench import competitors, figures, page, run
     from fast_attention.lab.bench.record import Benchmark
     from fast_attention.lab.bench.run import Plan
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
-    from fast_attention.lab.progress import progress_bar
     from fast_attention.lab.surroundings import begun
     from fast_attention.lab.tables import say, show
 
@@ -78,7 +75,7 @@ def bench_command(
     with inputs.alone(out):
         inputs.results([out / RECORD], out, "a benchmark", resume=resume, restart=restart)
         record = Benchmark.resume(out / RECORD, meta) if resume else Benchmark(meta)
-        status = _carry_out(plan, record, out, Console(stderr=True))
+        status = _carry_out(plan, record, out)
     _tell(record, out, as_json)
     wrong = any(row.check == "wrong" for row in record.rows)
     return 130 if status == "interrupted" else int(wrong)
@@ -88,24 +85,12 @@ def _some(lengths: list[int]) -> list[int]:
     return [] if lengths == [0] else inputs.lengths(lengths)
 
 
-def _carry_out(plan: Plan, record: Benchmark, out: Path, console: Console) -> str:
+def _carry_out(plan: Plan, record: Benchmark, out: Path) -> str:
     """Run under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    status, began = "complete", time.perf_counter()
-    with progress_bar(console) as progress:
-        task = progress.add_task("starting", total=plan.steps)
-
-        def watch(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        def save() -> None:
-            record.save(out / RECORD)
-
-        watched = replace(plan, watch=watch, save=save)
-        try:
-            run.bench(watched, record)
-        except KeyboardInterrupt:
-            status = "interrupted"
+    began = time.perf_counter()
+    with progress.counted(plan.steps) as watch:
+        watched = replace(plan, watch=watch, save=lambda: record.save(out / RECORD))
+        status = progress.until_stopped(lambda: run.bench(watched, record))
     record.meta["seconds"] = round(record.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
     run.finish(plan, record, status)
     record.summary = figures.summarise(record)

@@ -48,7 +48,7 @@ class Peer:
     Args:
         name: How the tables call it.
         package: The distribution that brings it.
-        against: The spelling of our mechanism that does the same work.
+        against: The expression of our mechanism that does the same work.
         build: ``build(sizes)`` imports the package and gives a module or function of (q, k, v) or (x).
         kind: ``"core"`` takes (q, k, v); ``"module"`` takes whole tokens and has projections of its own;
             ``"mixer"`` takes whole tokens and stands where our mixer stands.

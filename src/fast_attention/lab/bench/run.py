@@ -17,10 +17,10 @@ from fast_attention.lab.timing import MOST_ROUNDS, FamilyGroup, foretold
 
 LONG = 2048  # tokens beyond which several families share a group, so that exact attention runs less often
 FAMILIES_AT_ONCE, LONGER_AT_ONCE = 6, 10  # the latter beyond four times that length
-SHORTEST_SHARE = 2.0  # seconds
+SHORTEST = 2.0  # seconds
 SET_UP, GUESS = 0.03, 1e-5  # seconds: per competitor; per token of one that was never measured
 ONCE = 3 / 8  # what a single round takes with its preparation, of what several take
-SHARES = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
+FRACTIONS = {"time": 0.75, "memory": 0.15, "decode": 0.1}  # of the budget
 SHORTEST_WEIGHED = 1024  # tokens: below it, growth is the noise of pages
 
 
@@ -73,12 +73,12 @@ def bench(plan: Plan, record: Benchmark) -> None:
     if plan.memory_lengths and not memory.available(plan.setting.device):
         record.meta["memory"] = "the allocator's peak, in the timed process: resident memory tells nothing here"
     later = {"memory": bool(plan.memory_lengths), "decode": plan.decode}
-    spare = sum(share for name, share in SHARES.items() if not later.get(name, True))
-    _times(plan, record, right, plan.budget * (SHARES["time"] + spare) - (time.perf_counter() - began))
+    spare = sum(fraction for name, fraction in FRACTIONS.items() if not later.get(name, True))
+    _times(plan, record, right, plan.budget * (FRACTIONS["time"] + spare) - (time.perf_counter() - began))
     if plan.memory_lengths and memory.available(plan.setting.device):
-        _weigh(plan, record, right, max(plan.budget * SHARES["memory"], 10.0))
+        _weigh(plan, record, right, max(plan.budget * FRACTIONS["memory"], 10.0))
     if plan.decode:
-        _decode(plan, record, right, max(plan.budget * SHARES["decode"], 10.0))
+        _decode(plan, record, right, max(plan.budget * FRACTIONS["decode"], 10.0))
     _measure_ceilings(plan, record, "after")
 
 
@@ -127,7 +127,7 @@ def groups(competitors: list[Competitor], length: int) -> dict[str, list[Competi
 
 
 def _times(plan: Plan, record: Benchmark, competitors: list[Competitor], budget: float) -> None:
-    """Every group at every length, each within its share of the time; a group that is done is saved as such."""
+    """Every group at every length, each within its part of the time; a group that is done is saved as such."""
     todo = [
         (length, name, group)
         for length in plan.lengths
@@ -141,8 +141,8 @@ def _times(plan: Plan, record: Benchmark, competitors: list[Competitor], budget:
             _measure_ceilings(plan, record, f"before {length:,} tokens")
         before = length
         ahead = sum(_effort(record, later, others) for later, _, others in todo[number:])
-        share = max(left * _effort(record, length, group) / ahead, SHORTEST_SHARE)
-        FamilyGroup(plan.setting, group, record, length, share, plan.watch, group=name).run()
+        seconds = max(left * _effort(record, length, group) / ahead, SHORTEST)
+        FamilyGroup(plan.setting, group, record, length, seconds, plan.watch, group=name).run()
         left = max(left - (time.perf_counter() - started), 1.0)
         record.done.append(time_key(length, name))
         plan.save()
@@ -184,7 +184,7 @@ def _weigh(plan: Plan, record: Benchmark, competitors: list[Competitor], budget:
 
 
 def _too_much(plan: Plan, record: Benchmark, competitor: Competitor, length: int, left: float) -> str:
-    """Why a weighing is not worth it, foretold from the times and sizes already known, or nothing."""
+    """Why a measurement of memory is left out, foretold from the times and sizes already known, or nothing."""
     timed = [c for c in record.cells if c.mechanism == competitor.name and c.forward_best_ms and c.length <= length]
     if left <= 0:
         return "over budget: the time for memory was spent"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fast_attention import files
 from fast_attention.lab import options
@@ -17,13 +16,12 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
-    from fast_attention.lab import inputs, loading, measure, surroundings, tables
+    from fast_attention.lab import inputs, loading, measure, progress, surroundings, tables
     from fast_attention.lab.converting import costs, page, subjects
     from fast_attention.lab.converting.record import RECORD, STAGES, Converted
-    from fast_attention.lab.converting.subjects import Subject
+    from fast_attention.lab.converting.subjects import ModelAndData
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning.train import refused
-    from fast_attention.lab.progress import training_bar
 
 PAGE, CHECKPOINT = "report.html", "checkpoint"
 
@@ -105,7 +103,7 @@ def _numbers(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _meta(name: str, subject: Subject, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
+def _meta(name: str, subject: ModelAndData, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
     parameters = [*subject.model.parameters()]
     return {
         "command": ["fast-attention", *sys.argv[1:]],
@@ -119,26 +117,24 @@ def _meta(name: str, subject: Subject, settings: ConversionSettings, budget: flo
 
 
 def _carry_out(
-    subject: Subject, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None, out: Path,
-    resume: bool,
+    subject: ModelAndData, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None,
+    out: Path, resume: bool,
 ) -> Conversion:  # fmt: skip
     """Convert under a progress bar, with a line for everything that is measured."""
-    console = Console(stderr=True)
-    with training_bar(console) as progress:
-        bar = progress.add_task("starting", total=1.0)
+    with progress.measured() as (update, say):
 
         def watch(line: dict[str, Any]) -> None:
             if "message" in line:
-                console.print(Text(line["message"]), soft_wrap=True)
+                say(line["message"])
             elif "measuring" in line:
-                progress.update(bar, description=f"measuring: {STAGES.get(line['measuring'], line['measuring'])}")
+                update(f"measuring: {STAGES.get(line['measuring'], line['measuring'])}")
             elif "measured" in line:
                 figures = {name: value for name, value in line.items() if name != "measured"}
                 said = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-                console.print(Text(f"{STAGES[line['measured']]}: {said}"), soft_wrap=True)
+                say(f"{STAGES[line['measured']]}: {said}")
             else:
                 words = f"{line['stage']}  step {line['step']:,}  loss {line['loss']:.4g}"
-                progress.update(bar, completed=line["done"], description=words)
+                update(words, line["done"])
 
         return convert(
             subject.model, mechanism, subject.batch, subject.held_out, settings=settings, keep=keep, budget=budget,
@@ -146,7 +142,7 @@ def _carry_out(
         )  # fmt: skip
 
 
-def _measure_costs(held: Converted, original: Any, subject: Subject, sizes: list[int], out: Path) -> None:
+def _measure_costs(held: Converted, original: Any, subject: ModelAndData, sizes: list[int], out: Path) -> None:
     """Time and memory before and after; Ctrl-C leaves them out."""
     layers = held.conversion.layers
     with Console(stderr=True).status("time and memory") as status:

@@ -17,7 +17,7 @@ tells times and no quality. Attention: the modules with their projections."""
 
 
 def stages(record: Converted) -> Table:
-    """What the model was worth at every stage, and how far its layers were off."""
+    """The model's quality at every stage, and how far its layers were off."""
     found = {when: record.figures(when) for when in record.stages}
     names = list(found["original"]) if found else []
     rows = []

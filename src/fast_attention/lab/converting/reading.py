@@ -12,7 +12,7 @@ from torch import Tensor
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 
-HELD = 0.1  # share of the tokens that are never trained on: the last ones
+HELD = 0.1  # fraction of the tokens that are never trained on: the last ones
 PASSAGES = 24  # at most, of each of the two kinds that are held out
 STRIDE = 1_000_003  # between the batches of two seeds; torch takes 32 bits
 Batch = dict[str, Tensor]

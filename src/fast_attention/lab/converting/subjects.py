@@ -31,7 +31,7 @@ LIKENESS = (
 )
 
 
-class Subject(Protocol):
+class ModelAndData(Protocol):
     """A model and its batches."""
 
     model: Any
@@ -56,7 +56,7 @@ class Subject(Protocol):
 def opened(
     name: str, device: torch.device, *, text: str | None, fasta: str | None, length: int | None, size: int | None,
     seed: int, out: Path,
-) -> Subject:  # fmt: skip
+) -> ModelAndData:  # fmt: skip
     """The model of that name.
 
     Args:

@@ -13,7 +13,7 @@ from fast_attention.training import steps
 from fast_attention.training.loop import Outcome
 
 
-def spelt(value: float | None, metric: str) -> str:
+def in_words(value: float | None, metric: str) -> str:
     """A value of a metric as people read it: ``97.5 %``, ``2.711 nats``."""
     if value is None:
         return "-"
@@ -32,8 +32,8 @@ def drawn(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], ti
     """
     seen = [(line["step"], line["valid"]) for line in log if "valid" in line]
     losses = [(line["step"], line["loss"]) for line in log if "loss" in line]
-    last = spelt(seen[-1][1], task.metric) if seen else "nothing yet"
-    lines = "".join(f"; {name} {spelt(value, task.metric)}" for name, value in baselines.items())
+    last = in_words(seen[-1][1], task.metric) if seen else "nothing yet"
+    lines = "".join(f"; {name} {in_words(value, task.metric)}" for name, value in baselines.items())
     alt = f"{title}: {last} after {seen[-1][0] if seen else 0} steps{lines}"
     figure, (upper, lower) = sheet(4.6, 2, width=7.0, sharex=True, height_ratios=(2, 1))
     upper.set_title(title)
@@ -41,7 +41,7 @@ def drawn(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], ti
     for name, value in baselines.items():
         upper.axhline(value, color=PALE, linewidth=0.9, linestyle="--")
         place: Any = {"xy": (1.0, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-        upper.annotate(f"{name} {spelt(value, task.metric)}", **place, fontsize=7, color=INK)
+        upper.annotate(f"{name} {in_words(value, task.metric)}", **place, fontsize=7, color=INK)
     upper.set_ylabel(f"validation, {task.metric}")
     if losses:
         lower.plot(*zip(*losses, strict=True), color=COLOURS[5], linewidth=0.8)
@@ -53,12 +53,12 @@ def drawn(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], ti
 def table(outcome: Outcome, task: Task, baselines: dict[str, float]) -> Table:
     """The best model and every baseline; green where the model is better."""
     where = f"the model, best at step {outcome.best_step:,}"
-    rows: list[Any] = [Row([where, spelt(outcome.best, task.metric), ""], "strong")]
+    rows: list[Any] = [Row([where, in_words(outcome.best, task.metric), ""], "strong")]
     for name, value in baselines.items():
         words = Value("-")
         if outcome.best is not None:
             wins = steps.better(task, outcome.best, value)
-            gap = spelt(abs(outcome.best - value), task.metric)
+            gap = in_words(abs(outcome.best - value), task.metric)
             words = Value(f"{gap} {'better' if wins else 'worse'}", "fast" if wins else "slow")
-        rows.append([name, spelt(value, task.metric), words])
+        rows.append([name, in_words(value, task.metric), words])
     return Table(["", task.metric, "the model is"], rows)

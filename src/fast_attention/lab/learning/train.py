@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from fast_attention import files
 from fast_attention.lab import options
@@ -20,10 +19,9 @@ from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
-    from fast_attention.lab import inputs, records, tables
+    from fast_attention.lab import inputs, progress, records, tables
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning import curve, grid
-    from fast_attention.lab.progress import training_bar
     from fast_attention.lab.surroundings import surroundings
     from fast_attention.mechanism import Unsupported
     from fast_attention.nn.models import ModelConfig
@@ -139,23 +137,20 @@ def _carry_out(
     task: Task, config: ModelConfig, settings: TrainingSettings, out: Path, resume: bool, restart: bool
 ) -> Outcome:
     """Train under a progress bar: step, loss, best, tokens per second, time left."""
-    console = Console(stderr=True)
-    with training_bar(console) as progress:
-        bar = progress.add_task("starting", total=1.0)
+    with progress.measured() as (update, say):
         shown: dict[str, str] = {}
 
         def watch(line: dict[str, Any]) -> None:
             if "message" in line:
-                console.print(Text(line["message"]), soft_wrap=True)
+                say(line["message"])
                 return
             if "loss" in line:
                 shown["loss"] = f"loss {line['loss']:.4g}"
                 shown["speed"] = f"{line['tokens_per_second']:,.0f} tokens/s"
             if "valid" in line:
-                shown["valid"] = f"validation {curve.spelt(line['valid'], task.metric)}"
+                shown["valid"] = f"validation {curve.in_words(line['valid'], task.metric)}"
             done = settings.done(line["step"], line["seconds"])
-            words = "  ".join([f"step {line['step']:,}", *shown.values()])
-            progress.update(bar, completed=min(done, 1.0), description=words)
+            update("  ".join([f"step {line['step']:,}", *shown.values()]), min(done, 1.0))
 
         return train(task, config, settings, out, resume=resume, restart=restart, watch=watch)
 

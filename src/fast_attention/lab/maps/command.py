@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
@@ -14,14 +13,13 @@ from fast_attention.lab.options import KINDS, at_work
 if TYPE_CHECKING or at_work():
     import torch
 
-    from fast_attention.lab import inputs
+    from fast_attention.lab import inputs, progress
     from fast_attention.lab.calls import Call
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.loading import default_model
     from fast_attention.lab.maps import page
     from fast_attention.lab.maps.heads import Head, compared, sampled
-    from fast_attention.lab.maps.models import Subject
-    from fast_attention.lab.progress import progress_bar
+    from fast_attention.lab.maps.models import ModelAndText
     from fast_attention.lab.surroundings import begun
     from fast_attention.lab.tables import say
     from fast_attention.mechanism import Unsupported
@@ -53,7 +51,7 @@ def maps_command(
     inputs.folder(out)
     torch.manual_seed(seed)
     given = None if ids is None else numbers("--ids", ids)
-    subject = Subject(model or default_model(), text=text, fasta=fasta, ids=given, length=length)
+    subject = ModelAndText(model or default_model(), text=text, fasta=fasta, ids=given, length=length)
     before, after = subject.calls(chosen)
     tokens = before[0].q.shape[-2]
     drawn = sampled(tokens, 4)[1:3] if rows is None else _within("--rows", numbers("--rows", rows), tokens, "queries")
@@ -90,16 +88,14 @@ def _within(option: str, chosen: list[int], count: int, what: str) -> list[int]:
 
 
 def _compared(before: list[Call], after: list[Call], drawn: list[int]) -> list[list[Head]]:
-    with progress_bar(Console(stderr=True)) as progress:
-        task = progress.add_task("rows", total=len(before))
+    with progress.counted(len(before)) as watch:
         found = []
         for one, other in zip(before, after, strict=True):
-            progress.update(task, description=one.layer)
+            watch(one.layer)
             try:
                 found.append(compared(one, other, drawn))
             except (Unsupported, ValueError) as error:
                 raise InputError(f"{one.layer}: {error}") from error
-            progress.advance(task)
     return found
 
 

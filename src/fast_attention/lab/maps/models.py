@@ -14,7 +14,7 @@ from fast_attention.lab.inputs import InputError
 from fast_attention.mechanism import Unsupported
 
 
-class Subject:
+class ModelAndText:
     """A model and what it reads.
 
     Args:

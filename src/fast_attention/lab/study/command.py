@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fast_attention import files
 from fast_attention.lab import options
@@ -15,12 +14,11 @@ from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
-    from fast_attention.lab import inputs
+    from fast_attention.lab import inputs, progress
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning.train import refused
-    from fast_attention.lab.progress import training_bar
     from fast_attention.lab.study import page, run
-    from fast_attention.lab.study.plan import Plan, spelt
+    from fast_attention.lab.study.plan import Plan, named
     from fast_attention.lab.study.record import Study
     from fast_attention.lab.study.run import CELLS
     from fast_attention.lab.surroundings import begun, now
@@ -58,20 +56,20 @@ def study_command(
 
     [dim]fast-attention study mqar --mechanisms LinearAttention "Local(window=16)" --seeds 3 --steps 2000[/dim]
     """
-    named = dict(locals())
+    given = dict(locals())
     with refused():
         training, model = ({}, {}) if config is None else from_toml(config)
         if n_steps is not None:
             training["steps"] = n_steps
         elif minutes is not None:
             training |= {"minutes": minutes, "steps": 0}
-        training |= {name: named[name] for name in TRAINING if named[name] is not None}
-        model |= {name: named[name] for name in MODEL if named[name] is not None}
+        training |= {name: given[name] for name in TRAINING if given[name] is not None}
+        model |= {name: given[name] for name in MODEL if given[name] is not None}
         if "mechanism" in model or "hidden" in model:
             raise InputError(f"{config}: a study sets [model] mechanism and hidden itself: name --mechanisms")
         plan = Plan.of(
             tasks.parse(f"{task} {file}" if file else task),
-            [name for text in mechanisms or [] for name in spelt(text)], seeds, TrainingSettings(**training), model,
+            [name for text in mechanisms or [] for name in named(text)], seeds, TrainingSettings(**training), model,
         )  # fmt: skip
         with inputs.alone(out):
             inputs.results([out / RECORD], out, "a study", resume=resume, restart=restart)
@@ -104,17 +102,14 @@ def _meta(plan: Plan) -> dict[str, Any]:
 
 def _carry_out(plan: Plan, record: Study, out: Path) -> str:
     """Run under a progress bar; whatever has been trained is kept, and a run that was stopped goes on where it was."""
-    console = Console(stderr=True)
-    with training_bar(console) as progress:
-        bar = progress.add_task("starting", total=len(plan.cells))
+    with progress.measured(len(plan.cells)) as (update, _):
 
         def watch(who: str, line: dict[str, Any]) -> None:
             if "result" in line:
                 _save(record, out)
             elif "step" in line:
-                share = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
-                words = f"{who}  step {line['step']:,}"
-                progress.update(bar, completed=len(record.results) + share, description=words)
+                done = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
+                update(f"{who}  step {line['step']:,}", len(record.results) + done)
 
         status = run.study(plan, record, out, watch)
     record.meta["status"] = status

@@ -87,7 +87,7 @@ def label(name: str) -> str:
     return short.get(name, name)
 
 
-def spelt(text: str) -> list[str]:
+def named(text: str) -> list[str]:
     """The mechanisms that an option names: several with commas between, those of different layers with a plus.
 
     Raises:
