@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from fast_attention import files
+from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
+from fast_attention.lab.records import EXACT
 from fast_attention.lab.study import drawings
 from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / "docs" / "times.svg"
-EXACT = "exact attention"
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
@@ -38,13 +37,13 @@ def stale() -> bool:
 
 def times(record: Path) -> str:
     """Time of a forward pass against length, exact attention and a mechanism of each kind, as SVG."""
-    held: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-    meta = held["meta"]
-    exact = {c["length"]: c["forward_ms"] for c in held["cells"] if c["mechanism"] == EXACT and c["forward_ms"]}
+    held = Benchmark.read(record)
+    meta = held.meta
+    exact = {cell.length: cell.forward_ms for cell in held.cells if cell.mechanism == EXACT and cell.forward_ms}
     lines = {EXACT: exact}
     for name in SHOWN:
-        cells = [cell for cell in held["cells"] if cell["mechanism"] == name and cell["forward_ratio"]]
-        lines[name] = {cell["length"]: cell["forward_ratio"] * exact[cell["length"]] for cell in cells}
+        cells = [cell for cell in held.cells if cell.mechanism == name and cell.forward_ratio]
+        lines[name] = {cell.length: cell.forward_ratio * exact[cell.length] for cell in cells}
     longest = max(exact)
     ends = [line[longest] for line in lines.values()]
     told = "; ".join(f"{name} {end:,.0f}" for name, end in zip(lines, ends, strict=True))
@@ -69,8 +68,7 @@ def times(record: Path) -> str:
         axes.set_title(
             f"milliseconds, forward, {meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {meta['hardware']}, "
             f"{meta['threads']} threads; {meta['started'][:10]}",
-            loc="left",
-            fontsize=9,
+            fontweight="normal",
         )
         return svg(figure, alt).replace("</svg>", f"<!-- {source(record)} -->\n</svg>")
 

@@ -34,20 +34,28 @@ class Corpus:
     def tokens(self, tokenizer: Any, length: int) -> tuple[Tensor, str]:
         """Up to ``length`` token numbers (1, n), the tokenizer's own marks included, and where they come from.
 
-        Proteins are given to the tokenizer as they stand or with a space between residues, whichever it knows better.
+        Raises:
+            InputError: There are none, or the tokenizer knows none.
         """
         name, passage = self.passage(length)
-        passage = passage[: 16 * length + 64]
-        spellings = [passage] if self.kind == "text" else [passage, " ".join(passage)]
-        read = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in spellings]
-        unknown = tokenizer.unk_token_id
-        best = max(read, key=lambda ids: sum(number != unknown for number in ids))
+        best = self.numbers(tokenizer, passage[: 16 * length + 64], name, truncation=True, max_length=length)
         if not best:
             raise InputError(f"{self.name}: the tokenizer finds no token in {name}")
-        self.known(tokenizer, best, name)
         return torch.tensor([best]), f"the first {len(best)} tokens of {name}"
 
-    def known(self, tokenizer: Any, ids: list[int], name: str) -> None:
+    def numbers(self, tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
+        """A document as tokens; proteins as they stand or with a space between residues, as the tokenizer knows better.
+
+        Raises:
+            InputError: It knows none of its words.
+        """
+        layouts = [text] if self.kind == "text" else [text, " ".join(text)]
+        read = [tokenizer(each, **options)["input_ids"] for each in layouts]
+        best = max(read, key=lambda ids: sum(number != tokenizer.unk_token_id for number in ids) / max(len(ids), 1))
+        self._known(tokenizer, best, name)
+        return best
+
+    def _known(self, tokenizer: Any, ids: list[int], name: str) -> None:
         """Refuse tokens of a document that all mean "unknown": every word would be the same.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -101,18 +102,14 @@ def hardest(found: Iterable[Match]) -> list[Match]:
 
 def geometric_mean(values: Iterable[float]) -> float | None:
     """None of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+    known = list(values)
+    return statistics.geometric_mean(known) if known else None
 
 
 def slope(points: Mapping[int, float]) -> float | None:
     """The exponent with which a positive quantity grows with length, by least squares on logarithmic scales."""
-    known = [(math.log(length), math.log(value)) for length, value in points.items() if value > 0]
-    if len(known) < 2:
-        return None
-    mean_x, mean_y = (sum(axis) / len(known) for axis in zip(*known, strict=True))
-    spread = sum((x - mean_x) ** 2 for x, _ in known)
-    return sum((x - mean_x) * (y - mean_y) for x, y in known) / spread
+    known = {math.log(length): math.log(value) for length, value in points.items() if value > 0}
+    return statistics.linear_regression(list(known), list(known.values())).slope if len(known) > 1 else None
 
 
 def memory_of(record: Benchmark, name: str, which: Pass = "forward") -> dict[int, int]:

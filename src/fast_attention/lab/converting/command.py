@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,15 +103,9 @@ def _numbers(text: str | None) -> list[int]:
 
 def _meta(name: str, subject: ModelAndData, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
     parameters = [*subject.model.parameters()]
-    return {
-        "command": ["fast-attention", *sys.argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "model": f"{name} ({type(subject.model).__name__}, {sum(p.numel() for p in parameters):,} parameters)",
-        "settings": repr(settings),
-        "budget": budget,
-        **subject.meta(),
-        **surroundings.surroundings(parameters[0].device),
-    }
+    model = f"{name} ({type(subject.model).__name__}, {sum(p.numel() for p in parameters):,} parameters)"
+    settled = {"model": model, "settings": repr(settings), "budget": budget, **subject.meta()}
+    return surroundings.begun(parameters[0].device, **settled)
 
 
 def _carry_out(
@@ -155,7 +147,7 @@ def _measure_costs(held: Converted, original: Any, subject: ModelAndData, sizes:
 
 
 def _save(held: Converted, out: Path) -> None:
-    held.meta["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    held.meta |= {"status": held.conversion.status, "finished": surroundings.now()}
     held.save(out / RECORD)
     files.write(out / PAGE, page.html(held))
 

@@ -36,7 +36,8 @@ class Reading:
         if self.room < 1:
             raise InputError(f"--length {length}: the tokenizer's own marks alone are as long")
         self.padding = int(tokenizer.pad_token_id or 0)
-        documents = [_numbers(corpus, tokenizer, text) for _, text in corpus.documents]
+        plain: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+        documents = [corpus.numbers(tokenizer, text, "a document", **plain) for _, text in corpus.documents]
         sizes = [len(text.encode()) for _, text in corpus.documents]
         self.tokens_per_byte = sum(map(len, documents)) / sum(sizes)
         self.documents, held = _apart(documents)
@@ -85,15 +86,6 @@ def _marks(tokenizer: Any) -> tuple[list[int], list[int]]:
     marked = tokenizer("a")["input_ids"]
     at = next((i for i in range(len(marked)) if marked[i : i + len(bare)] == bare), 0)
     return marked[:at], marked[at + len(bare) :]
-
-
-def _numbers(corpus: Corpus, tokenizer: Any, text: str) -> list[int]:
-    """A document as tokens; proteins as they stand or with a space between residues, as the tokenizer knows better."""
-    spellings = [text] if corpus.kind == "text" else [text, " ".join(text)]
-    read = [tokenizer(each, add_special_tokens=False, verbose=False)["input_ids"] for each in spellings]
-    best = max(read, key=lambda ids: sum(number != tokenizer.unk_token_id for number in ids) / max(len(ids), 1))
-    corpus.known(tokenizer, best, "a document")
-    return best
 
 
 def _apart(documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
