@@ -145,7 +145,7 @@ BAD = {
     "no tokenizer": (["bare"], "holds no tokenizer"),
     "unknown mechanism": (["encoder", "--mechanism", "FavorPlos"], "Did you mean FavorPlus"),
     "cannot": (["decoder", "--mechanism", "Linformer(rank=4)"], "traits.causal"),
-    "layers": (["encoder", "--keep-layers", "one"], "write numbers of layers"),
+    "layers": (["encoder", "--keep-layers", "one"], "write numbers counted from 0"),
     "no such layer": (["encoder", "--keep-layers", "7"], "layers go from 0 to 1"),
     "too long": (["encoder", "--length", "65"], "reads 64 tokens at most"),
     "too short a text": (["encoder", "--text", "short.txt"], "too few for passages of 64"),

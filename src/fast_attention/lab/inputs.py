@@ -91,6 +91,18 @@ def head(text: str | None) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """``"0,100"`` as numbers.
+
+    Raises:
+        InputError: The text is something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise InputError(f"{option} {text}: write numbers counted from 0 with commas between, such as 0,3")
+    return [int(part) for part in parts]
+
+
 def folder(path: Path) -> None:
     """Make the folder for the results.
 

@@ -53,9 +53,11 @@ def _bar(console: Console, *columns: ProgressColumn) -> Progress:
 
 def until_stopped(run: Callable[[], None]) -> str:
     """How a run ended, ``"complete"`` or ``"interrupted"``; Ctrl-C and SIGTERM end it early with what there is."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()
     except KeyboardInterrupt:
         return "interrupted"
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return "complete"

@@ -18,7 +18,6 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.converting import costs, page, subjects
     from fast_attention.lab.converting.record import RECORD, STAGES, Converted
     from fast_attention.lab.converting.subjects import ModelAndData
-    from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning.train import refused
 
 PAGE, CHECKPOINT = "report.html", "checkpoint"
@@ -74,7 +73,15 @@ def convert_command(
             model, inputs.device(device), text=text, fasta=fasta, length=length, size=batch_size, seed=seed, out=out
         )
         held = Converted(_meta(model, subject, settings, budget), Conversion("", repr(kind), [], {}))
-        held.conversion = _carry_out(subject, kind, settings, _numbers(keep_layers), budget, out, resume)
+        held.conversion = _carry_out(
+            subject,
+            kind,
+            settings,
+            inputs.numbers("--keep-layers", keep_layers) if keep_layers else [],
+            budget,
+            out,
+            resume,
+        )
         subject.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
@@ -92,13 +99,6 @@ def _begun(out: Path, resume: bool, restart: bool) -> Converted | None:
         return None
     held = Converted.read(out / RECORD)
     return held if held.conversion.status == "complete" else None
-
-
-def _numbers(text: str | None) -> list[int]:
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdigit() for part in parts):
-        raise InputError(f"--keep-layers {text}: write numbers of layers, counted from 0, such as 0,5")
-    return [int(part) for part in parts]
 
 
 def _meta(name: str, subject: ModelAndData, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:

@@ -47,14 +47,18 @@ def maps_command(
     [dim]fast-attention maps MODEL_DIR --mechanism "Local(window=64)" --rows 0,100 --out maps[/dim]
     """
     chosen = inputs.mechanisms([mechanism])[0] if mechanism else None
-    wanted = None if layers is None else numbers("--layers", layers)
+    wanted = None if layers is None else inputs.numbers("--layers", layers)
     inputs.folder(out)
     torch.manual_seed(seed)
-    given = None if ids is None else numbers("--ids", ids)
+    given = None if ids is None else inputs.numbers("--ids", ids)
     subject = ModelAndText(model or default_model(), text=text, fasta=fasta, ids=given, length=length)
     before, after = subject.calls(chosen)
     tokens = before[0].q.shape[-2]
-    drawn = sampled(tokens, 4)[1:3] if rows is None else _within("--rows", numbers("--rows", rows), tokens, "queries")
+    drawn = (
+        sampled(tokens, 4)[1:3]
+        if rows is None
+        else _within("--rows", inputs.numbers("--rows", rows), tokens, "queries")
+    )
     kept = range(len(before)) if wanted is None else _within("--layers", wanted, len(before), "layers")
     found = _compared([before[i] for i in kept], [after[i] for i in kept], drawn)
     runs = [" + ".join(dict.fromkeys(repr(call.bound.mechanism) for call in calls)) for calls in (before, after)]
@@ -66,18 +70,6 @@ def maps_command(
     written = page.save(meta, found, out)
     _tell(meta, found, written, as_json)
     return 0
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """``"0,100"`` as numbers.
-
-    Raises:
-        InputError: The text is something else.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise InputError(f"{option} {text}: write numbers counted from 0 with commas between, such as 0,3")
-    return [int(part) for part in parts]
 
 
 def _within(option: str, chosen: list[int], count: int, what: str) -> list[int]:
