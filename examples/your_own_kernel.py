@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, LinearAttention, MultiheadAttention, Shape
-from fast_attention.ops.maps.features import FeatureMap
+from fast_attention.feature_maps.features import FeatureMap
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fast_attention.engine.dispatch import followed
 from fast_attention.functional import aft_full, aft_local, aft_simple
-from fast_attention.ops.pools import bias_products, bias_windows, pool_passes, prefix_pool, prefix_short, window_blocks
-from fast_attention.ops.trail import followed
+from fast_attention.mechanisms.aft import (
+    bias_products,
+    bias_windows,
+    pool_passes,
+    prefix_pool,
+    prefix_short,
+    window_blocks,
+)
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]
 Call = Callable[..., Tensor]

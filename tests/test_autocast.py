@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Shape, catalogue
+from fast_attention.engine.precision import in_float32
 from fast_attention.integrations import swap
-from fast_attention.ops.precision import in_float32
 from tests.cases import qkv
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import BigBird, Bound, Softmax, catalogue
-from fast_attention.ops.windows.gathered import distinct, gathered_softmax
+from fast_attention.mechanisms.sparse.gathered import distinct, gathered_softmax
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.bigbird import visible
 

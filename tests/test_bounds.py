@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fast_attention.ops.bounds import at_most, no_less
-from fast_attention.ops.explicit import Explicit
+from fast_attention.engine.bounds import at_most, no_less
+from fast_attention.engine.custom_gradient import CustomGradient
 from tests.cases import ATTENTIONS, CASES, bind
 
 CLAMPS = {torch.clamp, torch.clamp_min, torch.clamp_max, Tensor.clamp, Tensor.clamp_min, Tensor.clamp_max}
@@ -47,7 +47,7 @@ def inputs(mechanism: Any, length: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("mechanism", CASES, ids=repr)
 def test_gradients_do_not_hang_on_the_slope_at_a_bound(mechanism: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Explicit, "__call__", lambda self, *tensors, **settings: self.plain(*tensors, **settings))
+    monkeypatch.setattr(CustomGradient, "__call__", lambda self, *tensors, **settings: self.plain(*tensors, **settings))
     bound, given = bind(mechanism), inputs(mechanism, 21)
     weights = [*given, *bound.parameters()]
     for is_causal in [False] + [True] * mechanism.traits.causal:

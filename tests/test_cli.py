@@ -19,7 +19,7 @@ from fast_attention import __version__, catalogue, extras
 from fast_attention.cli import main
 from fast_attention.lab import inputs, options
 from fast_attention.lab.command_line import COMMANDS, _repeat, load
-from fast_attention.ops.value import SEEDS
+from fast_attention.value import SEEDS
 
 GAUSSIAN = ["compare", "--model", "gaussian", "--lengths", "16", "32", "--threads", "1", "--budget", "20"]
 TWO = ["--mechanisms", "LinearAttention", "FavorPlus(num_features=16)"]
@@ -270,7 +270,7 @@ def test_a_star_import_takes_no_modules() -> None:
         "from torch import nn\nfrom fast_attention import *\nprint(nn.__name__, attention.__name__, FNet().__class__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("torch.nn attention <class 'fast_attention.mechanisms.fnet.FNet'>")
+    assert done.stdout.startswith("torch.nn attention <class 'fast_attention.mechanisms.mixers.fnet.FNet'>")
 
 
 def test_options_that_take_many_values() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, catalogue, explain, functional
-from fast_attention.ops import fusion, trail
+from fast_attention.engine import dispatch as trail
+from fast_attention.engine import fusion
 from tests.cases import qkv
 
 

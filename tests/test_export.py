@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from fast_attention import Attention, Mixer, MultiheadAttention, Unsupported, catalogue, exporting, extras, swap
+from fast_attention.engine import scan
 from fast_attention.lab import commands, export
 from fast_attention.lab.open_model import opened
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
-from fast_attention.ops import scan
 from tests.cases import CASES, bind, qkv, some_keys
 
 onnx = pytest.importorskip("onnx")

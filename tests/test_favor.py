@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Favor, FavorPlus, FavorPlusPlus, Shape, catalogue
+from fast_attention.feature_maps.feature_map import Features, Logs
+from fast_attention.feature_maps.features import Custom, Exp, Relu
+from fast_attention.feature_maps.random_features import damped, draw, generalised, positive, trigonometric
 from fast_attention.functional import (
     favor_attention,
     favor_plus_attention,
@@ -19,10 +22,7 @@ from fast_attention.functional import (
     optimal_damping,
     softmax_attention,
 )
-from fast_attention.ops.linear import linear
-from fast_attention.ops.maps.feature_map import Features, Logs
-from fast_attention.ops.maps.features import Custom, Exp, Relu
-from fast_attention.ops.maps.random_features import damped, draw, generalised, positive, trigonometric
+from fast_attention.mechanisms.linear import linear
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.favor import damping_by_search
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.ops.favor import favor_paths, favor_whole
-from fast_attention.ops.favor.favor_blocks import Heads, Lift
-from fast_attention.ops.favor.favor_sums import chunk_of
-from fast_attention.ops.linear import linear
-from fast_attention.ops.maps.random_features import draw
+from fast_attention.mechanisms.linear import favor_paths, favor_whole, linear
+from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear.favor_sums import chunk_of
 
 D, M, WIDE = 8, 24, 5
 POSITIVE = Lift("positive")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fast_attention import Bound, Shape, functional
-from fast_attention.ops.maps.features import Relu
+from fast_attention.feature_maps.features import Relu
 from tests.cases import qkv
 
 WEIGHTS = {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
-from fast_attention.combinations import near_far_passes, spans
-from fast_attention.ops import trail
-from fast_attention.ops.maps.feature_map import FeatureMap, Features
-from fast_attention.ops.maps.features import Custom, Quadratic
+from fast_attention.engine import dispatch as trail
+from fast_attention.feature_maps.feature_map import FeatureMap, Features
+from fast_attention.feature_maps.features import Custom, Quadratic
+from fast_attention.mechanisms.hybrid import near_far_passes, spans
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import agree

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.kernelised import Kernelised
-from fast_attention.ops.linear import linear, linear_logs
-from fast_attention.ops.maps.feature_map import Logs
+from fast_attention.feature_maps.feature_map import Logs
+from fast_attention.mechanisms.linear import linear, linear_logs
+from fast_attention.mechanisms.linear.kernelised import Kernelised
 from tests.cases import bind, qkv, some_keys
 
 POSITIVE = [

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import Bound, LinearAttention, Shape, catalogue
-from fast_attention.functional import linear_attention
-from fast_attention.ops.linear import linear
-from fast_attention.ops.maps.features import (
+from fast_attention.engine.scan import FLOOR
+from fast_attention.engine.states import GROUP, state_sums
+from fast_attention.feature_maps.features import (
     Custom,
     EluPlusOne,
     Exp,
@@ -24,8 +24,8 @@ from fast_attention.ops.maps.features import (
     SoftmaxMap,
     Taylor,
 )
-from fast_attention.ops.scan import FLOOR
-from fast_attention.ops.states import GROUP, state_sums
+from fast_attention.functional import linear_attention
+from fast_attention.mechanisms.linear import linear
 from tests.cases import bind, qkv, some_keys
 
 MAPS = [EluPlusOne(), Relu(), Relu(offset=1e-3), Identity(), SoftmaxMap(), Exp(), Quadratic(), Taylor()]

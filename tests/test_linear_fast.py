@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention
-from fast_attention.ops.explicit import Explicit
-from fast_attention.ops.linear import linear_causal, linear_paths, linear_short, linear_whole
-from fast_attention.ops.maps.features import (
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.dispatch import followed
+from fast_attention.feature_maps.features import (
     Custom,
     EluPlusOne,
     FeatureMap,
@@ -21,7 +21,7 @@ from fast_attention.ops.maps.features import (
     SoftmaxMap,
     Taylor,
 )
-from fast_attention.ops.trail import followed
+from fast_attention.mechanisms.linear import linear_causal, linear_paths, linear_short, linear_whole
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 5, 63, 64, 65, 127, 129, 257, 1025, 2500]
@@ -32,7 +32,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
-def assert_same(rule: Explicit, *tensors: Tensor | None, **settings: Any) -> None:
+def assert_same(rule: CustomGradient, *tensors: Tensor | None, **settings: Any) -> None:
     """Outputs, and gradients of a random probe, against the plain form that autograd follows."""
     wanted = [x for x in tensors if x is not None and x.requires_grad]
     results = []
@@ -88,7 +88,7 @@ def test_the_map_in_place_is_the_map() -> None:
 @pytest.mark.parametrize("room", [1, 20_000, 10**6])
 def test_the_size_of_a_block_does_not_matter(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one chunk of one head at a time to everything at once."""
-    monkeypatch.setattr("fast_attention.ops.linear.linear_blocks.ROOM", room)
+    monkeypatch.setattr("fast_attention.mechanisms.linear.linear_blocks.ROOM", room)
     inputs = leaves(*qkv(333))
     key_mask = some_keys(2, 333)[:, None]
     assert_same(linear_whole.attention, *inputs, key_mask, phi=EluPlusOne(), eps=1e-6)

@@ -20,7 +20,7 @@ from fast_attention import (
     catalogue,
 )
 from fast_attention.functional import convolved_attention, linformer_attention, pooled_attention, softmax_attention
-from fast_attention.ops.scores.slots import assign
+from fast_attention.mechanisms.dense.slots import assign
 from tests.cases import bind, qkv, some_keys
 
 PROJECTIONS = [

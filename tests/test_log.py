@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention, catalogue
+from fast_attention.feature_maps.positive import Positive, PositiveElu, PositiveExp, PositiveSoftplus
 from fast_attention.functional import aft_simple, log_attention
-from fast_attention.ops.maps.positive import Positive, PositiveElu, PositiveExp, PositiveSoftplus
 from tests.cases import bind, qkv, some_keys
 
 EVERY = [

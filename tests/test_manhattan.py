@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
+from fast_attention.feature_maps.positive import PositiveElu, PositiveExp, PositiveRelu, PositiveSoftplus
 from fast_attention.functional import (
     absolute_manhattan,
     laplacian_manhattan,
@@ -16,8 +17,7 @@ from fast_attention.functional import (
     signed_manhattan,
     vector_manhattan,
 )
-from fast_attention.ops.differences import sorting
-from fast_attention.ops.maps.positive import PositiveElu, PositiveExp, PositiveRelu, PositiveSoftplus
+from fast_attention.mechanisms.log_manhattan import sorting
 from tests.cases import bind, qkv, some_keys
 
 EVERY = [

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fast_attention import from_pretrained, swap, swap_back
+from fast_attention.engine.dispatch import followed
 from fast_attention.integrations.attention import layers_of
 from fast_attention.lab.loading import default_model
-from fast_attention.ops.trail import followed
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")

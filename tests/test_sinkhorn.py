@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fast_attention import Local, Sinkhorn, Softmax, SortCut, Unsupported
+from fast_attention.engine.dispatch import followed
+from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
-from fast_attention.ops.masks import masked_softmax
-from fast_attention.ops.scores import sorted_tiles, transport
-from fast_attention.ops.scores.fused import fused_attention
-from fast_attention.ops.scores.transport import soft_permutation
-from fast_attention.ops.trail import followed
+from fast_attention.mechanisms.sinkhorn import sorted_tiles, transport
+from fast_attention.mechanisms.sinkhorn.transport import soft_permutation
 from tests.cases import bind, qkv, some_keys
 
 

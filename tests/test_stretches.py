@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.ops import scan, stretches
-from fast_attention.ops.differences import sorted_passes
-from fast_attention.ops.scores import rectified
-from fast_attention.ops.trail import followed
+from fast_attention.engine import scan, stretches
+from fast_attention.engine.dispatch import followed
+from fast_attention.mechanisms.dense import rectified
+from fast_attention.mechanisms.log_manhattan import sorted_passes
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 129, 257, 1000]

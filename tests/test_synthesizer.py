@@ -19,10 +19,10 @@ from fast_attention import (
     Softmax,
     Unsupported,
 )
+from fast_attention.engine.dispatch import followed
 from fast_attention.functional import softmax_attention, synthesizer_attention
-from fast_attention.ops.scores import rows
-from fast_attention.ops.scores.scores import Scores
-from fast_attention.ops.trail import followed
+from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense.scores import Scores
 from tests.cases import bind, qkv, some_keys
 
 DENSE = [DenseSynthesizer(), FactorizedDenseSynthesizer(), FactorizedDenseSynthesizer(factor=5)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import BigBird, BlockLocal, Local
-from fast_attention.ops.trail import followed
+from fast_attention.engine.dispatch import followed
 from tests.cases import bind
 from tests.test_bigbird import pattern
 from tests.test_local import near

@@ -6,12 +6,12 @@ import inspect
 import re
 from typing import Any
 
-from fast_attention import combinations, mechanisms
+from fast_attention import mechanisms
+from fast_attention.feature_maps import features
 from fast_attention.known_names import known, simple
 from fast_attention.mechanism import Attention, Mechanism, Mixer
-from fast_attention.ops.maps import features
-from fast_attention.ops.spelling import Spelling
-from fast_attention.ops.value import Value
+from fast_attention.spelling import Spelling
+from fast_attention.value import Value
 
 
 def _public(module: Any, kind: type) -> dict[str, type]:
@@ -24,12 +24,11 @@ def _public(module: Any, kind: type) -> dict[str, type]:
 
 _MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
     **_public(mechanisms, Mechanism),
-    **_public(combinations, Mechanism),
 }
 _SPELLING = Spelling(
     "mechanism",
     "Softmax(scale=1.0)",
-    {**_public(mechanisms, Value), **_public(combinations, Value), **_public(features, Value)},
+    {**_public(mechanisms, Value), **_public(features, Value)},
     tuple(_MECHANISMS),
 )
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fast_attention.ops import masks
+from fast_attention.engine import masks
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

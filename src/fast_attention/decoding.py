@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import files
-from fast_attention.ops.precision import rebuild
-from fast_attention.ops.tracing import traced
+from fast_attention.engine.precision import rebuild
+from fast_attention.engine.tracing import traced
 
 FORMAT = "fast-attention state 3"
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import catalogue
+from fast_attention.engine import dispatch as trail
+from fast_attention.engine.dispatch import Step
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
-from fast_attention.ops import trail
-from fast_attention.ops.trail import Step
 
 _KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": "torch's flash kernel for the CPU",

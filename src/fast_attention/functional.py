@@ -9,31 +9,21 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue
 from fast_attention.checks import checked
+from fast_attention.engine import heads
+from fast_attention.engine.fusion import Fusion, fusing
+from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
-from fast_attention.mechanisms import (
-    aft,
-    bigbird,
-    favor,
-    favor_plus,
-    favor_plus_plus,
-    fnet,
-    gmlp,
-    linear,
-    local,
-    log,
-    lsh,
-    manhattan,
-    mlp_mixer,
-    relu,
-    sinkhorn,
-    softmax,
-)
-from fast_attention.mechanisms import aft_local as aft_window
-from fast_attention.ops import heads
-from fast_attention.ops.differences import manhattan as differences
-from fast_attention.ops.fusion import Fusion, fusing
-from fast_attention.ops.precision import rebuild
-from fast_attention.ops.scores import slots, synthesis
+from fast_attention.mechanisms.aft import aft
+from fast_attention.mechanisms.aft import aft_local as aft_window
+from fast_attention.mechanisms.dense import relu, slots, softmax, synthesis
+from fast_attention.mechanisms.linear import favor, favor_plus, favor_plus_plus
+from fast_attention.mechanisms.linear import linear_attention as linear
+from fast_attention.mechanisms.log_manhattan import log, manhattan
+from fast_attention.mechanisms.log_manhattan import signed_sums as differences
+from fast_attention.mechanisms.lsh import lsh
+from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
+from fast_attention.mechanisms.sinkhorn import sinkhorn
+from fast_attention.mechanisms.sparse import bigbird, local
 
 # Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere.
 aft_full = checked(aft.aft_full)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fast_attention import checks, decoding
 from fast_attention.decoding import State
-from fast_attention.ops import masks
-from fast_attention.ops.value import Value
+from fast_attention.engine import masks
 from fast_attention.traits import Memory as Memory
 from fast_attention.traits import Shape as Shape
 from fast_attention.traits import Traits as Traits
+from fast_attention.value import Value
 
 W = TypeVar("W")
 S = TypeVar("S")

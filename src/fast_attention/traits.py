@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from fast_attention.ops.value import typed
+from fast_attention.value import typed
 
 Memory = Literal["constant", "window", "growing"]
 

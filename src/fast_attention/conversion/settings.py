@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fast_attention.ops.value import Value, at_least, is_seed, one_of
+from fast_attention.value import Value, at_least, is_seed, one_of
 
 Precision = Literal["float32", "bfloat16"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from fast_attention.engine import masks
 from fast_attention.integrations import calls, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Positions, Visible
 from fast_attention.mechanism import Unsupported
-from fast_attention.mechanisms.local import Local
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
-from fast_attention.ops import masks
 
 NAME = "fast_attention"
 CHILD = "fast_attention"  # what the module that holds a layer's mechanism is called in the attention module

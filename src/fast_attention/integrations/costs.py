@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fast_attention import clock
 from fast_attention.counting import counted
+from fast_attention.engine.dispatch import followed
 from fast_attention.nn.bound import Bound
-from fast_attention.ops.trail import followed
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, la
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries, nothing, undropped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
-from fast_attention.mechanisms.softmax import Softmax
+from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
 
 BEFORE = "_fast_attention_before"  # the implementation that the model had

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-SEED = (1 << 32) - 1  # the highest: ops.value.SEEDS, which stands beside torch, is the number of them
+SEED = (1 << 32) - 1  # the highest: value.SEEDS, which stands beside torch, is the number of them
 DTYPES = ("float32", "float64", "bfloat16", "float16")  # torch's names
 KINDS = (
     "a folder of transformers (converted and swapped ones too), a name on its hub, a run of `train`, protein-mini "

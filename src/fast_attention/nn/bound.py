@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import catalogue
+from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
-from fast_attention.ops.fusion import Fusion, fusing
-from fast_attention.ops.value import one_of
+from fast_attention.value import one_of
 
 
 class Bound(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fast_attention.ops import blocks
+from fast_attention.engine import blocks
 
 
 class ChunkedFeedForward(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fast_attention import decoding
 from fast_attention.nn.models import Model
-from fast_attention.ops.value import Value, at_least
+from fast_attention.value import Value, at_least
 
 
 @dataclass(frozen=True, repr=False)

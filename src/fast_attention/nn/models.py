@@ -16,7 +16,7 @@ from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.positions import Positions, PositionTable
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer
-from fast_attention.ops.value import Value, at_least, one_of
+from fast_attention.value import Value, at_least, one_of
 
 Head = Literal["tokens", "classes"]
 Reads = Literal["", "bytes", "residues"]

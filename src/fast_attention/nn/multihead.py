@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import catalogue, checks
+from fast_attention.engine import heads
+from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
 from fast_attention.nn.torch_masks import Seen
-from fast_attention.ops import heads
-from fast_attention.ops.fusion import Fusion
 
 
 class MultiheadAttention(nn.Module):

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fast_attention.mechanism import Mechanism, Unsupported
-from fast_attention.ops.value import Value, at_least, one_of
+from fast_attention.value import Value, at_least, one_of
 
 Positions = Literal["learned", "sinusoidal", "rotary", "none"]
 RopeType = Literal["default", "linear", "dynamic", "yarn"]

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fast_attention.ops.precision import Precision
+from fast_attention.engine.precision import Precision
 
 
 class Reversible(nn.Module):

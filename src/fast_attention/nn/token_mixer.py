@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from fast_attention import catalogue, checks
+from fast_attention.engine import heads, masks
+from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
-from fast_attention.ops import heads, masks
-from fast_attention.ops.fusion import Fusion
 
 
 class Turned(NamedTuple):

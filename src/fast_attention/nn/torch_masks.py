@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine import masks
 from fast_attention.mechanism import Attention
-from fast_attention.ops import masks
 
 
 class Seen(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from fast_attention.ops.spelling import Spelling
+from fast_attention.spelling import Spelling
 from fast_attention.tasks.bytes import ByteLM
 from fast_attention.tasks.listops import ListOps
 from fast_attention.tasks.needle import Needle

@@ -14,8 +14,8 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from fast_attention.data import reading
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
+from fast_attention.value import at_least
 
 APART = {"test", "tests", "site-packages", "dist-packages"}  # folders of Python's library that are no part of it
 STRIDE = 7919  # a prime: validation passages lie far apart, whatever the number of them

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.tables import Column
 from fast_attention.tasks.task import Task
+from fast_attention.value import at_least
 
 PAD = 256  # the token behind the bytes
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import Batch, Split, Task, random_for
+from fast_attention.value import at_least
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 OPENING, CLOSING, PAD = 10, 14, 15  # tokens: digits 0-9, four operators from 10 on, the closing bracket, padding

@@ -14,9 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fast_attention import data
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.bytes import read
 from fast_attention.tasks.task import IGNORED, Batch, Split, Task, digest, random_for
+from fast_attention.value import at_least
 
 LETTERS, DIGITS = 5, 4
 HELD = 0.1  # of the text's end, for validation

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import Batch, Split, Task, random_for
+from fast_attention.value import at_least
 
 STEP = 3  # pixels from one dash's end to the next: two of ink and one of gap
 CLEAR = 2  # pixels without ink between one curve and another, at least

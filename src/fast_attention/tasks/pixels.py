@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import Batch, PackageMissing, Split, Task, digest, random_for
+from fast_attention.value import at_least
 
 FILE = Path("data", "data", "mnist_5k.csv.gz")
 PIXELS, CLASSES = 784, 10

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from fast_attention import data
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.lengths import chosen, padded
 from fast_attention.tasks.task import IGNORED, Batch, Split, Task, digest, random_for
+from fast_attention.value import at_least
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 UNKNOWN, MASK, PAD = 20, 21, 22  # UNKNOWN: X and every letter beyond the twenty; never asked for

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fast_attention.ops.value import at_least
 from fast_attention.tasks.task import IGNORED, Batch, Split, Task, random_for
+from fast_attention.value import at_least
 
 
 @dataclass(frozen=True, repr=False)

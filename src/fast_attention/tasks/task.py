@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.ops.value import Value
+from fast_attention.value import Value
 
 Split = Literal["train", "valid"]
 IGNORED = -100  # the target of a position without a loss, as torch.nn.functional.cross_entropy has it

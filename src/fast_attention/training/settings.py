@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fast_attention.data import reading
 from fast_attention.nn.models import ModelConfig
-from fast_attention.ops.value import Value, at_least, is_seed, one_of
+from fast_attention.value import Value, at_least, is_seed, one_of
 
 Precision = Literal["float32", "bfloat16"]
 

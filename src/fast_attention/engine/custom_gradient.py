@@ -1,0 +1,91 @@
+"""Functions whose gradient is written out, for loops over blocks that autograd would record slice by slice.
+
+(Autograd through slices is quadratic: the gradient of every slice is a tensor of full length.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine.fusion import allowed, fused
+from fast_attention.engine.precision import Precision
+from fast_attention.engine.tracing import traced, wrapped
+
+Tensors = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class CustomGradient:
+    """A fast forward and backward pass beside the plain differentiable form of the same function.
+
+    ``plain`` serves where tensors are traced (compile, export, ``make_fx``, fake tensors), where a function transform
+    or a derivative forwards runs (``torch.func``), and where the gradient is to be differentiated again; the other two
+    serve everywhere else and may work in place on what they made.
+
+    Args:
+        plain: ``(*tensors, **settings) -> outputs``, one tensor or a tuple, in operations that autograd follows.
+        forward: ``(*tensors, keep, **settings) -> (outputs, kept)``: the same outputs, and the tensors that the
+            backward pass needs beside inputs and outputs (normalisers, coarse states); ``()`` unless ``keep``.
+        backward: ``(inputs, outputs, kept, gradients, **settings)`` -> one gradient or None per input tensor.
+            Gradients of outputs that nobody used are zeros.
+        fuses: Whether ``plain``, fused by ``torch.compile``, is the fastest of all where the caller allows that.
+    """
+
+    plain: Callable[..., Any]
+    forward: Callable[..., tuple[Any, tuple[Tensor, ...]]]
+    backward: Callable[..., Tensors]
+    fuses: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_fused", fused(self.plain) if self.fuses else None)
+
+    def __call__(self, *tensors: Tensor | None, **settings: Any) -> Any:
+        """The outputs, by whichever of the three forms serves. A tensor may be None; settings are no tensors."""
+        if traced() or wrapped(tensors):
+            return self.plain(*tensors, **settings)
+        if self.fuses and allowed():
+            return self._fused(*tensors, **settings)  # type: ignore[attr-defined]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return _Written.apply(self, settings, *tensors)
+        return self.forward(*tensors, keep=False, **settings)[0]
+
+
+class _Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: CustomGradient, settings: dict[str, Any], *tensors: Tensor | None) -> Any:
+        ctx.precision = Precision.now(tensors)
+        outputs, kept = rule.forward(*tensors, keep=True, **settings)
+        made = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.rule, ctx.settings, ctx.sizes = rule, settings, (len(tensors), len(made))
+        ctx.save_for_backward(*tensors, *made, *kept)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        count, number = ctx.sizes
+        saved = ctx.saved_tensors
+        inputs, outputs, kept = saved[:count], saved[count : count + number], saved[count + number :]
+        with ctx.precision.again():
+            if torch.is_grad_enabled():
+                return None, None, *_again(ctx.rule.plain, ctx.settings, inputs, gradients)
+            return None, None, *ctx.rule.backward(inputs, outputs, kept, gradients, **ctx.settings)
+
+
+def _again(
+    plain: Callable[..., Any],
+    settings: dict[str, Any],
+    inputs: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor, ...],
+) -> list[Tensor | None]:
+    """Gradients that can be differentiated again."""
+    twins = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may stand in two places
+    wanted = [x for x in twins if x is not None and x.requires_grad]
+    outputs = plain(*twins, **settings)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in twins]

@@ -1,0 +1,132 @@
+"""Scans along the sequence: prefix sums and running maxima.
+
+All work on the last axis but one, in blocks: a few steps over all blocks at once, then the same over the blocks' ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine.blocks import join, split
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.tracing import traced
+
+FLOOR = (
+    -1e30
+)  # the logarithm of a key that is not there: below every other, yet finite, so that differences are numbers
+BLOCK = 256  # tokens per block of a cumulative sum or maximum in one operation
+ROWS = 32  # tokens per block of those walked row by row
+SMALL = 8192  # numbers per sequence up to which one operation is the fastest
+
+
+def prefix_sums(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batch length width"]:
+    """``y_t = sum_{j <= t} x_j``, in float32 to a few units in the last place at any length."""
+    if _simple(x):
+        return x.cumsum(-2)
+    return _PREFIX(x) if x.device.type == "cpu" else _prefix_plain(x)
+
+
+@torch.no_grad()
+def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batch length width"]:
+    """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it only chooses a unit, which cancels."""
+    if _simple(x):
+        return x.cummax(-2).values
+    if not traced() and x.device.type == "cpu":
+        return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
+    inside = cummax(split(x, BLOCK))
+    before = _shifted(cummax(inside[..., -1, :]), FLOOR)
+    return join(torch.maximum(inside, before[..., None, :]), x.shape[-2])
+
+
+def cummax(x: Shaped[Tensor, "..."], axis: int = -2) -> Shaped[Tensor, "..."]:
+    """Torch's running maximum along an axis (-1 or -2); while exporting without that operator, which ONNX lacks."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(axis).values
+    return _traced_max(x) if axis == -2 else _traced_max(x[..., None])[..., 0]
+
+
+def _traced_max(x: Tensor, levels: int = 2) -> Tensor:
+    """A length left open in blocks of 64, their ends in the same way, and pair by pair what is left of those."""
+    length, least = x.shape[-2], torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
+    if isinstance(length, int):  # no symbol
+        return _reached(x, length)
+    if levels == 0:
+        place = torch.arange(length, device=x.device)
+        return x[..., None, :, :].masked_fill((place > place[:, None])[..., None], least).amax(-2)
+    blocks = _reached(split(x, 64), 64)
+    before = _shifted(_traced_max(blocks[..., -1, :], levels - 1), least)
+    return join(torch.maximum(blocks, before[..., None, :]), length)
+
+
+def _reached(x: Tensor, length: int) -> Tensor:
+    """The maximum over the last 4, 16, 64 ... tokens, until that is all of them."""
+    place, reach = torch.arange(length, device=x.device)[:, None], 1
+    while reach < length:
+        x = x[..., (place - torch.arange(0, 4 * reach, reach, device=x.device)).clamp(min=0), :].amax(-2)
+        reach *= 4
+    return x
+
+
+def accumulate_(
+    x: Float[Tensor, "*batch length width"], *, backwards: bool = False, combine: Callable[..., Tensor] = torch.add
+) -> Float[Tensor, "*batch length width"]:
+    """Prefix sums (maxima) in place of ``x``; ``backwards``, ``y_t = sum_{j >= t} x_j``. No gradient.
+
+    Blocks of ``ROWS`` tokens are walked row by row, all blocks side by side, then the blocks' ends in the same way.
+    """
+    length, step = x.shape[-2], -1 if backwards else 1
+    if length < 2 * ROWS:
+        _walk_(x.unbind(-2)[::step], combine)
+        return x
+    whole = length - length % ROWS
+    lot, rest = (x[..., -whole:, :], x[..., :-whole, :]) if backwards else (x[..., :whole, :], x[..., whole:, :])
+    blocks = lot.unflatten(-2, (-1, ROWS))
+    rows = blocks.unbind(-2)[::step]
+    _walk_(rows, combine)
+    ends = accumulate_(rows[-1].clone(), backwards=backwards, combine=combine)
+    later, carried = (
+        (blocks[..., :-1, :, :], ends[..., 1:, :]) if backwards else (blocks[..., 1:, :, :], ends[..., :-1, :])
+    )
+    combine(later, carried[..., None, :], out=later)
+    _walk_((ends[..., 0 if backwards else -1, :], *rest.unbind(-2)[::step]), combine)
+    return x
+
+
+def _walk_(rows: tuple[Tensor, ...], combine: Callable[..., Tensor]) -> None:
+    for before, row in pairwise(rows):
+        combine(row, before, out=row)
+
+
+def _simple(x: Tensor) -> bool:
+    """Whether one operation does: few tokens or few channels; ``cumsum`` adds in float64 on a CPU."""
+    return not torch.compiler.is_compiling() and (x.shape[-2] <= ROWS or (x.shape[-2] * x.shape[-1] <= SMALL))
+
+
+def _prefix_plain(x: Tensor) -> Tensor:
+    inside = split(x, BLOCK).cumsum(-2)
+    before = _shifted(inside[..., -1, :].cumsum(-2))
+    return join(inside + before[..., None, :], x.shape[-2])
+
+
+def _prefix_forward(x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return accumulate_(x.clone(memory_format=torch.contiguous_format)), ()
+
+
+def _prefix_backward(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    return (accumulate_(gradients[0].clone(memory_format=torch.contiguous_format), backwards=True),)
+
+
+_PREFIX = CustomGradient(_prefix_plain, _prefix_forward, _prefix_backward)
+
+
+def _shifted(x: Tensor, value: float = 0.0) -> Tensor:
+    """Row t - 1 in place of row t, ``value`` in front."""
+    return F.pad(x, (0, 0, 1, 0), value=value)[..., :-1, :]

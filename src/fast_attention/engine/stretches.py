@@ -1,0 +1,118 @@
+"""A long sequence in stretches that stay in a core's cache, and what such loops need: carried sums, local gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine.scan import accumulate_
+
+NUMBERS = 1 << 18  # per stretch and tensor: a megabyte in float32, half of it a core's
+TOKENS = 128  # at least, so that scans inside a stretch have rows to walk side by side
+
+
+def stretches(x: Float[Tensor, "*batch length width"]) -> list[slice]:
+    """Slices of the sequence axis that hold about ``NUMBERS`` numbers each."""
+    length = x.shape[-2]
+    size = max(TOKENS, NUMBERS * length // max(x.numel(), 1))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def counts(
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None, like: Float[Tensor, "*batch keys width"], *, is_causal: bool
+) -> Float[Tensor, "*#batch2 rows 1"]:
+    """Keys that may be seen: all of them, one row, or for every token those up to it."""
+    if key_mask is None:
+        length = like.shape[-2]
+        numbers = torch.arange(1, length + 1, device=like.device) if is_causal else torch.tensor([length])
+    else:
+        numbers = key_mask.cumsum(-1) if is_causal else key_mask.sum(-1, keepdim=True)
+    return numbers[..., None].to(like)
+
+
+def first_seen(
+    x: Float[Tensor, "*batch keys width"], key_mask: Bool[Tensor, "*#batch2 keys"] | None
+) -> Float[Tensor, "*batch 1 width"]:
+    """The row of the first key that may be seen, the first row where there is none."""
+    if key_mask is None:
+        return x[..., :1, :]
+    place = key_mask.to(torch.int8).argmax(-1, keepdim=True)[..., None]
+    return x.gather(-2, place.expand(*x.shape[:-2], 1, x.shape[-1]))
+
+
+class Total:
+    """A sum over the stretches: each adds its own to what is carried in float64, so that none of them is lost."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    def add(self, *terms: Float[Tensor, "*batch length #width"]) -> None:
+        """Add the sums over a stretch of terms that stand side by side."""
+        sums = [x.sum(-2, keepdim=True) for x in terms]
+        part = (sums[0] if len(sums) == 1 else torch.cat(sums, -1)).double()
+        self._sum = part if self._sum is None else self._sum.add_(part)
+
+    def carry_(self, x: Float[Tensor, "*batch length width"], *, backwards: bool = False) -> Tensor:
+        """Turn ``x`` into its prefix sums (``backwards``: suffix sums) behind all stretches before; returns those."""
+        edge = x[..., -1:, :] if backwards else x[..., :1, :]
+        before = torch.zeros_like(edge) if self._sum is None else self._sum.to(x.dtype, copy=True)
+        self.add(x)
+        edge.add_(before)
+        accumulate_(x, backwards=backwards)
+        return before
+
+    def row(self, like: Tensor) -> Float[Tensor, "*batch 1 width"]:
+        """The sum in the dtype of ``like``."""
+        assert self._sum is not None
+        return self._sum.to(like.dtype, copy=True)
+
+
+def pulled(function: Callable[[Tensor], Any], z: Tensor) -> tuple[Any, Callable[..., Tensor]]:
+    """``function(z)`` and its pullback: the gradient with respect to z from those of the result (or results)."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        y = function(z)
+
+    def pullback(*gradients: Tensor) -> Tensor:
+        outputs = y if isinstance(y, tuple) else (y,)
+        return torch.autograd.grad(outputs, z, gradients)[0]
+
+    return (tuple(part.detach() for part in y) if isinstance(y, tuple) else y.detach()), pullback
+
+
+def pull_into(
+    function: Callable[..., Any],
+    held: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    above: Sequence[Tensor],
+    into: Sequence[Tensor],
+    learned: Sequence[Tensor | None],
+) -> None:
+    """Add the gradients of ``function(*held, *weights)`` to where they belong: ``into`` and, unless None, ``learned``.
+
+    ``above`` are the gradients of the first results.
+    """
+    with torch.enable_grad():
+        twins = [x.detach().requires_grad_() for x in held]
+        fresh = [w if goal is None or w is None else w.detach().requires_grad_()
+                   for w, goal in zip(weights, learned, strict=True)]  # fmt: skip
+        results = function(*twins, *fresh)
+    results = list(results) if isinstance(results, tuple) else [results]
+    pairs = [(x, y) for x, y in zip(results, above, strict=False) if x.requires_grad]  # not without any key
+    if not pairs:
+        return
+    goals = [*into, *(goal for goal in learned if goal is not None)]
+    wanted = [*twins, *(w for w, goal in zip(fresh, learned, strict=True) if goal is not None and w is not None)]
+    found = torch.autograd.grad([x for x, _ in pairs], wanted, [y for _, y in pairs], allow_unused=True)
+    for goal, gradient in zip(goals, found, strict=True):
+        if gradient is not None:
+            goal.add_(gradient)
+
+
+def narrow(x: Float[Tensor, "*batch length width"], width: int) -> Tensor:
+    """Summed over the channels where one weight served them all."""
+    return x.sum(-1, keepdim=True) if width == 1 and x.shape[-1] > 1 else x

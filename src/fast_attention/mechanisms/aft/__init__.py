@@ -1,0 +1,1 @@
+"""Attention-free transformers: keys weighed by position, channel by channel."""

@@ -1,0 +1,118 @@
+"""Softmax pooling, channel by channel: ``sum_j exp(s_j) v_j / sum_j exp(s_j)`` as a monoid that cannot overflow.
+
+Values and the mask travel together: ``terms`` puts them side by side, (..., S, Ev + C), and every sum of them is a
+numerator beside its denominator. Scores have C = Ev channels, or C = 1 that serves all values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine import masks
+from fast_attention.engine.decay import decayed_sums, spread
+from fast_attention.engine.scan import FLOOR, running_max
+
+
+class Pool(NamedTuple):
+    """What keys leave behind: the true sums are ``exp(top)`` times ``sums``."""
+
+    top: Float[Tensor, "*batch length weights"]  # the largest score so far; FLOOR where no key was seen
+    sums: Float[Tensor, "*batch length both"]  # numerators, then denominators
+
+
+def seen(scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
+    """1 for keys that may be seen, 0 for others, in the shape of ``scores``."""
+    ones = torch.ones_like(scores)
+    return ones if key_mask is None else ones.masked_fill(~key_mask[..., None], 0.0)
+
+
+def terms(
+    scores: Float[Tensor, "*batch keys weights"],
+    values: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+) -> tuple[Float[Tensor, "*batch keys weights"], Float[Tensor, "*batch keys both"]]:
+    """Scores, masked ones at ``FLOOR``, and values beside ones, masked rows zero."""
+    both = torch.cat([masks.drop(values, key_mask), seen(scores, key_mask)], -1)
+    return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR), both
+
+
+def hidden(scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
+    """Scores, masked ones at ``FLOOR``."""
+    return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR)
+
+
+def weighed(scores: Tensor, both: Tensor, top: Tensor) -> Tensor:
+    """``exp(score - top)`` times values and ones."""
+    return spread((scores - top).exp(), both.shape[-1]) * both
+
+
+def pooled(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
+    """The pool of all keys, one row."""
+    top = scores.detach().amax(-2, keepdim=True)
+    return Pool(top, weighed(scores, both, top).sum(-2, keepdim=True))
+
+
+def running(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
+    """The pool of all keys up to each, as many rows as keys.
+
+    Every row has the maximum of its own past as unit, so that neither a huge key to come nor one long gone can
+    underflow what a row sums.
+    """
+    top = running_max(scores.detach())
+    return Pool(top, decayed_sums(weighed(scores, both, top), top))
+
+
+def behind(
+    pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]
+) -> tuple[Tensor, Tensor]:
+    """Keys with the row of an earlier pool in front of them, as if it were one more key."""
+    if pool is None:
+        return F.pad(scores, (0, 0, 1, 0), value=FLOOR), F.pad(both, (0, 0, 1, 0))
+    return torch.cat([pool.top, scores], -2), torch.cat([pool.sums, both], -2)
+
+
+def merged(earlier: Pool, later: Pool) -> Pool:
+    """The pool of two neighbouring stretches; associative."""
+    top = torch.maximum(earlier.top, later.top)
+    width = earlier.sums.shape[-1]
+    a, b = (spread((pool.top - top).exp(), width) for pool in (earlier, later))
+    return Pool(top, a * earlier.sums + b * later.sums)
+
+
+def mean(sums: Float[Tensor, "*batch length both"], values: int) -> Float[Tensor, "*batch length values"]:
+    """Numerators, the first ``values`` channels, over denominators; zeros where nothing was seen."""
+    return quotient(sums[..., :values], sums[..., values:])
+
+
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Numerators over denominators; zeros where the denominator is zero."""
+    nothing = denominator == 0
+    return (numerator / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+
+
+def gated_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``sigmoid(q_i)`` times the mean of the values up to i, (..., S, Ev) each; keys at ``FLOOR`` are not there."""
+    both = torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
+    return q.sigmoid() * mean(running(k, both).sums, v.shape[-1])
+
+
+def aligned(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
+    """The last ``length`` rows, as causal queries end where the keys end; zeros in front where there are fewer."""
+    if not torch.compiler.is_compiling() and rows.shape[-2] == length:
+        return rows
+    return F.pad(rows, (0, 0, length - rows.shape[-2], 0))
+
+
+def same_width(owner: object, x: Tensor, v: Tensor, *, name: str = "keys", or_one: bool = False) -> None:
+    """Raise a ``ValueError`` unless every channel of the values has its own in ``x`` (or, ``or_one``, shares one)."""
+    got, values = x.shape[-1], v.shape[-1]
+    if got != values and not (or_one and got == 1):
+        raise ValueError(
+            f"{owner!r} pairs every channel of the values with its own channel of the {name}: the widths must be equal"
+            f"{', or the first 1' if or_one else ''}; got {name} of width {got} and values of width {values}"
+        )

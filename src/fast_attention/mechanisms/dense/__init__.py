@@ -1,0 +1,1 @@
+"""Attention with all pairs in the open: softmax, ReLU, Linformer and the Synthesizers."""

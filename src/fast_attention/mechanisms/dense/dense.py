@@ -1,0 +1,62 @@
+"""Softmax attention over all keys by torch's fused kernel: what every mechanism becomes that leaves nothing out."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine import masks
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.tracing import traced
+from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense.scores import Scores
+
+
+def softmax_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
+
+    Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
+    every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros.
+    """
+    if q.device.type == "cpu" and q.dtype == torch.float16:  # whose kernel is slower there than both casts
+        wide = softmax_attention(
+            q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask,
+            attn_mask=attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float(),
+            dropout=dropout, scale=scale,
+        )  # fmt: skip
+        return wide.to(q.dtype)
+    length, keys = q.shape[-2], k.shape[-2]
+    is_causal, key_mask = _needed(length, q.device, is_causal, key_mask)
+    open_ = attn_mask is None and dropout == 0.0
+    if is_causal and key_mask is None and attn_mask is None and length == keys:
+        took("torch's fused kernel", "causal without a mask")
+        return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
+    if open_ and (is_causal or key_mask is not None) and q.dtype.itemsize >= 4 and rows.pays(v, length, at_least=2**18):
+        scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
+        return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
+    if attn_mask is not None:
+        mask = masks.merge(attn_mask, mask, q.dtype)
+    if mask is not None:
+        mask = mask.expand(*q.shape[:-1], keys)
+    took("torch's fused kernel", "no mask" if mask is None else "with a mask: short, traced, or one that was given")
+    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
+
+
+def _needed(length: int, device: torch.device, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Both keywords without those that hide nothing: a last query sees all keys, and a mask may be all True."""
+    if traced() or device.type != "cpu":
+        return is_causal, key_mask
+    return is_causal and length != 1, None if key_mask is None or bool(key_mask.all()) else key_mask

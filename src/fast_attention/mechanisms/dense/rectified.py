@@ -1,0 +1,200 @@
+"""Attention by rectified scores, ``relu(q_i . k_j)^p``: tiles of queries against tiles of keys, no n x n table.
+
+No maximum is needed, so that tiles of keys simply add up; the backward pass forms every tile's scores again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine import masks, room
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.tracing import traced
+
+HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
+
+Norm = Literal["sum", "length", "none"]
+
+
+class How(NamedTuple):
+    """The settings: n_i is the ``norm``, ``eps`` added to a sum."""
+
+    is_causal: bool
+    norm: Norm
+    power: Literal[1, 2]
+    scale: float
+    eps: float | Tensor
+
+
+def attend(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None,
+    how: How,
+) -> Float[Tensor, "*batch length values"]:
+    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
+    if traced():
+        took("all scores at once", "traced")
+        return masked(q, k, v, key_mask, how=how)
+    several = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0
+    path = _RULE if several else whole
+    if several:
+        took("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+    else:
+        took("all scores at once", "one query")
+    out = path(q, k, v, key_mask, how=how)
+    if how.norm != "sum" or room.fits(out):
+        return out
+    q, k, v, how, smaller, _ = _within_room(q, k, v, how)
+    return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """All scores at once, under any mask, with dropout, brought down to where they fit before anybody has looked."""
+    if how.norm != "sum":
+        return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+    q, k, v, how, smaller, less = _within_room(q, k, v, how)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask * less
+    return whole(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout) / smaller
+
+
+def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
+    """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
+    less, rows = room.factor(k, 2.0 ** (28 / how.power)), room.factor(q, 2.0 ** (40 / how.power), rows=True)
+    smaller = room.factor(v, 2.0**28)
+    return q * rows, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller, rows * less
+
+
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, how: How, attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The same as they are."""
+    scores = q @ k.mT * how.scale
+    mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask
+            attn_mask = attn_mask > float("-inf")
+        mask = attn_mask if mask is None else attn_mask & mask
+    weights = scores.relu().square() if how.power == 2 else scores.relu()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    if how.norm == "sum":
+        total = room.told(weights.sum(-1, keepdim=True) + how.eps)
+        weights = weights / total.masked_fill(total == 0.0, 1.0)
+    elif how.norm == "length":
+        seen = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
+        weights = weights / seen
+    if dropout > 0.0:
+        weights = F.dropout(weights, dropout)
+    return weights @ v
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, how: How
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The outputs; kept: the n_i."""
+    out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
+    n = _lengths(q, k, key_mask, how) if how.norm == "length" else q.new_full((*q.shape[:-1], 1), how.norm == "none")
+    (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
+    ahead = _ahead(q, k, how)
+    for heads, rows in _rows(qs):
+        mine, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
+        for keys, weights in _tiles(mine, ks[heads], rows, ahead):
+            if how.power == 2:
+                weights.square_()
+            if how.norm == "sum":
+                total += weights.sum(-1, keepdim=True)
+            o.baddbmm_(weights, vs[heads, keys])
+        if how.norm == "sum":
+            total.copy_(room.told(total + how.eps)).masked_fill_(total == 0.0, 1.0)
+        o.div_(total)
+    return out, (n,)
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, how: How,
+) -> tuple[Any, ...]:  # fmt: skip
+    q, k, v, key_mask = inputs
+    found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dqs, dks, dvs = (x.flatten(0, -3) for x in found)
+    (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], kept[0])
+    ahead = _ahead(q, k, how)
+    for heads, rows in _rows(qs):
+        mine, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
+        shift = (g * os[heads, rows]).sum(-1, keepdim=True) if how.norm == "sum" else None
+        for keys, scores in _tiles(mine, ks[heads], rows, ahead):
+            slopes = g @ vs[heads, keys].mT
+            if shift is not None:
+                slopes.sub_(shift)
+            if how.power == 2:
+                slopes.mul_(scores).mul_(2.0)
+                scores.square_()
+            else:
+                torch.ops.aten.threshold_backward.grad_input(slopes, scores, 0.0, grad_input=slopes)
+            dvs[heads, keys].baddbmm_(scores.mT, g)
+            dks[heads, keys].baddbmm_(slopes.mT, mine)
+            dqs[heads, rows].baddbmm_(slopes, ks[heads, keys], alpha=how.scale)
+    return *found, None
+
+
+_RULE = CustomGradient(whole, _forward, _backward)
+
+
+def _heads(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.reshape(-1, *x.shape[-2:]) for x in tensors)
+
+
+def _rows(q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads and queries of a tile: fewer heads, more queries."""
+    few = min(HEADS, q.shape[0])
+    some = QUERIES * HEADS // few
+    for first in range(0, q.shape[0], few):
+        for start in range(0, q.shape[1], some):
+            yield slice(first, first + few), slice(start, min(start + some, q.shape[1]))
+
+
+def _tiles(q: Tensor, k: Tensor, rows: slice, ahead: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """Tiles of keys that some of the queries see, and their rectified scores, zero where a key is not seen yet.
+
+    Causal with ``ahead`` keys before the first query; None: not causal.
+    """
+    end = k.shape[1] if ahead is None else max(rows.stop + ahead, 0)
+    room = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
+    for start in range(0, end, KEYS):
+        stop = min(start + KEYS, end)
+        scores = room[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
+        torch.bmm(q, k[:, start:stop].mT, out=scores).relu_()
+        if ahead is not None and stop > rows.start + ahead:
+            scores.tril_(rows.start + ahead - start)
+        yield slice(start, stop), scores
+
+
+def _ahead(q: Tensor, k: Tensor, how: How) -> int | None:
+    return k.shape[-2] - q.shape[-2] if how.is_causal else None
+
+
+def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
+    """Keys that every query sees, at least 1."""
+    seen = k.new_ones((*q.shape[:-2], k.shape[-2]))
+    seen = seen if key_mask is None else seen * key_mask
+    if not how.is_causal:
+        seen = seen.sum(-1, keepdim=True).expand(*seen.shape[:-1], q.shape[-2])
+    else:
+        ahead = k.shape[-2] - q.shape[-2]
+        seen = F.pad(seen.cumsum(-1), (max(-ahead, 0), 0))[..., max(ahead, 0) :]
+    return seen.clamp(min=1.0)[..., None].contiguous()

@@ -1,0 +1,129 @@
+"""ReLU attention (Wortsman et al. 2023, and others): scores below zero get no weight at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.history import History, extend
+from fast_attention.engine.precision import in_float32
+from fast_attention.mechanism import MaskedAttention, Traits
+from fast_attention.mechanisms.dense import rectified
+from fast_attention.mechanisms.dense.rectified import Norm
+from fast_attention.value import at_least, one_of
+
+Power = Literal[1, 2]
+
+
+@in_float32
+def relu_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    norm: Norm = "sum",
+    power: Power = 1,
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> Float[Tensor, "*batch length values"]:
+    """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``.
+
+    ``norm`` chooses n_i: ``"sum"`` of the row plus ``eps`` (our reading of "ReLU can also be used" in Young and
+    Shen's lecture "Attention is All You Need", 2024, which gives no formula), ``"length"`` for the number of keys
+    that query i may see (arXiv 2309.08586; i + 1 when causal), ``"none"`` for 1. An additive ``attn_mask`` is added
+    to the scores before the relu, a boolean one removes. A row without a positive score gives zeros. With
+    ``attn_mask`` or ``dropout`` it holds the scores (..., L, S), else tiles of them.
+    """
+    how = rectified.How(is_causal, norm, power, q.shape[-1] ** -0.5 if scale is None else scale, eps)
+    if attn_mask is None and dropout == 0.0:
+        return rectified.attend(q, k, v, key_mask, how)
+    took("all scores at once", "a mask of any form, or dropout")
+    return rectified.masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+
+
+@dataclass(frozen=True, repr=False)
+class ReLUAttention(MaskedAttention[tuple[()], History]):
+    """Attention with relu in the place of softmax: sparse weights, no exponential.
+
+    Quadratic, unlike the Performer's ReLU kernel, where relu acts on features. Its error against softmax is not
+    declared: the two agree in no limit, so the number would mean nothing.
+
+    Args:
+        norm: What a row is divided by: its ``"sum"`` (the output then does not change with the length of q, up to
+            ``eps``), the number of keys it sees (``"length"``) or nothing (``"none"``).
+        power: 1, or 2 for squared relu (Primer, arXiv 2109.08668).
+        scale: Factor on the dot products; None means 1/sqrt(width).
+        eps: Added to the sum, in units of the summed scores.
+    """
+
+    norm: Norm = "sum"
+    power: Power = 1
+    scale: float | None = None
+    eps: float = 1e-6
+
+    traits = Traits(
+        paper="Wortsman et al. 2023, arXiv 2309.08586",
+        formula="relu(q k^T / sqrt(d)) v / sum",
+        cost="n^2 d",
+        order=2.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        mask=True,
+        rotary=True,
+        memory="growing",
+    )
+
+    def __post_init__(self) -> None:
+        one_of(self, "norm", self.norm, Norm)
+        one_of(self, "power", self.power, Power)
+        at_least(self, "eps", self.eps, 0.0)
+
+    def attend_masked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: tuple[()],
+        *,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        """Every query against every key under any mask."""
+        return relu_attention(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            key_mask=key_mask,
+            attn_mask=attn_mask,
+            dropout=dropout,
+            norm=self.norm,
+            power=self.power,
+            scale=self.scale,
+            eps=self.eps,
+        )
+
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: tuple[()],
+        state: History | None,
+        *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, History]:
+        """Append the stretch to the keys and values seen so far and weigh all of them."""
+        state = extend(state, k, v, key_mask)
+        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.seen), state

@@ -1,0 +1,114 @@
+"""Attention scores written as a sum of products, tables and outer products, so that no one needs them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fast_attention.engine.blocks import stretch
+
+
+class Scores(NamedTuple):
+    """The summands of the scores of query i for key j. A None is no summand; sizes before the last two broadcast.
+
+    Q (..., H, L, r) and K (..., H, S, r): their products. R (..., H, L, S): a table, times ``share`` (H,) if given.
+    X (..., H, L, a) and Y (..., H, L, b): ``X_i,(j // b) Y_i,(j mod b)``.
+    """
+
+    Q: Tensor | None = None
+    K: Tensor | None = None
+    R: Tensor | None = None
+    share: Tensor | None = None
+    X: Tensor | None = None
+    Y: Tensor | None = None
+
+    def length(self) -> int:
+        """Queries."""
+        return next(x for x in (self.Q, self.R, self.X) if x is not None).shape[-2]
+
+    def whole(self, keys: int) -> Float[Tensor, "*batch heads length keys"]:
+        """All scores at once."""
+        parts = []
+        if self.Q is not None and self.K is not None:
+            parts.append(self.Q @ self.K.mT)
+        if self.R is not None:
+            parts.append(self.R if self.share is None else self.R * self.share[:, None, None])
+        if self.X is not None and self.Y is not None:
+            outer = (self.X[..., :, None] * self.Y[..., None, :]).flatten(-2)
+            parts.append(stretch(outer, keys, axis=-1))
+        return sum(parts[1:], parts[0])
+
+    def of(self, b: int, h: int, rows: slice, keys: slice) -> Scores:
+        """The summands of one sequence and head, for some queries and keys."""
+        Q, K, R, X, Y = (_pick(x, b, h) for x in (self.Q, self.K, self.R, self.X, self.Y))
+        return Scores(
+            None if Q is None else Q[rows],
+            None if K is None else K[keys],
+            None if R is None else R[rows, keys],
+            None if self.share is None else self.share[h],
+            None if X is None else X[rows],
+            None if Y is None else Y[rows],
+        )
+
+
+def _pick(x: Tensor | None, b: int, h: int) -> Tensor | None:
+    return None if x is None else x[b if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0]
+
+
+def mixed(parts: Sequence[Scores], shares: Float[Tensor, "heads parts"], keys: int) -> Scores:
+    """The sum of several scores in the share that each head gives them: products side by side are one.
+
+    One table and one outer product stay as they are; others are added up whole.
+    """
+    Q, K, R, share, X, Y = [], [], None, None, None, None
+    for part, own in zip(parts, shares.unbind(-1), strict=True):
+        column = own[:, None, None]
+        if part.Q is not None and part.K is not None:
+            Q.append(part.Q * column)
+            K.append(part.K)
+        if part.R is not None:
+            R, share = (part.R, own) if R is None else (_weighed(R, share) + part.R * column, None)
+        if part.X is not None:
+            if X is None:
+                X, Y = part.X * column, part.Y
+            else:
+                R, share = _weighed(R, share) + Scores(X=part.X * column, Y=part.Y).whole(keys), None
+    return Scores(_beside(Q), _beside(K), R, share, X, Y)
+
+
+def _weighed(R: Tensor | None, share: Tensor | None) -> Tensor | float:
+    if R is None:
+        return 0.0
+    return R if share is None else R * share[:, None, None]
+
+
+def _beside(parts: list[Tensor]) -> Tensor | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    sizes = torch.broadcast_shapes(*(x.shape[:-1] for x in parts))
+    return torch.cat([x.expand(*sizes, x.shape[-1]) for x in parts], -1)
+
+
+def spread(slope: Tensor, part: Scores, into: Scores, keys: slice, once: bool) -> None:
+    """Add the gradients of a block's summands, ``slope`` being that of its scores."""
+    if into.Q is not None and part.K is not None:
+        into.Q.addmm_(slope, part.K)
+    if into.K is not None and part.Q is not None:
+        into.K.mT.addmm_(part.Q.mT, slope)
+    if into.R is not None:
+        share = 1.0 if part.share is None else float(part.share)
+        torch.mul(slope, share, out=into.R) if once else into.R.add_(slope, alpha=share)
+    if into.share is not None and part.R is not None:
+        into.share.add_((slope * part.R).sum())
+    if part.X is not None and part.Y is not None:
+        a, b = part.X.shape[1], part.Y.shape[1]
+        whole = pad(slope, (keys.start, a * b - keys.stop)).unflatten(1, (a, b))
+        if into.X is not None:
+            into.X.add_((whole * part.Y[:, None, :]).sum(2))
+        if into.Y is not None:
+            into.Y.add_((whole * part.X[:, :, None]).sum(1))

@@ -1,0 +1,140 @@
+"""Attention to a fixed number of slots that stand for many tokens: keys and values projected, convolved or pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fast_attention.engine import blocks, masks
+from fast_attention.engine.blocks import split, split_mask, stretch
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.precision import in_float32
+
+Slots = Int[Tensor, "*#batch2 rank size"]
+Filled = Bool[Tensor, "*#batch2 rank size"]
+
+
+def assign(
+    length: int, rank: int, key_mask: Bool[Tensor, "*#batch2 length"] | None, device: torch.device
+) -> tuple[Slots, Filled]:
+    """The tokens of every slot, and which places of a slot are filled.
+
+    Of n tokens that may be seen, the r-th goes to slot ``floor(r rank / n)``: sizes differ by at most one, slots stay
+    empty only where n < rank, and masked tokens are in none.
+    """
+    total = length if key_mask is None else key_mask.sum(-1, keepdim=True)
+    starts = (torch.arange(rank + 1, device=device) * total + rank - 1) // rank
+    place = starts[..., :-1, None] + torch.arange(blocks.count(length, rank), device=device)
+    filled = place < starts[..., 1:, None]
+    if key_mask is not None:  # the token of rank r is the first that leaves r + 1 visible ones behind it
+        place = _visible(key_mask, place)
+    return place.clamp_max(length - 1), filled
+
+
+def _visible(key_mask: Tensor, rank: Tensor) -> Tensor:
+    """The tokens of these ranks among the visible ones; any where there are not so many."""
+    if not torch.compiler.is_exporting():
+        return torch.searchsorted(key_mask.cumsum(-1), rank.flatten(-2) + 1).view_as(rank)
+    keys = key_mask.shape[-1]  # ONNX has no search: the visible ones first, in their order
+    place = torch.arange(keys, device=key_mask.device)
+    order = torch.where(key_mask, place, place + keys).argsort(-1)
+    return order.gather(-1, rank.flatten(-2).clamp(max=keys - 1)).view_as(rank)
+
+
+def pool_mean(
+    x: Float[Tensor, "*batch length width"], index: Slots, filled: Filled
+) -> Float[Tensor, "*batch rank width"]:
+    """The mean of every slot; an empty slot holds zeros."""
+    total = _take(x, index).masked_fill(~filled[..., None], 0.0).sum(-2)
+    return total / filled.sum(-1).clamp_min(1)[..., None]
+
+
+def pool_max(
+    x: Float[Tensor, "*batch length width"], index: Slots, filled: Filled
+) -> Float[Tensor, "*batch rank width"]:
+    """The maximum of every slot, channel by channel; an empty slot holds zeros."""
+    top = _take(x, index).masked_fill(~filled[..., None], float("-inf")).amax(-2)
+    return top.masked_fill(~filled.any(-1)[..., None], 0.0)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    flat = index.flatten(-2)[..., None]
+    return x.gather(-2, flat.expand(*x.shape[:-2], flat.shape[-2], x.shape[-1])).unflatten(-2, index.shape[-2:])
+
+
+@in_float32
+def linformer_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    E: Float[Tensor, "*#heads rank limit"],
+    F: Float[Tensor, "*#heads rank limit"] | None = None,
+    *,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(Q (E K)^T / sqrt(d)) (F V)`` (arXiv 2006.04768, section 4); F is E where not given.
+
+    Fewer tokens than ``limit`` use the first columns. Masked keys and values enter as zeros; no slot is masked,
+    since every slot holds a little of every token.
+    """
+    E = stretch(E, k.shape[-2], axis=-1)
+    F = E if F is None else stretch(F, k.shape[-2], axis=-1)
+    return _attend(q, E @ masks.drop(k, key_mask), F @ masks.drop(v, key_mask), None)
+
+
+@in_float32
+def pooled_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    rank: int,
+    pool: Callable[[Tensor, Tensor, Tensor], Tensor] = pool_mean,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax attention with every key and value replaced by the mean (or another ``pool``) of its slot.
+
+    The visible tokens are cut into ``rank`` slots of neighbours with sizes that differ by at most one. A slot counts
+    once for each of its tokens; where ``rank`` divides the length that cancels, and the paper's mean and max pooling
+    remain (arXiv 2006.04768, section 4, "General projections").
+    """
+    index, filled = assign(k.shape[-2], rank, key_mask, q.device)
+    count = filled.sum(-1).to(q.dtype)[..., None, :]
+    return _attend(q, pool(k, index, filled), pool(v, index, filled), count)
+
+
+@in_float32
+def convolved_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    E: Float[Tensor, "heads stride"],
+    F: Float[Tensor, "heads stride"],
+    *,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Linformer with kernels ``E``, ``F`` that move over the tokens by their own length (same section).
+
+    Masked tokens, and those missing from the last stride, enter as zeros; a slot without a visible token is masked.
+    """
+    stride = E.shape[-1]
+    keys = (split(masks.drop(k, key_mask), stride) * E[:, None, :, None]).sum(-2)
+    values = (split(masks.drop(v, key_mask), stride) * F[:, None, :, None]).sum(-2)
+    if key_mask is None:
+        key_mask = torch.ones(k.shape[-2], dtype=torch.bool, device=k.device)
+    return _attend(q, keys, values, split_mask(key_mask, stride).any(-1).to(q.dtype)[..., None, :])
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
+    """Softmax attention to slots, each as if it stood there ``count`` times."""
+    why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
+    took("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
+    if count is None:
+        return fused_attention(q, keys, values)
+    # Finite even for empty slots: their values are zeros, so a query that sees nothing but them still gets zeros.
+    bias = count.log().clamp_min(torch.finfo(q.dtype).min / 2)
+    return fused_attention(q, keys, values, bias.expand(*q.shape[:-1], keys.shape[-2]))

@@ -1,0 +1,145 @@
+"""Attention under given scores, and scores that no key takes part in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import stretch
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.precision import in_float32
+from fast_attention.mechanisms.dense import biased_keys, rows
+from fast_attention.mechanisms.dense.scores import Scores
+
+
+@in_float32
+def synthesizer_attention(
+    v: Float[Tensor, "*batch keys values"],
+    scores: Float[Tensor, "*#batch length keys"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(B + mask) V`` for any scores B (arXiv 2005.00743), one table per head or one per sequence and head.
+
+    A query that sees nothing gets zeros.
+    """
+    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask
+            attn_mask = attn_mask > float("-inf")
+        mask = attn_mask if mask is None else attn_mask & mask
+    weights = masks.masked_softmax(scores, mask)
+    if dropout > 0.0:
+        weights = F.dropout(weights.expand(*v.shape[:-2], *weights.shape[-2:]), dropout)
+    if weights.ndim == 3:  # one table for all sequences: their values side by side in a single product per head
+        return torch.einsum("hls,...hse->...hle", weights, v)
+    return weights @ v
+
+
+def attend(
+    v: Float[Tensor, "*batch keys values"],
+    scores: Scores,
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "*batch length values"]:
+    """``synthesizer_attention`` for scores in summands: long tables a block of queries at a time, short ones whole."""
+    keys = v.shape[-2]
+    if attn_mask is None and dropout == 0.0 and rows.pays(v, scores.length()):
+        return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    took("scores as a whole", "short, traced, on another device, or under an attn_mask or dropout", keys=keys)
+    return synthesizer_attention(
+        v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
+    )
+
+
+class Layer(NamedTuple):
+    """A linear layer per head: W (H, E, outputs) and b (H, outputs)."""
+
+    W: Tensor
+    b: Tensor
+
+
+class LayerPair(NamedTuple):
+    """Two layers, of a and b outputs."""
+
+    A: Layer
+    B: Layer
+
+
+class Table(NamedTuple):
+    """Scores R (H, max_len, max_len) of every position for every other."""
+
+    R: Tensor
+
+
+class Factors(NamedTuple):
+    """Two thin tables (H, max_len, rank), the scores being their product."""
+
+    R1: Tensor
+    R2: Tensor
+
+
+class Mixed(NamedTuple):
+    """Logits (H, parts) of the mixture and the weights of its parts."""
+
+    alpha: Tensor
+    parts: tuple[Any, ...]
+
+
+def normal(*size: int, std: float = 1.0) -> nn.Parameter:
+    """A parameter drawn from N(0, std^2)."""
+    return nn.Parameter(torch.randn(size) * std)
+
+
+def zeros(*size: int) -> nn.Parameter:
+    """A parameter that starts at zero."""
+    return nn.Parameter(torch.zeros(size))
+
+
+def layer(heads: int, width: int, outputs: int) -> Layer:
+    """A layer whose outputs have variance about one half for rectified unit inputs; no bias at the start."""
+    return Layer(normal(heads, width, outputs, std=width**-0.5), zeros(heads, outputs))
+
+
+def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -> Scores:
+    """``relu(q_i) W + b`` for the first keys: the dense Synthesizer's two layers, the projection to q being the first.
+
+    As products of one more column: ``[relu(q_i), 1] . [W_j, b_j]``, with keys that all sequences share.
+    """
+    table = torch.cat([stretch(w.W, keys, axis=-1), stretch(w.b, keys, axis=-1)[:, None]], 1)
+    return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
+
+
+def dense_attention(
+    q: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch keys values"],
+    w: Layer,
+    *,
+    is_causal: bool,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(relu(q_i) W + b) v``: without a mask, where it pays, by torch's fused kernel."""
+    if key_mask is None and rows.pays(v, q.shape[-2]):
+        k, b = stretch(w.W, v.shape[-2], axis=-1).mT, stretch(w.b, v.shape[-2], axis=-1)
+        k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
+        if biased_keys.serves(q, k, v, is_causal=is_causal):
+            return biased_keys.attend(q.relu(), k, v, b, is_causal=is_causal)
+    return attend(v, dense_scores(q, w, v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
+
+
+def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
+    """``A_i,(j // b) B_i,(j mod b)`` for key j: a row of a b scores out of a + b numbers, from two dense layers."""
+    A, B = (q.relu() @ part.W + part.b[..., None, :] for part in w)
+    return Scores(X=A, Y=B)

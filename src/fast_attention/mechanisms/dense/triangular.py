@@ -1,0 +1,116 @@
+"""Products with a matrix over tokens, and with its lower triangle in blocks of rows: half the work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.dispatch import took
+
+BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
+
+
+def affine(
+    W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
+) -> Float[Tensor, "*batch rows width"]:
+    """``W x + b`` along the tokens, in one pass over the result."""
+    if not torch.compiler.is_compiling():
+        took("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
+        if x.device.type == "cpu":  # one product for each sequence: no gradient of W per sequence, to be summed
+            return _AFFINE(W, x, b)
+    return _affine_plain(W, x, b)
+
+
+def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:
+    flat = x.reshape(-1, *x.shape[-2:])
+    out = torch.baddbmm(b[:, None], W.expand(flat.shape[0], -1, -1), flat)
+    return out.reshape(*x.shape[:-2], *out.shape[-2:])
+
+
+def _affine_forward(W: Tensor, x: Tensor, b: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
+    out = x.new_empty(*x.shape[:-2], W.shape[0], x.shape[-1])
+    for tokens, y in zip(_matrices(x), _matrices(out), strict=True):
+        torch.addmm(b[:, None], W, tokens, out=y)
+    return out, ()
+
+
+def _affine_backward(
+    inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    W, x, b = inputs
+    g = gradients[0]
+    dW = W.new_empty(W.shape) if x.numel() else W.new_zeros(W.shape)
+    dx = x.new_empty(x.shape) if x.requires_grad else None
+    slopes = _matrices(g)
+    for i, (tokens, slope) in enumerate(zip(_matrices(x), slopes, strict=True)):
+        if W.requires_grad:
+            torch.addmm(dW, slope, tokens.mT, beta=float(i > 0), out=dW)
+    for d, slope in zip([] if dx is None else _matrices(dx), slopes, strict=False):
+        torch.mm(W.mT, slope, out=d)
+    return dW if W.requires_grad else None, dx, g.sum(-1).reshape(-1, len(b)).sum(0)
+
+
+def lower(
+    W: Float[Tensor, "length length"], x: Float[Tensor, "*batch length width"]
+) -> Float[Tensor, "*batch length width"]:
+    """``tril(W) x``: token i is mixed out of tokens up to i."""
+    if not torch.compiler.is_compiling():
+        if W.shape[0] <= 2 * BLOCK or x.device.type != "cpu":
+            took("the whole triangle in one product", "short, or not on a CPU")
+            return _plain(W, x)
+        took("the triangle in blocks of rows", "a row of blocks ends at the diagonal: half the work", block=BLOCK)
+    return _LOWER(W, x)
+
+
+def _plain(W: Tensor, x: Tensor) -> Tensor:
+    return W.tril() @ x
+
+
+def _forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    parts, outs = _matrices(x), _matrices(out)
+    for i, j in _rows(W):
+        diagonal = W[i:j, i:j].tril()
+        for tokens, y in zip(parts, outs, strict=True):
+            torch.mm(diagonal, tokens[i:j], out=y[i:j])
+            y[i:j].addmm_(W[i:j, :i], tokens[:i])
+    return out, ()
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    W, x = inputs
+    g = gradients[0]
+    dW = torch.empty_like(W, memory_format=torch.contiguous_format) if W.requires_grad else None
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if x.requires_grad else None
+    parts, slopes = _matrices(x), _matrices(g)
+    for i, j in _rows(W):
+        if dW is not None:
+            dW[i:j, j:] = 0.0
+            for b, (tokens, slope) in enumerate(zip(parts, slopes, strict=True)):
+                torch.addmm(dW[i:j, :j], slope[i:j], tokens[:j].mT, beta=float(b > 0), out=dW[i:j, :j])
+            dW[i:j, i:j].tril_()
+        if dx is not None:
+            diagonal = W[i:j, i:j].tril().mT
+            for d, slope in zip(_matrices(dx), slopes, strict=True):
+                torch.mm(diagonal, slope[i:j], out=d[i:j])
+                d[i:j].addmm_(W[j:, i:j].mT, slope[j:])
+    return dW, dx
+
+
+def _matrices(x: Tensor) -> list[Tensor]:
+    """One matrix for each sequence: views, where x allows it."""
+    return list(x.reshape(-1, *x.shape[-2:]).unbind(0))
+
+
+def _rows(W: Tensor) -> list[tuple[int, int]]:
+    return [(i, min(i + BLOCK, len(W))) for i in range(0, len(W), BLOCK)]
+
+
+_LOWER = CustomGradient(_plain, _forward, _backward)
+_AFFINE = CustomGradient(_affine_plain, _affine_forward, _affine_backward)

@@ -1,0 +1,1 @@
+"""Mechanisms made of mechanisms: near keys by a window, far ones by features."""

@@ -1,0 +1,156 @@
+"""Hybrid attention: exact softmax over near keys, a linear estimate of the far remainder, one normaliser.
+
+The window with a linear remainder is that of LoLCATs (Zhang et al. 2024, arXiv 2410.10254); first tokens kept exact are
+the attention sinks of StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.history import History, extend, tail
+from fast_attention.engine.precision import in_float32
+from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanisms.dense.dense import softmax_attention
+from fast_attention.mechanisms.hybrid.landmarks import Landmarks, joined, landmarks
+from fast_attention.mechanisms.hybrid.near_far_passes import near_and_far
+from fast_attention.mechanisms.hybrid.spans import Window
+from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear.favor_plus import FavorPlus
+from fast_attention.mechanisms.linear.kernelised import Kernelised
+from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.sparse.banded import smaller
+from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.value import at_least
+
+
+class HybridState(NamedTuple):
+    """What decoding keeps: the sums of far keys, the window, and the first tokens with a place below 0."""
+
+    far: LinearState
+    near: History
+    first: Landmarks
+
+
+@dataclass(frozen=True, repr=False)
+class Hybrid(Attention[Any, HybridState]):
+    """Exact weights for near keys and for the first and last ones, estimated weights for all others, one normaliser.
+
+    ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where key j lies in the window of
+    ``near`` or is a landmark, and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the maps of ``far`` for the others that
+    query i may see. A ``far`` that estimates or learns softmax has the units for that; the kernels of
+    ``LinearAttention``, such as elu + 1, have units of their own. A window over everything is softmax.
+
+    Args:
+        near: The window; its ``scale`` serves both parts.
+        far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
+            mechanism.
+        first: Visible keys at the beginning that every query weighs exactly.
+        last: Visible keys at the end that every query weighs exactly; none where causal.
+    """
+
+    near: Local = Local(window=64)  # noqa: RUF009
+    far: Kernelised[Any] = FavorPlus()  # noqa: RUF009
+    first: int = 1
+    last: int = 1
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """What the far part is decides whether there are weights to train or to draw, and what is approximated."""
+        far = self.far.traits
+        return Traits(
+            paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
+            formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
+            cost="n (w + m) d",
+            order=1.0,
+            causal=True,
+            padding=True,
+            cross=True,
+            rotary=far.rotary,
+            memory="window",
+            random=far.random,
+            learned=far.learned,
+            approximates=far.approximates,
+        )
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: ``near`` is no window, ``far`` is not linear or its weights may be negative.
+        """
+        said = f"Hybrid(near={self.near!r}, far={self.far!r})"
+        if not isinstance(self.near, Local):
+            raise ValueError(f"{said}: near must be a window such as Local(window=64)")
+        if not isinstance(self.far, Kernelised):
+            raise ValueError(f"{said}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
+        if self.far.signed:
+            raise ValueError(
+                f"{said}: far may give negative weights, and their sum with the exact ones could be zero: take "
+                "FavorPlus() or a feature map that is never negative"
+            )
+        at_least(self, "first", self.first, 0)
+        at_least(self, "last", self.last, 0)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether ``far`` does."""
+        return self.far.needs_weights
+
+    def weights(self, shape: Shape) -> Any:
+        """Those of ``far``."""
+        return self.far.weights(shape)
+
+    def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
+        """The weights of ``far`` suited to these queries and keys."""
+        return self.far.calibrated(self._scaled(q), k, w, key_mask=key_mask)
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        window = self.near.window
+        return window if isinstance(window, tuple) else (window, window)
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+
+    @in_float32
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Blocks of queries, or exact attention where the window covers everything."""
+        (left, right), length, keys = self._sides, q.shape[-2], k.shape[-2]
+        if not torch.compiler.is_compiling() and left >= keys - 1 and (is_causal or right >= length - 1):
+            took("exact attention", "the window covers everything", left=left, right=right)
+            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
+        took("near keys exact, far ones as sums of features", "the window leaves keys out", left=left, right=right)
+        marks, seen = landmarks(
+            k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0 if is_causal else self.last
+        )
+        window = Window(smaller(left, keys - 1), smaller(right, length - 1), is_causal)
+        return near_and_far(self._scaled(q), k, v, seen, marks, self.far, w, window, keys - length)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, HybridState]:
+        """Attend to the first tokens, the sums of far ones, the window and the stretch; what leaves the window joins
+        the sums."""
+        phi, left = self.far.per_token(w)[1], self._sides[0]
+        held = 0 if state is None else state.first.present.sum(-1, keepdim=True)
+        marks, seen = landmarks(k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0, before=held)
+        far = linear.empty(phi(k[..., :1, :]), v) if state is None else state.far
+        near = extend(None if state is None else state.near, k, v, seen)
+        start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
+        marks = marks._replace(place=marks.place + start)
+        if state is not None:
+            marks = joined(state.first, marks, self.first)
+        window = Window(left, 0, is_causal=True)
+        out = near_and_far(self._scaled(q), near.k, near.v, near.seen, marks, self.far, w, window, start, far)
+        if gone := max(keys - left, 0):
+            features = linear.masked_keys(phi, near.k[..., :gone, :], near.seen[..., :gone])
+            far = linear.combine(far, linear.summarise(features, near.v[..., :gone, :]))
+        return out, HybridState(far, tail(near, left), marks._replace(place=marks.place.masked_fill(marks.present, -1)))

@@ -1,0 +1,164 @@
+"""FAVOR, the first Performer (Choromanski et al. 2020, June): softmax attention from trigonometric random features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import cummax
+from fast_attention.feature_maps.features import Features
+from fast_attention.feature_maps.random_features import draw, trigonometric
+from fast_attention.mechanism import Shape, Traits
+from fast_attention.mechanisms.linear import favor_paths, linear
+from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
+from fast_attention.mechanisms.linear.linear import LinearState, Sums
+from fast_attention.value import at_least, one_of
+
+
+@in_float32
+def favor_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    projection: Float[Tensor, "heads rows width"],
+    phase: Float[Tensor, "heads rows"] | None = None,
+    *,
+    clamp: float | None = None,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Estimate ``softmax(Q K^T / sqrt(width)) V`` as ``phi(q_i)^T G / phi(q_i)^T g`` with trigonometric features.
+
+    arXiv 2006.03555: ``exp(x . y) = e^(||x||^2 / 2) E[cos(w . (x - y))] e^(||y||^2 / 2)``, x = q / width^(1/4),
+    y = k / width^(1/4), over the rows w ~ N(0, I) of ``projection``; ``cos(w . x) cos(w . y) + sin(w . x) sin(w . y)``
+    stands for the cosine, or ``2 cos(w . x + b) cos(w . y + b)`` where ``phase`` b ~ U(0, 2 pi) is given. Denominators
+    are estimates of positive numbers and may come out negative: ``clamp`` (see ``Favor``). A query that sees nothing
+    gets zeros.
+    """
+    if phase is None and clamp is None:
+        return favor_paths.attend(Lift("sincos"), q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+    phi = _map(projection, phase)
+    keys = linear.masked_keys(phi, k, key_mask)
+    sums = linear.attend(phi(q).values, keys, v, is_causal=is_causal)
+    if clamp is not None:
+        assert keys.log_scale is not None
+        largest = keys.log_scale.amax(-1, keepdim=True)
+        if is_causal:
+            largest = F.pad(cummax(keys.log_scale, -1), (q.shape[-2] - k.shape[-2], 0))
+        sums = _clamped(sums, largest, projection, phase, clamp)
+    return linear.normalise(sums)
+
+
+def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Features]:
+    return lambda x: trigonometric(x * x.shape[-1] ** -0.25, projection, phase)
+
+
+def _clamped(sums: Sums, largest: Tensor, projection: Tensor, phase: Tensor | None, clamp: float) -> Sums:
+    # the sums lack the features' factor, 1/m or 2/m, and are in units of e^largest, held fixed under differentiation
+    rows = projection.shape[-2] if phase is None else projection.shape[-2] / 2
+    least = clamp * rows * (largest - largest.detach()).exp()
+    return Sums(sums.numerator, torch.maximum(sums.denominator, least))
+
+
+class TrigonometricWeights(NamedTuple):
+    """Rows w (H, m, d) and, for features with a phase, b (H, m); drawn."""
+
+    projection: Tensor
+    phase: Tensor | None
+
+
+@dataclass(frozen=True, repr=False)
+class Favor(Kernelised[TrigonometricWeights]):
+    """Unbiased estimates of the exponentials from sines and cosines: good for short queries and keys only.
+
+    Where ``||q||^2`` is near ``sqrt(width)`` or below, these features beat positive ones; at unit scale (``||q||^2``
+    near the width) denominators come out negative and outputs useless. ``FavorPlus`` has no such trouble.
+
+    Args:
+        num_features: Rows of the projection, m. ``"sincos"`` makes two features of each, ``"phase"`` one.
+        features: ``"sincos"``, or ``"phase"`` for the cosine with a random phase, never better per feature.
+        orthogonal: Rows orthogonal within blocks of ``head_dim`` rows rather than independent; lower variance.
+        clamp: Least value of a denominator, in units of ``e^((||q||^2 + ||k||^2) / (2 sqrt(width)))`` of the query and
+            the longest key it sees; None leaves denominators alone.
+    """
+
+    num_features: int = 256
+    features: Literal["sincos", "phase"] = "sincos"
+    orthogonal: bool = True
+    clamp: float | None = None
+
+    traits = Traits(
+        paper="Choromanski et al. 2020, arXiv 2006.03555",
+        formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = e^(|x|^2 / 2) [cos W x, sin W x] / sqrt(m)",
+        cost="n m d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        rotary=True,
+        memory="constant",
+        random=True,
+        approximates="Softmax",
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, "num_features", self.num_features, 1)
+        one_of(self, "features", self.features, ("sincos", "phase"))
+        if self.clamp is not None:
+            at_least(self, "clamp", self.clamp, 0.0)
+
+    def weights(self, shape: Shape) -> TrigonometricWeights:
+        """Draw the projection of every head, and its phases."""
+        projection = draw(shape.heads, self.num_features, shape.head_dim, orthogonal=self.orthogonal)
+        phased = self.features == "phase"
+        phase = 2 * math.pi * torch.rand(shape.heads, self.num_features) if phased else None
+        return TrigonometricWeights(projection, phase)
+
+    def maps(self, w: TrigonometricWeights) -> tuple[Map, Map]:
+        """The same map for both."""
+        phi = _map(*w)
+        return phi, phi
+
+    @property
+    def signed(self) -> bool:
+        """Estimates of small weights come out negative."""
+        return True
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``favor_attention`` with these settings."""
+        return favor_attention(
+            q, k, v, w.projection, w.phase, clamp=self.clamp, is_causal=is_causal, key_mask=key_mask
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: TrigonometricWeights,
+        state: LinearState | None,
+        *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        phi = _map(*w)
+        keys = linear.masked_keys(phi, k, key_mask)
+        sums, after = linear.advance(phi(q).values, keys, v, state)
+        if self.clamp is not None:
+            assert keys.log_scale is not None
+            largest = keys.log_scale.cummax(-1).values
+            largest = largest if state is None else torch.maximum(largest, state.top)
+            sums = _clamped(sums, largest, *w, self.clamp)
+        return linear.normalise(sums), after

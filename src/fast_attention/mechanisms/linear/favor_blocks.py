@@ -1,0 +1,142 @@
+"""Random features block by block, in place, for loops that never hold the features of a whole sequence.
+
+Everything here works on flat heads: tokens (h, n, d), projections (h, m, d), features (h, n, C), in buffers that a
+``Workspace`` keeps between blocks. Keys' features are in units of the largest so far, or of one not far below it: each
+exponential in one of its own, so that no query's largest term vanishes; cosines, which share a key's scale, in one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine.exponential import exp_
+from fast_attention.engine.scan import FLOOR
+from fast_attention.engine.workspace import Workspace
+from fast_attention.feature_maps.feature_map import Features, Logs
+from fast_attention.feature_maps.random_features import positive, trigonometric
+
+
+class Heads(NamedTuple):
+    """What belongs to some heads: rows (..., m, d), and what is added to every exponent (..., 1, C) or None."""
+
+    rows: Tensor
+    bias: Tensor | None = None
+
+    def some(self, heads: slice) -> Heads:
+        """Those of a few heads."""
+        return Heads(self.rows[heads], None if self.bias is None else self.bias[heads])
+
+
+@dataclass(frozen=True)
+class Lift:
+    """From tokens to features and back: ``z = d^(-1/4) W x``, then ``kind``, exponents plus a bias.
+
+    A key's logarithms are ``z + sign ||x||^2 / (2 sqrt d)``; cosines have but the second part.
+    """
+
+    kind: Literal["positive", "hyperbolic", "sincos"]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether each row makes two features."""
+        return self.kind != "positive"
+
+    @property
+    def exponential(self) -> bool:
+        """Whether features are exponentials."""
+        return self.kind != "sincos"
+
+    @property
+    def sign(self) -> float:
+        """Of half the squared norm in the scale."""
+        return -1.0 if self.exponential else 1.0
+
+    def width(self, rows: Tensor) -> int:
+        """Features of rows (..., m, d)."""
+        return rows.shape[-2] * (2 if self.pairs else 1)
+
+    def units(self, like: Tensor, rows: Tensor) -> Tensor:
+        """Those before the first key: (h, 1, C), or (h, 1, 1) for cosines."""
+        return like.new_full((len(rows), 1, self.width(rows) if self.exponential else 1), FLOOR)
+
+    def plain(self, x: Tensor, heads: Heads, factor: float = 0.0) -> Features | Logs:
+        """The same features, times ``e^factor``, in operations that autograd follows."""
+        x = x * x.shape[-1] ** -0.25
+        if self.exponential:
+            return positive(x, *heads, hyperbolic=self.kind == "hyperbolic", factor=factor)
+        values, scale = trigonometric(x, heads.rows)
+        assert scale is not None
+        return Features(values, scale + (math.log(heads.rows.shape[-2]) / 2 + factor))
+
+    def whole(self, x: Tensor, heads: Heads) -> Features | Logs:
+        """``plain`` of queries, with what ``plain`` leaves out of both: times ``plain`` of keys it estimates exp."""
+        count = self.width(heads.rows) if self.exponential else heads.rows.shape[-2]
+        return self.plain(x, heads, -math.log(count))
+
+    def raw(self, x: Tensor, heads: Heads, desk: Workspace, name: str, unit: Tensor | None = None) -> Tensor:
+        """Exponents plus ``unit`` (h, 1, C), or finished cosines, in a buffer called ``name``."""
+        W, bias = heads
+        h, n, m = len(x), x.shape[1], W.shape[1]
+        z = desk("rows" if self.pairs else name, h, n, m)
+        added = bias if unit is None else unit if bias is None else unit + bias
+        if added is None or self.pairs:
+            z.baddbmm_(x, W.mT, beta=0, alpha=x.shape[-1] ** -0.25)
+        else:  # the product begins with it
+            return torch.baddbmm(added, x, W.mT, alpha=x.shape[-1] ** -0.25, out=z)
+        values = desk(name, h, n, 2 * m) if self.pairs else z
+        if self.kind == "sincos":
+            torch.cos(z, out=values[..., :m])
+            torch.sin(z, out=values[..., m:])
+            return values
+        if self.kind == "hyperbolic":
+            torch.neg(z, out=values[..., m:])
+            values[..., :m] = z
+        return values if added is None else values.add_(added)
+
+    def queries(self, x: Tensor, heads: Heads, unit: Tensor, desk: Workspace, name: str) -> Tensor:
+        """Features up to one factor per query; they meet keys in units ``e^unit`` (h, 1, C)."""
+        values = self.raw(x, heads, desk, name, unit if self.exponential else None)
+        if not self.exponential:
+            return values
+        return exp_(values.sub_(values.amax(-1, keepdim=True)))
+
+    def keys(self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Workspace, name: str) -> tuple[Tensor, Tensor]:
+        """Logarithms of features, or finished cosines, and half the squared norm with its sign (h, n); masked: -inf."""
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0.0)
+        values = self.raw(x, heads, desk, name)
+        half = torch.linalg.vecdot(x, x).mul_(self.sign * 0.5 * x.shape[-1] ** -0.5)
+        if mask is not None:
+            half.masked_fill_(~mask, float("-inf"))
+        return (values.add_(half[..., None]) if self.exponential else values), half
+
+    def scales(self, values: Tensor, half: Tensor) -> Tensor:
+        """What units are chosen from, given what ``keys`` made: (h, n, C), or (h, n, 1) for cosines."""
+        return values if self.exponential else half[..., None]
+
+    def finish(self, values: Tensor, half: Tensor, unit: Tensor) -> Tensor:
+        """Keys' features in units ``e^unit`` (h, 1, C), in place."""
+        return exp_(values.sub_(unit)) if self.exponential else values.mul_((half[..., None] - unit).exp_())
+
+    def pull(
+        self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Workspace, out: Tensor, is_key: bool
+    ) -> None:
+        """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``."""
+        m = heads.rows.shape[1]
+        if self.kind == "sincos":  # the derivative of a cosine is minus the sine
+            product = torch.mul(d, values, out=desk("product", *d.shape)) if is_key else d
+            d[..., m:].mul_(values[..., :m])
+            dz = d[..., m:].sub_(d[..., :m].mul_(values[..., m:]))
+        else:
+            dz = product = d.mul_(values)
+            if self.pairs:
+                dz = torch.sub(d[..., :m], d[..., m:], out=desk("rows", *d.shape[:2], m))
+        found = torch.bmm(dz, heads.rows).mul_(x.shape[-1] ** -0.25)
+        if is_key:
+            found.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)
+        out.copy_(found)

@@ -1,0 +1,173 @@
+"""Which way attention from random features goes: in blocks with a written-out gradient, or in one piece."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine.bounds import bounded
+from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.tracing import traced
+from fast_attention.engine.workspace import Workspace
+from fast_attention.mechanisms.linear import favor_causal, favor_whole, linear
+from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear.favor_causal import Part
+from fast_attention.mechanisms.linear.favor_sums import Kept, Running, blocks, chunk_of
+from fast_attention.mechanisms.linear.linear import LinearState
+
+SHORT = 64  # tokens: below, blocks cost more than they save
+TOKENS = 512  # in one chunk, of all heads of a group
+
+
+def attend(
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
+    why = _against(lift, q, k, heads, is_causal=is_causal)
+    if why:
+        took("features of the whole sequence at once", why)
+        return _plain(q, k, v, *heads, key_mask, lift=lift, is_causal=is_causal)
+    extra = q.shape[-2] - k.shape[-2] if is_causal else 0
+    if extra > 0:  # the first queries see nothing
+        return F.pad(attend(lift, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask), (0, 0, extra, 0))
+    lead, flat = _flat(q, k, v, heads, key_mask)
+    if is_causal:
+        took("features chunk by chunk, with a running state", "causal", chunk=chunk_of(lift, heads.rows))
+    else:
+        took("features block by block", "every query sees all keys", block=favor_whole.BLOCK)
+    out = (CAUSAL if is_causal else WHOLE)(*flat, lift=lift)
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def advance(
+    lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None, key_mask: Tensor | None
+) -> tuple[Tensor, LinearState]:
+    """Causal outputs of a stretch that follows ``state``, and the state after it."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, heads.rows, *(state or ())))
+    if wanted or _against(lift, q, k, heads, is_causal=True):
+        if q.shape[-2] == 1 and state is not None and key_mask is None:
+            return _step(lift, q, k, v, heads, state)
+        keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
+        sums, state = linear.advance(lift.plain(q, heads).free, keys, v, state)
+        return linear.normalise(sums), state
+    lead, flat = _flat(q, k, v, heads, key_mask)
+    count, width, values = flat[0].shape[0], lift.width(heads.rows), v.shape[-1]
+    G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), lift.units(q, flat[3])
+    if state is not None:
+        G.copy_(state.kv.reshape(G.shape))
+        g.copy_(state.k.reshape(g.shape))
+        unit.copy_(state.top.reshape(unit.shape))
+    out = _chunks(*flat, lift=lift, keep=False, carry=(G, g, unit))[0]
+    after = LinearState(G.view(*lead, width, values), g.view(*lead, width), unit.view(*lead, -1))
+    return out.reshape(*lead, *out.shape[-2:]), after
+
+
+def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState) -> tuple[Tensor, LinearState]:
+    """One token: features of query and key together, one pass over the state to fade it and add to it, one to read."""
+    both = lift.plain(torch.cat([q, k], -2), heads)
+    sums, state = linear.step(linear.part(both, slice(0, 1)).free, linear.part(both, slice(1, 2)), v, state)
+    return linear.normalise(sums), state
+
+
+def _against(lift: Lift, q: Tensor, k: Tensor, heads: Heads, *, is_causal: bool) -> str:
+    """Why blocks would not do; empty where they do."""
+    if traced():
+        return "traced"
+    if q.device.type != "cpu":
+        return "not on a CPU"
+    if heads.rows.requires_grad and torch.is_grad_enabled():
+        return "the projection is trained"
+    if is_causal and not lift.exponential:  # sums that cancel would show by which unit a later key makes them go
+        return "causal sums of features of either sign"
+    return f"at most {SHORT} tokens" if max(q.shape[-2], k.shape[-2]) <= SHORT else ""
+
+
+def _flat(
+    q: Tensor, k: Tensor, v: Tensor, heads: Heads, key_mask: Tensor | None
+) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """The leading sizes, and all tensors with these as one: q, k, v, rows, bias, mask."""
+    rows, bias = heads
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, rows)))
+
+    q, k = bounded(q), bounded(k)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*lead, -1, -1).reshape(-1, *x.shape[-2:])
+
+    mask = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(-1, k.shape[-2])
+    return lead, (flat(q), flat(k), flat(v), flat(rows), None if bias is None else flat(bias), mask)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
+    is_causal: bool,
+) -> Tensor:  # fmt: skip
+    heads = Heads(rows, bias)
+    keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, mask)
+    return linear.normalise(linear.attend(lift.plain(q, heads).free, keys, v, is_causal=is_causal))
+
+
+def _groups(count: int, size: int) -> list[slice]:
+    several = max(1, TOKENS // size)
+    return [slice(at, min(at + several, count)) for at in range(0, count, several)]
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
+    keep: bool, carry: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """All groups of heads forward; ``carry`` (G, g, unit) is where they begin, and is left where they end."""
+    size, count, width, units = chunk_of(lift, rows), len(q), lift.width(rows), lift.units(q, rows)
+    order = blocks(size, q.shape[1], k.shape[1])
+    places, held = (len(order), count) if keep else (1, count)
+    kept = Kept(
+        q.new_empty(held, places, width, v.shape[-1]), q.new_empty(held, places, 1, width),
+        q.new_empty(held, places, 1, units.shape[-1]), q.new_empty(held, places, 1, units.shape[-1]),
+    )  # fmt: skip
+    out, over, desk = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]), Workspace(q)
+    for some in _groups(count, size):
+        part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
+                    lift, desk)  # fmt: skip
+        G, g, unit = (x[some] for x in carry) if carry else (
+            q.new_zeros(len(part.q), width, v.shape[-1]), q.new_zeros(len(part.q), 1, width),
+            units[some],
+        )  # fmt: skip
+        sums = Running(G, g)
+        end = favor_causal.forward(part, order, kept.some(some), sums, unit, out[some], over[some])
+        if carry:
+            sums.read(G, g)
+            unit.copy_(end)
+    return out, (*kept, over) if keep else ()
+
+
+def _chunks_back(
+    inputs: Tensors, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
+    lift: Lift,
+) -> Tensors:  # fmt: skip
+    q, k, v, rows, bias, mask = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert rows is not None
+    *places, over = kept
+    size, desk = chunk_of(lift, rows), Workspace(q)
+    order = blocks(size, q.shape[1], k.shape[1])
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for some in _groups(len(q), size):
+        part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
+                    lift, desk)  # fmt: skip
+        favor_causal.backward(part, order, Kept(*places).some(some), outputs[0][some], over[some], gradients[0][some],
+                              (dq[some], dk[some], dv[some]))  # fmt: skip
+    return dq, dk, dv, None, None, None
+
+
+WHOLE = CustomGradient(
+    lambda *x, lift: _plain(*x, lift=lift, is_causal=False), favor_whole.forward, favor_whole.backward
+)
+CAUSAL = CustomGradient(
+    lambda *x, lift: _plain(*x, lift=lift, is_causal=True),
+    _chunks,
+    _chunks_back,
+)

@@ -1,0 +1,167 @@
+"""FAVOR+, the Performer (Choromanski et al. 2020, September): softmax attention from positive random features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine.precision import in_float32
+from fast_attention.feature_maps.features import FeatureMap, as_feature_map
+from fast_attention.feature_maps.random_features import draw, generalised
+from fast_attention.mechanism import Shape, Traits
+from fast_attention.mechanisms.linear import favor_paths
+from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear.kernelised import Kernelised, Map, feature_attention
+from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.value import at_least, one_of
+
+
+@in_float32
+def favor_plus_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    projection: Float[Tensor, "heads rows width"],
+    *,
+    hyperbolic: bool = False,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Estimate ``softmax(Q K^T / sqrt(width)) V`` as ``phi(q_i)^T G / phi(q_i)^T g`` with positive features.
+
+    arXiv 2009.14794, Lemma 1: ``exp(x . y) = E[phi(x) . phi(y)]``, ``phi(x) = m^(-1/2) exp(W x - ||x||^2 / 2)``,
+    x = q / width^(1/4), y = k / width^(1/4), rows of W = ``projection`` N(0, I); G sums ``phi(k_j) v_j^T`` and g
+    ``phi(k_j)`` over the keys that query i may see. ``hyperbolic`` uses W and -W.
+    Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
+    gets zeros.
+    """
+    lift = Lift("hyperbolic" if hyperbolic else "positive")
+    return favor_paths.attend(lift, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+
+
+@in_float32
+def generalised_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    projection: Float[Tensor, "heads rows width"],
+    *,
+    kernel: FeatureMap,
+    kernel_epsilon: float = 1e-3,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``phi(q_i)^T G / phi(q_i)^T g`` with ``phi(x) = m^(-1/2) (f(W x) + kernel_epsilon)`` for any function f.
+
+    arXiv 2009.14794, section 2.2, x = q / width^(1/4), y = k / width^(1/4); G sums ``phi(k_j) v_j^T`` and g
+    ``phi(k_j)`` over the keys that query i may see. A query that sees nothing gets zeros.
+    """
+    phi = _generalised_map(projection, kernel, kernel_epsilon)
+    return feature_attention((phi, phi), q, k, v, is_causal=is_causal, key_mask=key_mask)
+
+
+def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
+    return lambda x: generalised(x * x.shape[-1] ** -0.25, projection, kernel, epsilon)
+
+
+class Projection(NamedTuple):
+    """Rows w ~ N(0, I) of every head (H, m, d); drawn."""
+
+    projection: Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class FavorPlus(Kernelised[Projection]):
+    """Unbiased estimates of the exponentials from positive random features: linear time, a state of constant size.
+
+    The error falls as 1/m and grows fast with the norms of queries and keys: small where ``||q||^2`` stays near
+    ``sqrt(width)``; at unit scale (``||q||^2`` near the width) 256 features do not beat uniform weights untrained.
+    Whatever the scale, sums are taken in the units of their largest terms: the estimate neither overflows nor vanishes.
+
+    Args:
+        num_features: Rows of the projection, m; the official default. ``"hyperbolic"`` makes two features of each.
+        features: ``"positive"``, or ``"hyperbolic"`` for W and -W: less than half the variance at twice the features.
+        orthogonal: Rows orthogonal within blocks of ``head_dim`` rows rather than independent; lower variance.
+        regularised: Rows of norm sqrt(head_dim) (SMREG): a slightly smaller kernel with lighter tails.
+        kernel: None estimates softmax. ``Relu()`` or any other map or function of numbers f makes features
+            ``f(W x) + kernel_epsilon`` of another kernel instead.
+        kernel_epsilon: Added to the features of ``kernel``, at least 0.
+    """
+
+    num_features: int = 256
+    features: Literal["positive", "hyperbolic"] = "positive"
+    orthogonal: bool = True
+    regularised: bool = False
+    kernel: FeatureMap | Callable[[Tensor], Tensor] | None = None
+    kernel_epsilon: float = 1e-3
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """As every linear attention; an approximation of softmax unless a kernel is given."""
+        return Traits(
+            paper="Choromanski et al. 2020, arXiv 2009.14794",
+            formula="phi(q) . phi(k) estimates exp(q . k / sqrt(d)); phi(x) = exp(W x - |x|^2 / 2) / sqrt(m)",
+            cost="n m d",
+            order=1.0,
+            causal=True,
+            padding=True,
+            cross=True,
+            rotary=self.kernel is None,
+            memory="constant",
+            random=True,
+            approximates="Softmax" if self.kernel is None else None,
+        )
+
+    def __post_init__(self) -> None:
+        at_least(self, "num_features", self.num_features, 1)
+        one_of(self, "features", self.features, ("positive", "hyperbolic"))
+        at_least(self, "kernel_epsilon", self.kernel_epsilon, 0.0)
+        if self.kernel is not None:
+            object.__setattr__(self, "kernel", as_feature_map(self, "kernel", self.kernel))
+            if self.features != "positive":
+                raise ValueError(f"{self!r}: features shape the softmax kernel; leave them with a kernel")
+
+    def weights(self, shape: Shape) -> Projection:
+        """Draw the projection of every head."""
+        settings = {"orthogonal": self.orthogonal, "regularised": self.regularised}
+        return Projection(draw(shape.heads, self.num_features, shape.head_dim, **settings))
+
+    @property
+    def _lift(self) -> Lift:
+        return Lift(self.features)
+
+    def maps(self, w: Projection) -> tuple[Map, Map]:
+        """One map for both; the factors that its own normaliser cancels are with the queries."""
+        if isinstance(self.kernel, FeatureMap):
+            phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
+            return phi, phi
+        lift, heads = self._lift, Heads(w.projection)
+        return (lambda x: lift.whole(x, heads)), (lambda x: lift.plain(x, heads))
+
+    @property
+    def signed(self) -> bool:
+        """As the kernel says; exponentials are positive."""
+        return isinstance(self.kernel, FeatureMap) and self.kernel.signed
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Projection, *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``favor_plus_attention``, or ``generalised_attention`` where a kernel is given, with these settings."""
+        visible = {"is_causal": is_causal, "key_mask": key_mask}
+        if isinstance(self.kernel, FeatureMap):
+            settings = {"kernel": self.kernel, "kernel_epsilon": self.kernel_epsilon}
+            return generalised_attention(q, k, v, w.projection, **settings, **visible)
+        return favor_plus_attention(q, k, v, w.projection, hyperbolic=self.features == "hyperbolic", **visible)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Projection, state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        if self.kernel is None:
+            return favor_paths.advance(self._lift, q, k, v, Heads(w.projection), state, key_mask)
+        return super().advance(q, k, v, w, state, key_mask=key_mask)

@@ -1,0 +1,126 @@
+"""Attention from random features without a causal order: two loops over blocks, a unit for each feature of the keys.
+
+Where a block holds a larger feature than all before it, the sums so far are brought into its unit. Arguments are flat:
+q (N, L, d), k (N, S, d), v (N, S, Ev), rows (N, m, d), bias (N, 1, m) or None, mask (N, S) or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine.workspace import Workspace
+from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+
+BLOCK = 2048  # tokens, of one head or of several short ones: enough for two threads to share each call
+SUMMED = 4  # block sums added to a running sum before it moves into the total
+
+
+def _blocks(count: int, length: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Groups of heads, each with its blocks of tokens."""
+    size = min(BLOCK, length)
+    several = max(1, BLOCK // size)
+    for head in range(0, count, several):
+        yield slice(head, min(head + several, count)), [slice(at, at + size) for at in range(0, length, size)]
+
+
+def inverse(denominator: Tensor) -> Tensor:
+    """One over it, in place; 0 where it is too small for a quotient to mean much, as in ``linear.normalise``."""
+    info = torch.finfo(denominator.dtype)
+    nothing = denominator.abs() < info.tiny / info.eps
+    return denominator.reciprocal_().masked_fill_(nothing, 0.0)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift, keep: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Outputs (N, L, Ev), and for the way back G (N, C, Ev), g and the units (N, 1, C), 1 / denominators (N, L)."""
+    width, heads = lift.width(rows), Heads(rows, bias)
+    desk, count = Workspace(q), len(q)
+    G, g = q.new_zeros(count, width, v.shape[-1]), q.new_zeros(count, 1, width)
+    unit = lift.units(q, rows)
+    for some, blocks in _blocks(count, k.shape[1]):
+        unit[some] = _gather(k[some], v[some], heads.some(some), None if mask is None else mask[some], lift, desk,
+                             blocks, G[some], g[some])  # fmt: skip
+    out, over = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
+    for some, blocks in _blocks(count, q.shape[1]):
+        for at in blocks:
+            values = lift.queries(q[some, at], heads.some(some), unit[some], desk, "queries")
+            found = torch.bmm(values, G[some])
+            scale = over[some, at]
+            scale.copy_(inverse(values.mul_(g[some]).sum(-1)))
+            torch.mul(found, scale[..., None], out=out[some, at])
+    return out, (G, g, unit, over) if keep else ()
+
+
+def _gather(
+    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Workspace, blocks: list[slice],
+    G: Tensor, g: Tensor,
+) -> Tensor:  # fmt: skip
+    """Add the keys' sums to G and g, and return their units (h, 1, C)."""
+    unit = lift.units(k, heads.rows)
+    part, few = torch.zeros_like(G), torch.zeros_like(g)
+    for index, at in enumerate(blocks):
+        values, half = lift.keys(k[:, at], heads, None if mask is None else mask[:, at], desk, "keys")
+        higher = torch.maximum(unit, lift.scales(values, half).amax(1, keepdim=True))
+        fading = (unit - higher).exp_()
+        unit = higher
+        lift.finish(values, half, unit)
+        for total, factor in ((G, fading.mT), (g, fading), (part, fading.mT), (few, fading)):
+            total.mul_(factor)
+        part.baddbmm_(values.mT, v[:, at])
+        few.add_(values.sum(1, keepdim=True))
+        if index % SUMMED == SUMMED - 1 or index == len(blocks) - 1:
+            G.add_(part)
+            g.add_(few)
+            part.zero_()
+            few.zero_()
+    return unit
+
+
+def backward(
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...], *, lift: Lift,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k and v."""
+    q, k, v, rows, bias, mask = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert rows is not None
+    (out,), (G, g, unit, over), (grad,) = outputs, kept, gradients
+    desk, heads = Workspace(q), Heads(rows, bias)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dG, dg = torch.zeros_like(G), torch.zeros_like(g)
+    for some, blocks in _blocks(len(q), q.shape[1]):
+        for at in blocks:
+            own = heads.some(some)
+            values = lift.queries(q[some, at], own, unit[some], desk, "queries")
+            dn = grad[some, at] * over[some, at, None]
+            dd = torch.linalg.vecdot(dn, out[some, at]).neg_()
+            d = torch.bmm(dn, G[some].mT, out=desk("d", *values.shape)).addcmul_(dd[..., None], g[some])
+            dG[some].baddbmm_(values.mT, dn)
+            dg[some].baddbmm_(dd[:, None], values)
+            lift.pull(d, values, q[some, at], own, desk, dq[some, at], False)
+    for some, blocks in _blocks(len(k), k.shape[1]):
+        for at in blocks:
+            scatter(k[some, at], v[some, at], heads.some(some), None if mask is None else mask[some, at], lift, desk,
+                    unit[some], (dG[some], dg[some]), (dk[some, at], dv[some, at]))  # fmt: skip
+    return dq, dk, dv, None, None, None
+
+
+def scatter(
+    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Workspace, unit: Tensor,
+    sums: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Gradients of a block of keys and values, from those of G and g in units ``e^-unit``."""
+    (dG, dg), (dk, dv) = sums, out
+    values, half = lift.keys(k, heads, mask, desk, "keys")
+    lift.finish(values, half, unit)
+    d = torch.bmm(v, dG.mT, out=desk("d", *values.shape)).add_(dg)
+    dv.copy_(torch.bmm(values, dG, out=desk("dv", *v.shape)))
+    lift.pull(d, values, k, heads, desk, dk, True)
+    if mask is not None:
+        dk.masked_fill_(~mask[..., None], 0.0)

@@ -1,0 +1,75 @@
+"""Kernelised attention: the weight of a pair is a product of features, so that keys are summed once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.precision import in_float32
+from fast_attention.feature_maps.feature_map import Features
+from fast_attention.feature_maps.feature_map import Map as Map
+from fast_attention.mechanism import Attention, W
+from fast_attention.mechanisms.linear import linear, linear_paths
+from fast_attention.mechanisms.linear.linear import LinearState
+
+TokenMap = Callable[[Tensor], Features]
+
+
+def feature_attention(
+    maps: tuple[Map, Map], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps: both products at once, or in blocks."""
+    took("features, then two products", "plain operations carry the gradient of any map")
+    queries, keys = maps
+    keys = linear.masked_keys(keys, k, key_mask)
+    return linear_paths.plain(queries(q), keys, v, is_causal=is_causal)
+
+
+class Kernelised(Attention[W, LinearState]):
+    """An attention with weights ``phi_q(q_i) . phi_k(k_j)``: linear time, a state of constant size.
+
+    A subclass owes ``maps``; it overrides ``attend`` and ``advance`` where it has faster forms of the same sums.
+    """
+
+    @abstractmethod
+    def maps(self, w: W) -> tuple[Map, Map]:
+        """The maps of queries and of keys, (..., H, n, d) to features (..., H, n, C), with weights ``w``.
+
+        Where the mechanism estimates softmax, ``phi_q(q) . phi_k(k)`` stands for ``exp(q . k / sqrt(d))``, factors that
+        its own normaliser would cancel included; other kernels are in units of their own.
+        """
+
+    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
+        """``maps`` in units of each token's largest feature, for sums with other weights than products of features."""
+        queries, keys = self.maps(w)
+        return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
+
+    @property
+    def signed(self) -> bool:
+        """Whether a weight can be negative."""
+        return False
+
+    @in_float32
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """``feature_attention`` with this mechanism's maps."""
+        return feature_attention(self.maps(w), q, k, v, is_causal=is_causal, key_mask=key_mask)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        queries, keys = self.maps(w)
+        return linear_paths.streamed(queries(q), linear.masked_keys(keys, k, key_mask), v, state)
+
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
+        """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest features."""
+        return linear_paths.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
+
+    def merged(self, earlier: LinearState, later: LinearState) -> LinearState:
+        """The sums over two neighbouring stretches."""
+        return linear.combine(earlier, later)

@@ -1,0 +1,96 @@
+"""Linear attention (Katharopoulos et al. 2020): features instead of the exponential, so that keys are summed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine.precision import in_float32
+from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
+from fast_attention.mechanism import Traits
+from fast_attention.mechanisms.linear import linear_paths
+from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
+from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.value import at_least
+
+
+@in_float32
+def linear_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    feature_map: FeatureMap = EluPlusOne(),  # noqa: B008
+    eps: float = 1e-6,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``phi(q_i)^T S / (phi(q_i)^T z + eps)`` with ``S = sum_j phi(k_j) v_j^T`` and ``z = sum_j phi(k_j)``.
+
+    arXiv 2006.16236, Eqs. 5 and 6; the sums run over the keys that query i may see. No 1/sqrt(width), as in the
+    authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
+    gets zeros.
+    """
+    return linear_paths.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
+
+
+@dataclass(frozen=True, repr=False)
+class LinearAttention(Kernelised[tuple[()]]):
+    """Attention with a kernel of few features in place of the exponential: linear time, a state of constant size.
+
+    Args:
+        feature_map: The map phi of queries and keys: ``EluPlusOne()``, ``Relu()``, ``Exp()``, ``SoftmaxMap()``,
+            ``Quadratic()``, ``Taylor()``, ``Identity()``, your own ``FeatureMap``, or any function of a tensor
+            (wrapped in ``Custom``). Maps that can be negative leave the denominators unprotected.
+        eps: Added to the denominators, at least 0; in the units of ``phi(q) . phi(k)``. Not used by ``Exp``.
+    """
+
+    feature_map: FeatureMap | Callable[[Tensor], Tensor] = EluPlusOne()  # noqa: RUF009
+    eps: float = 1e-6
+
+    traits = Traits(
+        paper="Katharopoulos et al. 2020, arXiv 2006.16236",
+        formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",
+        cost="n m d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        memory="constant",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
+        at_least(self, "eps", self.eps, 0.0)
+
+    @property
+    def _map(self) -> FeatureMap:
+        assert isinstance(self.feature_map, FeatureMap)
+        return self.feature_map
+
+    def maps(self, w: tuple[()]) -> tuple[Map, Map]:
+        """The same map for both; its kernel has units of its own, which only ``Exp`` and ``Taylor`` share with exp."""
+        return self._map.features, self._map.features
+
+    @property
+    def signed(self) -> bool:
+        """As the map says."""
+        return self._map.signed
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``linear_attention`` with these settings."""
+        return linear_attention(
+            q, k, v, feature_map=self._map, eps=self.eps, is_causal=is_causal, key_mask=key_mask
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        return linear_paths.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)

@@ -1,0 +1,1 @@
+"""Log attention and the Manhattan "Fast Attention": sums of scores instead of products."""

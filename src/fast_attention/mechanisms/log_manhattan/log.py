@@ -1,0 +1,200 @@
+"""Log attention (Jiang and Zuo, "Fast Attention"): the logarithm of query times key, so that products become sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import prefix_sums
+from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.aft import pool
+from fast_attention.mechanisms.aft.pool import Pool, same_width
+from fast_attention.mechanisms.linear import linear, linear_paths
+from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.log_manhattan import additive
+from fast_attention.mechanisms.log_manhattan.additive import KeySums
+from fast_attention.value import at_least, one_of
+
+Score = Literal["channel", "sum", "logdot"]
+Normalize = Literal["sum", "softmax", "none"]
+EPS = 1e-6  # added to the denominators of logdot, as in linear attention
+
+
+def log_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    score: Score = "channel",
+    normalize: Normalize = "sum",
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    temperature: float = 1.0,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Weights ``s_ij``, ``s_ij / sum_j s_ij`` or ``softmax_j(s_ij / temperature)`` with ``s_ij = a_i + b_j``.
+
+    "Fast Attention" (Jiang and Zuo), Eqs. 7-10: ``s = log h(q_i) + log h(k_j)``, per channel or summed over channels,
+    so that with ``S0 = sum_j v_j``, ``S1 = sum_j b_j v_j``, ``B = sum_j b_j`` over the n keys that query i may see:
+
+    - "sum": ``(a_i S0 + S1) / (n a_i + B)`` with ``a = log(1 + h(q))``, ``b = log(1 + h(k))``: the plain logarithm may
+      be negative and its sum vanish;
+    - "none": ``a_i S0 + S1``;
+    - "softmax": ``sum_j h(k_j)^(1/temperature) v_j / sum_j h(k_j)^(1/temperature)``, where a_i cancels;
+    - score "logdot", "softmax": ``s = log(h(q_i) . h(k_j))``, linear attention with the feature map h.
+
+    Keys of "channel" are as wide as the values or 1 wide. A query that sees nothing gets zeros. Raises a ``ValueError``
+    for settings that do not go together (see ``LogAttention``).
+    """
+    m = LogAttention(score, normalize, feature_map, temperature)
+    return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
+
+
+@dataclass(frozen=True, repr=False)
+class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
+    """Attention whose score is a logarithm: ``log(h(q) h(k)) = log h(q) + log h(k)``, linear in the sequence length.
+
+    A sum of a query's and a key's part leaves little for the two to do together. ``normalize="softmax"`` loses the
+    query altogether: all get the same mean of the values, weighted by h(k). ``"sum"``, the normalisation as the source
+    prints it and the default, lets the query choose between that mean and the plain one.
+
+    Args:
+        score: ``"channel"``: channel by channel (keys as wide as values, or 1 wide); ``"sum"``: summed over the
+            channels of the keys, one weight for all values; ``"logdot"``: ``log(h(q) . h(k))``, which under the
+            softmax is linear attention with the feature map h and has no linear form without it.
+        normalize: ``"sum"``: scores ``log(1 + h(q)) + log(1 + h(k))``, never negative, over their sum (Eq. 8);
+            ``"softmax"`` of ``log h(q) + log h(k)``; ``"none"``: these scores as they are.
+        feature_map: h, which makes queries and keys positive: ``PositiveSoftplus()``, ``PositiveExp()``,
+            ``PositiveElu()`` or ``PositiveRelu()``.
+        temperature: Divides the scores before the softmax, which then weighs by ``h(k)^(1/temperature)``; at least
+            1e-6. Only for ``normalize="softmax"`` and not for ``"logdot"``.
+
+    Raises:
+        ValueError: ``score="logdot"`` without ``normalize="softmax"``, or a temperature where there is none.
+    """
+
+    score: Score = "channel"
+    normalize: Normalize = "sum"
+    feature_map: Positive = PositiveSoftplus()  # noqa: RUF009
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of(self, "score", self.score, Score)
+        one_of(self, "normalize", self.normalize, Normalize)
+        if not isinstance(self.feature_map, Positive):
+            raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
+        if self.score == "logdot" and self.normalize != "softmax":
+            raise ValueError(
+                f"{self!r}: log(h(q) . h(k)) does not fall apart into a query's and a key's part, so that only "
+                'normalize="softmax", which undoes the logarithm, takes linear time'
+            )
+        if self.temperature != 1.0 and (self.score == "logdot" or self.normalize != "softmax"):
+            raise ValueError(f'{self!r}: a temperature needs normalize="softmax" and score="channel" or "sum"')
+        at_least(self, "temperature", self.temperature, 1e-6)
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Queries are not read where the softmax cancels them; one weight for all channels makes a matrix."""
+        dot, softmax = self.score == "logdot", self.normalize == "softmax"
+        formula = "(a_i S0 + S1) / (n a_i + B), a = log(1 + h(q)), b = log(1 + h(k))"
+        if softmax:
+            formula = "h(q) . h(k_j) / sum_j h(q) . h(k_j)" if dot else "h(k_j)^(1/t) / sum_j h(k_j)^(1/t)"
+        return Traits(
+            paper='Jiang and Zuo, "Fast Attention", Eqs. 7-10',
+            formula="log h(q_i) S0 + S1, b = log h(k)" if self.normalize == "none" else formula,
+            cost="n d^2" if dot else "n d",
+            order=1.0,
+            reads="kv" if softmax and not dot else "qkv",
+            causal=True,
+            padding=True,
+            cross=True,
+            memory="constant",
+            matrix=self.score != "channel",
+        )
+
+    @in_float32
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """Linear attention, a softmax pool or three sums, as the settings have it."""
+        if self.score == "logdot":
+            took("linear attention's plain form", "its fast passes take no map of this family")
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
+            return linear_paths.plain(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
+        if self.normalize == "softmax":
+            took("a sum for each past" if is_causal else "one sum for all queries", "the softmax cancels the queries")
+            rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
+            made = pool.mean(rows, v.shape[-1])
+            return pool.aligned(made, q.shape[-2]) if is_causal else made.expand(*q.shape[:-1], -1).contiguous()
+        if self.score != "sum":
+            for z in (q, k):
+                same_width(self, z, v, or_one=True)
+        return additive.attend(
+            q, k, v, key_mask, part=self._score_part, fixed=self.feature_map.fixed,
+            normalized=self.normalize == "sum", is_causal=is_causal,
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | KeySums | LinearState | None, *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Pool | KeySums | LinearState]:  # fmt: skip
+        """Outputs of the stretch, and the sums over all keys up to its end."""
+        if self.score == "logdot":
+            assert state is None or isinstance(state, LinearState)
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
+            sums, after = linear.advance(self.feature_map(q), keys, v, state)
+            return linear.normalise(sums, EPS), after
+        if self.normalize == "softmax":
+            assert state is None or isinstance(state, Pool)
+            rows = pool.running(*pool.behind(state, *self._pool_terms(k, v, key_mask)))
+            last = Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
+            return pool.mean(rows.sums[..., 1:, :], v.shape[-1]), last
+        assert state is None or isinstance(state, KeySums)
+        sums = prefix_sums(additive.terms(self._part(k, v), v, key_mask))
+        sums = sums if state is None else sums + state.sums
+        out = additive.read(self._part(q, v), sums, v.shape[-1], normalized=self.normalize == "sum")
+        return out, KeySums(sums[..., -1:, :])
+
+    @in_float32
+    def summary(
+        self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
+    ) -> Pool | KeySums | LinearState:
+        """The sums over a stretch."""
+        if self.score == "logdot":
+            return linear.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
+        if self.normalize == "softmax":
+            return pool.pooled(*self._pool_terms(k, v, key_mask))
+        return KeySums(additive.terms(self._part(k, v), v, key_mask).sum(-2, keepdim=True))
+
+    def merged(
+        self, earlier: Pool | KeySums | LinearState, later: Pool | KeySums | LinearState
+    ) -> Pool | KeySums | LinearState:
+        """The sums over two neighbouring stretches."""
+        match earlier, later:
+            case LinearState(), LinearState():
+                return linear.combine(earlier, later)
+            case Pool(), Pool():
+                return pool.merged(earlier, later)
+        assert isinstance(earlier, KeySums)
+        assert isinstance(later, KeySums)
+        return KeySums(earlier.sums + later.sums)
+
+    def _part(self, z: Tensor, v: Tensor) -> Tensor:
+        """What queries or keys contribute to the score."""
+        if self.score != "sum":
+            same_width(self, z, v, or_one=True)
+        return self._score_part(z)
+
+    def _score_part(self, z: Tensor) -> Tensor:
+        part = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
+        return part.sum(-1, keepdim=True) if self.score == "sum" else part
+
+    def _pool_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return pool.terms(self._part(k, v) / self.temperature, v, key_mask)

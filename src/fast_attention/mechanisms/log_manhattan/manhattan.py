@@ -1,0 +1,198 @@
+"""Manhattan attention (Jiang and Zuo, "Fast Attention", Eqs. 11-12): values weighed by differences of log keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine import masks
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import prefix_sums
+from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.aft import pool
+from fast_attention.mechanisms.log_manhattan import differences
+from fast_attention.mechanisms.log_manhattan.differences import Differences
+from fast_attention.mechanisms.log_manhattan.signed_sums import Distance, Past, appended, pairs
+from fast_attention.value import at_least, one_of
+
+Normalize = Literal["mean", "none", "l1"]
+Reference = Literal["self", "first"]
+
+
+def manhattan_attention(
+    q: Float[Tensor, "*batch length queries"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    distance: Distance = "signed",
+    normalize: Normalize = "mean",
+    reference: Reference = "self",
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    query_dim: Literal[0, 1] | None = 0,
+    key_dim: Literal[1] | None = None,
+    temperature: float = 1.0,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``h(k_i) v_i + sum_j (log h(k_j) - log h(k_i)) v_j``, channel by channel ("Fast Attention", Eq. 12).
+
+    The sum runs over the keys that token i may see; the first term is dropped where its own key is masked. The settings
+    and the ``ValueError`` they may raise are those of ``Manhattan``.
+    """
+    m = Manhattan(distance, normalize, reference, feature_map, query_dim, key_dim, temperature)
+    return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
+
+
+@dataclass(frozen=True, repr=False)
+class Manhattan(Attention[tuple[()], Differences | Past]):
+    """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
+
+    Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
+    what you get: the signed weights sum to zero around the mean key, so that the relative term depends on the token
+    only through ``log k_i`` times the mean value; for centred values it is one vector for all tokens. Keys are as wide
+    as the values, or 1 wide. A masked token's own row is that of a key of zeros.
+
+    Args:
+        distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, which
+            favours unlike keys, O(n log n) by sorting, causal O(n log^2 n); ``"laplacian"``: the similarity
+            ``exp(-|log k_j - log k_i| / temperature)`` at the same cost, with its own weight 1 in place of ``k_i v_i``.
+        normalize: ``"mean"``: divide the relative term by the number of visible keys, which keeps its size at any
+            length; ``"none"``: as printed; ``"l1"``: divide the output by the sum of all absolute weights (for
+            ``"laplacian"`` a weighted mean), which costs a sort for ``"signed"`` too.
+        reference: ``"self"``: differences to the token's own key; ``"first"``: to the first visible key, whose
+            ``k_1 v_1`` then is the first term: all tokens get the same output unless causal. Only for ``"signed"``
+            with ``"mean"`` or ``"none"``.
+        feature_map: h, which makes keys positive: ``PositiveSoftplus()``, ``PositiveExp()``, ``PositiveElu()`` or
+            ``PositiveRelu()``.
+        query_dim: 0: no query, as printed. Ours: 1: a gate per token and head on the output, the sigmoid of the mean
+            over the query's channels; None: a gate per channel, ``sigmoid(q_i)`` (queries as wide as values, or 1).
+        key_dim: None: keys as they come; 1: one key per token and head, the mean over the key's channels before h.
+        temperature: Of ``"laplacian"``, in units of log k; at least 1e-6.
+
+    Raises:
+        ValueError: Settings that do not go together, as said above.
+    """
+
+    distance: Distance = "signed"
+    normalize: Normalize = "mean"
+    reference: Reference = "self"
+    feature_map: Positive = PositiveSoftplus()  # noqa: RUF009
+    query_dim: Literal[0, 1] | None = 0
+    key_dim: Literal[1] | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for setting, choices in (("distance", Distance), ("normalize", Normalize), ("reference", Reference)):
+            one_of(self, setting, getattr(self, setting), choices)
+        one_of(self, "query_dim", self.query_dim, (0, 1, None))
+        one_of(self, "key_dim", self.key_dim, (1, None))
+        if not isinstance(self.feature_map, Positive):
+            raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
+        if self.reference == "first" and not self._linear:
+            raise ValueError(f'{self!r}: reference="first" needs distance="signed" and normalize="mean" or "none"')
+        if self.temperature != 1.0 and self.distance != "laplacian":
+            raise ValueError(f'{self!r}: a temperature needs distance="laplacian"')
+        at_least(self, "temperature", self.temperature, 1e-6)
+
+    @property
+    def _linear(self) -> bool:
+        return self.distance == "signed" and self.normalize != "l1"
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Sums for signed differences; sorts, and all keys as state, for absolute ones."""
+        difference = "log k_j - log k_i"
+        terms = {"signed": f"({difference})", "l1": f"|{difference}|", "laplacian": f"exp(-|{difference}| / t)"}
+        return Traits(
+            paper='Jiang and Zuo, "Fast Attention", Eqs. 11-12',
+            formula=f"{'' if self.distance == 'laplacian' else 'k_i v_i + '}sum_j {terms[self.distance]} v_j",
+            cost="n d" if self._linear else "n log n d (causal: n log^2 n d)",
+            order=1.0,
+            reads="kv" if self.query_dim == 0 else "qkv",
+            causal=True,
+            padding=True,
+            memory="constant" if self._linear else "growing",
+            matrix=self.key_dim == 1 and self.query_dim is not None,
+            export=self._linear,  # causal halving takes as many rounds as the length has bits
+        )
+
+    @in_float32
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """Own term plus relative term, normalised and gated."""
+        if self._linear and self.reference == "self":
+            k, mean = self._keys(k, v), self.normalize == "mean"
+            out = differences.attend(k, v, key_mask, self.feature_map, mean=mean, is_causal=is_causal)
+            return self._gated(q, out)
+        if is_causal:
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
+        l, x, ones, own, size = self._terms(k, v, key_mask)
+        count = ones[..., :1].sum(-2, keepdim=True)
+        if not self._linear:
+            masses = self.normalize == "l1"
+            related, mass = pairs(l, x, ones, None, distance=self.distance, masses=masses, is_causal=False)
+            return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
+        sums = differences.summarised(l, x, own, key_mask)
+        return self._out(q, sums.first.expand_as(own), sums.weighed, count)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | Past | None, *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Differences | Past]:  # fmt: skip
+        """Outputs of the stretch, and the sums over all keys up to its end, or the keys themselves."""
+        l, x, ones, own, size = self._terms(k, v, key_mask)
+        if self._linear:
+            assert state is None or isinstance(state, Differences)
+            sums = differences.running(l, x, own, key_mask, state)
+            first = self.reference == "first"
+            related = sums.weighed if first else differences.related(l, sums)
+            own = sums.first.masked_fill(sums.number == 0, 0.0) if first else own
+            return self._out(q, own, related, sums.number), differences.last(sums)
+        assert state is None or isinstance(state, Past)
+        now = appended(state, l, x, ones)
+        related, mass = pairs(l, x, ones, state, distance=self.distance, masses=self.normalize == "l1", is_causal=True)
+        count = prefix_sums(now.ones[..., :1])[..., -l.shape[-2] :, :]
+        return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
+
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
+        """The sums over a stretch."""
+        l, x, _, own, _ = self._terms(k, v, key_mask)
+        return differences.summarised(l, x, own, key_mask)
+
+    def merged(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
+        """The sums over two neighbouring stretches."""
+        assert isinstance(earlier, Differences)
+        assert isinstance(later, Differences)
+        return differences.combined(earlier, later)
+
+    def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """log h(k), values and ones (zeros where masked), own terms ``k_i v_i`` and their absolute weights."""
+        h, l = self.feature_map.both(self._keys(k, v))
+        l = l if self.temperature == 1.0 else l / self.temperature
+        x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
+        return l, x, differences.seen(l, key_mask), h * x, h
+
+    def _out(self, q: Tensor, own: Tensor, related: Tensor, total: Tensor) -> Tensor:
+        if self.normalize == "l1":
+            return self._gated(q, pool.quotient(own + related, total))
+        return self._gated(q, own + (related if self.normalize == "none" else related / total.clamp(min=1.0)))
+
+    def _keys(self, k: Tensor, v: Tensor) -> Tensor:
+        k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
+        pool.same_width(self, k, v, or_one=True)
+        return k
+
+    def _gated(self, q: Tensor, out: Tensor) -> Tensor:
+        if self.query_dim == 0:
+            return out
+        gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
+        pool.same_width(self, gate, out, name="queries", or_one=True)
+        return gate.sigmoid() * out

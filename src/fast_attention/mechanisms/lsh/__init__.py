@@ -1,0 +1,1 @@
+"""Reformer's attention among tokens whose hashes meet."""

@@ -1,0 +1,122 @@
+"""The state of decoding among hashed tokens: the last two chunks of every bucket and round, and a log of the latest.
+
+The chunks are large and the same for many tokens; what the latest tokens would change in them stands in a short log,
+so that a token copies the log only. A full log is written into a copy of the chunks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from fast_attention.engine import masks
+from fast_attention.mechanisms.lsh.hashing import Tokens, ranks
+
+LOG = 64  # tokens: a copy of the chunks (68 MB by default) then costs a token 1 MB, and the log at most 0.3
+
+
+class HashMemory(NamedTuple):
+    """Of every round and bucket the last 2 m tokens; the token of rank r in its bucket lies in slot r mod 2 m."""
+
+    k: Tensor  # (..., H, rounds, buckets, 2 m, E)
+    v: Tensor  # (..., H, rounds, buckets, 2 m, Ev)
+    place: Tensor  # (..., H, rounds, buckets, 2 m): the tokens' numbers, which tell them apart; -1 is an empty slot
+    filled: Tensor  # (..., H, rounds, buckets): how many tokens each bucket has had
+    length: Tensor  # (): how many tokens there have been up to the log
+    log_k: Tensor  # (..., H, LOG, E): the tokens since, in the first rows
+    log_v: Tensor  # (..., H, LOG, Ev)
+    log_bucket: Tensor  # (..., H, rounds, LOG); the number of buckets where masked or not written yet
+    logged: Tensor  # (): how many rows are written
+
+
+def remember(k: Tokens, v: Tokens, bucket: Int[Tensor, "..."], *, number: int, size: int) -> HashMemory:
+    """The memory after a first stretch with buckets (..., H, rounds, L); bucket ``number`` holds what is masked."""
+    lead, slots = bucket.shape[:-1], 2 * size
+    nothing = HashMemory(
+        k.new_zeros(*lead, number, slots, k.shape[-1]), v.new_zeros(*lead, number, slots, v.shape[-1]),
+        bucket.new_full((*lead, number, slots), -1), bucket.new_zeros(*lead, number), bucket.new_zeros(()),
+        k.new_zeros(*lead[:-1], LOG, k.shape[-1]), v.new_zeros(*lead[:-1], LOG, v.shape[-1]),
+        bucket.new_full((*lead, LOG), number), bucket.new_zeros(()),
+    )  # fmt: skip
+    return _written(nothing, k, v, bucket)
+
+
+def _written(memory: HashMemory, k: Tensor, v: Tensor, bucket: Tensor) -> HashMemory:
+    """The chunks, in place, with a stretch more; bucket ``number`` holds what is masked."""
+    number, slots = memory.place.shape[-2:]
+    held, order = bucket.sort(dim=-1, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, ranks(held))
+    came = torch.zeros_like(bucket[..., :1]).expand(*bucket.shape[:-1], number + 1)
+    came = came.scatter_add(-1, bucket, torch.ones_like(bucket))
+    before = bucket.clamp(max=number - 1)
+    kept = (bucket < number) & (rank >= came.gather(-1, bucket) - slots)  # of one slot the last
+    slot = before * slots + (rank + memory.filled.gather(-1, before)) % slots
+    lanes = torch.arange(slot[..., 0].numel(), device=slot.device).view(*slot.shape[:-1], 1)
+    where = (slot + lanes * (number * slots))[kept]
+    place = torch.arange(bucket.shape[-1], device=bucket.device) + memory.length
+    for room, new in zip(memory[:3], (k[..., None, :, :], v[..., None, :, :], place[:, None]), strict=True):
+        width = room.shape[-1] if room.ndim > memory.place.ndim else 1
+        new = new.expand(*bucket.shape, width)[kept]
+        room.view(-1, width).index_copy_(0, where, new)
+    filled, length = memory.filled + came[..., :-1], memory.length + bucket.shape[-1]
+    return memory._replace(filled=filled, length=length)
+
+
+def flushed(memory: HashMemory, *, owned: bool) -> HashMemory:
+    """The same with an empty log; in place where the chunks are ``owned``, so that nobody else holds them."""
+    count = int(memory.logged)
+    if not owned:
+        k, v, place = (part.clone(memory_format=torch.contiguous_format) for part in memory[:3])
+        memory = memory._replace(k=k, v=v, place=place)
+    k, v, bucket = memory.log_k[..., :count, :], memory.log_v[..., :count, :], memory.log_bucket[..., :count]
+    memory = _written(memory, k, v, bucket)
+    empty = torch.full_like(memory.log_bucket, memory.place.shape[-2])
+    return memory._replace(log_bucket=empty, logged=torch.zeros_like(memory.logged))
+
+
+def step(
+    q: Tokens, k: Tokens, v: Tokens, bucket: Int[Tensor, "..."], seen: Bool[Tensor, "..."], memory: HashMemory,
+    *, distinct: bool,
+) -> tuple[Tensor, HashMemory]:  # fmt: skip
+    """The output (..., H, 1, Ev) of the next token, with buckets (..., H, rounds, 1), and the memory with it logged."""
+    lead, (number, slots) = bucket.shape[:-1], memory.place.shape[-2:]
+    lane = (torch.arange(lead.numel(), device=q.device).view(*lead, 1) * number + bucket).flatten()
+    like = memory.log_bucket == bucket  # (..., H, rounds, LOG)
+    filled, order = memory.filled.gather(-1, bucket), like.cumsum(-1)
+    rank = filled + order[..., -1:]
+    first = (rank // (slots // 2) - 1) * (slots // 2)  # the rank from which tokens are reached
+    keys, values, place = (part.flatten(0, len(lead)).index_select(0, lane).unflatten(0, lead) for part in memory[:3])
+    ranks_held = filled - 1 - (filled - 1 - torch.arange(slots, device=q.device)) % slots
+    reached = (place >= 0) & (ranks_held >= first)
+    recent = like & (filled + order - 1 >= first)
+    times = recent.sum(-2)[..., None, :]  # (..., H, 1, LOG): in how many rounds
+    if distinct:
+        reached, times = reached & ~_named_before(place, reached), times.clamp_(max=1)
+    reached = torch.cat([reached.flatten(-2)[..., None, :], times > 0], -1)
+    fresh = q @ memory.log_k.mT + times.to(q.dtype).log()
+    weights = masks.masked_softmax(torch.cat([q @ keys.flatten(-3, -2).mT, fresh], -1), reached)
+    old, new = weights.split([weights.shape[-1] - LOG, LOG], -1)
+    out = old @ values.flatten(-3, -2) + new @ memory.log_v
+    out = torch.where(reached.any(-1, keepdim=True), out, v).masked_fill(~seen[..., None], 0.0)
+    return out, _logged(memory, k, v, torch.where(seen[..., None, :], bucket, number), seen)
+
+
+def _logged(memory: HashMemory, k: Tensor, v: Tensor, bucket: Tensor, seen: Tensor) -> HashMemory:
+    """The memory with one token more in its log, a masked one as zeros."""
+    at = memory.logged.view(1)
+    k, v = (masks.drop(x, seen) for x in (k, v))
+    return memory._replace(
+        log_k=memory.log_k.index_copy(-2, at, k), log_v=memory.log_v.index_copy(-2, at, v),
+        log_bucket=memory.log_bucket.index_copy(-1, at, bucket), logged=memory.logged + 1,
+    )  # fmt: skip
+
+
+def _named_before(place: Tensor, reached: Tensor) -> Tensor:
+    """Which of the slots (..., rounds, 2 m) hold a token that an earlier slot holds too."""
+    flat = place.masked_fill(~reached, -1).flatten(-2)
+    ordered, order = flat.sort(dim=-1, stable=True)
+    again = torch.cat([torch.zeros_like(ordered[..., :1], dtype=torch.bool), ordered[..., 1:] == ordered[..., :-1]], -1)
+    return torch.zeros_like(again).scatter(-1, order, again).view_as(place)

@@ -1,0 +1,1 @@
+"""Mixers of whole tokens: FNet, gMLP and MLP-Mixer."""

@@ -1,0 +1,103 @@
+"""FNet (Lee-Thorp et al. 2021): tokens and channels mixed by a Fourier transform, with nothing to learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.precision import in_float32
+from fast_attention.mechanism import Mixer, Traits
+from fast_attention.value import one_of
+
+Norm = Literal["backward", "ortho"]
+SMALL = 1 << 17  # numbers in a sequence up to which two whole FFTs, which threads share, beat half of one and copies
+
+
+@in_float32
+def fourier_mix(
+    x: Float[Tensor, "*batch length width"], *, norm: Norm = "backward"
+) -> Float[Tensor, "*batch length width"]:
+    """``Re F_seq(F_hidden(x))`` (arXiv 2105.03824), in O(n d (log n + log d)).
+
+    ``norm="backward"`` does not scale, as published; ``"ortho"`` divides by sqrt(n d), so that norms never grow.
+    Of the hidden axis only the first half is transformed along the sequence: x being real, ``Re Y[m, n] =
+    Re Y[-m, -n]`` gives the rest.
+    """
+    if _brief(x):
+        took("FFT over channels and tokens", "short: fewer steps count for more than half of the spectrum")
+    else:
+        half = x.shape[-1] // 2 + 1
+        took("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
+    return _MIX(x, norm=norm)
+
+
+def _brief(x: Tensor) -> bool:
+    """Whether fewer operations count for more than fewer numbers."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and 0 < x.shape[-2] * x.shape[-1] <= SMALL
+
+
+def _plain(x: Tensor, *, norm: str) -> Tensor:
+    half = torch.fft.fft(torch.fft.rfft(x, dim=-1, norm=norm), dim=-2, norm=norm).real
+    mirrored = half[..., 1 : (x.shape[-1] + 1) // 2].flip(-2, -1).roll(1, -2)
+    return torch.cat([half, mirrored], -1)
+
+
+def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
+    """Both transforms, one long sequence after the other on a CPU, which transposes and flips whole matrices fast."""
+    length, width = x.shape[-2:]
+    if _brief(x):
+        return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
+    if x.device.type != "cpu" or x.numel() == 0:
+        return _plain(x, norm=norm), ()
+    out, half, rest = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
+    for tokens, y in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):
+        columns = torch.fft.fft(torch.fft.rfft(tokens, dim=-1, norm=norm), dim=-2, norm=norm).mT  # as the FFT leaves it
+        rows = columns.real.contiguous().mT.contiguous()
+        y[:, :half] = rows
+        y[0, half:] = rows[0, 1:rest].flip(-1)
+        y[1:, half:] = rows[1:, 1:rest].flip(-2, -1)
+    return out, ()
+
+
+def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, norm: str) -> tuple[Tensor]:
+    """The transform again: its matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
+    return (_forward(gradients[0], norm=norm, keep=False)[0],)
+
+
+_MIX = CustomGradient(_plain, _forward, _backward)
+
+
+@dataclass(frozen=True, repr=False)
+class FNet(Mixer[tuple[()], tuple[()]]):
+    """The real part of a two-dimensional Fourier transform over tokens and channels.
+
+    Every output holds every token, so it can be neither causal nor blind to padding: the transform of a longer
+    sequence is another one. Train and use it at one length, or without padding.
+
+    Args:
+        norm: ``"backward"`` (no scaling, as published) or ``"ortho"`` (divided by sqrt(n d)).
+    """
+
+    norm: Norm = "backward"
+
+    traits = Traits(
+        paper="Lee-Thorp et al. 2021, arXiv 2105.03824",
+        formula="Re FFT_tokens(FFT_channels(x))",
+        cost="n d (log n + log d)",
+        order=1.0,
+        reads="x",
+        matrix=False,
+    )
+
+    def __post_init__(self) -> None:
+        one_of(self, "norm", self.norm, Norm)
+
+    def mix(self, x: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Both transforms."""
+        return fourier_mix(x, norm=self.norm)

@@ -1,0 +1,131 @@
+"""Soft sorting by Sinkhorn's balancing (Sinkhorn 1964; Mena et al. 2018), and blocks of tokens sorted by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import split, split_mask, stretch
+from fast_attention.engine.bounds import no_less
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.tracing import traced
+
+SMALLEST = 1e-12  # share of a row, above which balancing may multiply: all factors lie within float32's range then
+FAINTEST = 1e-20  # a sorted place of which less is visible counts as masked; 1 / FAINTEST^2 would overflow float32
+
+
+class Sorted(NamedTuple):
+    """Blocks (..., n, b, E) after sorting; of every place (..., n, b) the log of its visible share, and whether any."""
+
+    k: Tensor
+    v: Tensor
+    share: Tensor
+    seen: Tensor
+
+
+class SortNet(NamedTuple):
+    """Scores of blocks from a block's summary, P (H, E, blocks), and the block of every token (max_len,)."""
+
+    P: Tensor
+    block_of: Tensor
+
+
+def sort_net(heads: int, width: int, max_len: int, size: int) -> SortNet:
+    """A sorting network whose scores start with variance one where blocks of unit keys are summed."""
+    P = torch.randn(heads, width, -(-max_len // size)) * (width * size) ** -0.5
+    return SortNet(nn.Parameter(P), torch.arange(max_len) // size)
+
+
+def soft_permutation(
+    scores: Float[Tensor, "*batch rows columns"],
+    mask: Bool[Tensor, "*#batch rows columns"],
+    *,
+    iterations: int,
+) -> Float[Tensor, "*batch rows columns"]:
+    """``exp`` of the scores after rounds of ``R -= logsumexp over columns; R -= logsumexp over rows``.
+
+    Entries outside ``mask`` take no part and come out as exact zeros, so rows and columns without any entry stay
+    empty. The last step leaves the columns exact and the rows nearly so (six blocks, scores of variance 4: row error
+    0.02 after 5 rounds, 0.002 after 8). No round at all means one step over rows only: a softmax, in which a row
+    depends on nothing but itself.
+    """
+    if iterations > 0 and not traced():
+        S = scores.softmax(-1)
+        if bool(mask.all()) and bool((S.detach() > SMALLEST).all()):
+            took("balancing by factors", "every block takes part, and no score is extreme", rounds=iterations)
+            return _balanced(S, iterations)
+        took("balancing by logarithms", "a block is masked, or a score is extreme", rounds=iterations)
+    scores = scores - _log_sum(scores, mask, -1)
+    for rounds in range(iterations):
+        if rounds > 0:
+            scores = scores - _log_sum(scores, mask, -1)
+        scores = scores - _log_sum(scores, mask, -2)
+    return scores.masked_fill(~mask, float("-inf")).exp()
+
+
+def _balanced(S: Tensor, iterations: int) -> Tensor:
+    """Rounds over columns and rows as factors of both, so that every half of a round is one product with a vector."""
+    columns = 1 / S.sum(-2, keepdim=True)
+    rows = None
+    for _ in range(iterations - 1):
+        rows = 1 / (S @ columns.mT)
+        columns = 1 / (rows.mT @ S)
+    return S * columns if rows is None else S * rows * columns
+
+
+def _log_sum(scores: Tensor, mask: Tensor, axis: int) -> Tensor:
+    """logsumexp of what the mask lets through, 0 (with no gradient) where it lets nothing through."""
+    shown = scores.masked_fill(~mask, float("-inf"))
+    some = mask.any(axis, keepdim=True)
+    return torch.logsumexp(shown.masked_fill(~some, 0.0), axis, keepdim=True).masked_fill(~some, 0.0)
+
+
+def cut_blocks(k: Tensor, v: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values in blocks, zeros where masked or past the end, and which places may be seen."""
+    seen = torch.ones(k.shape[-2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    return split(masks.drop(k, key_mask), size), split(masks.drop(v, key_mask), size), split_mask(seen, size)
+
+
+def block_permutation(
+    keys: Float[Tensor, "*batch blocks size width"],
+    seen: Bool[Tensor, "*#batch2 blocks size"],
+    P: Float[Tensor, "heads width limit"],
+    *,
+    num_iterations: int,
+    temperature: float,
+    is_causal: bool,
+) -> Float[Tensor, "*batch blocks blocks"]:
+    """The soft permutation S: row i says which blocks come to place i.
+
+    Scores ``x P / temperature`` of the blocks' summaries x, balanced over the blocks that hold a visible token.
+    Causal: a softmax over earlier blocks.
+    """
+    blocks, held = keys.shape[-3], seen.any(-1)
+    summary = keys.sum(-2)
+    if is_causal:  # sums are shifted, not subtracted again: even the rounding of later tokens must not be felt
+        summary = F.pad(summary, (0, 0, 1, 0))[..., :-1, :].cumsum(-2) + keys[..., 0, :]
+        count = F.pad(seen.sum(-1), (1, 0))[..., :-1].cumsum(-1) + seen[..., 0]
+        summary = summary / count.clamp_min(1)[..., None]
+    scores = summary @ stretch(P, blocks, axis=-1) / temperature
+    if is_causal:
+        place = torch.arange(blocks, device=keys.device)
+        return soft_permutation(scores, held[..., None, :] & (place < place[:, None]), iterations=0)
+    return soft_permutation(scores, held[..., None, :] & held[..., :, None], iterations=num_iterations)
+
+
+def sort_blocks(
+    S: Float[Tensor, "*batch rows blocks"],
+    keys: Float[Tensor, "*batch blocks size width"],
+    values: Float[Tensor, "*batch blocks size values"],
+    seen: Bool[Tensor, "*#batch2 blocks size"],
+) -> Sorted:
+    """Blocks ``S K`` and ``S V``; where masked places are mixed in, those of the visible ones alone, to scale."""
+    share = S @ seen.to(S.dtype) / no_less(S.sum(-1, keepdim=True), FAINTEST)
+    divisor = no_less(share, FAINTEST)
+    k, v = ((S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]) / divisor[..., None] for x in (keys, values))
+    return Sorted(k, v, divisor.log(), share > FAINTEST)

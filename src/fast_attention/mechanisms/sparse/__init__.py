@@ -1,0 +1,1 @@
+"""Softmax over some of the pairs: windows, blocks and BigBird's pattern."""

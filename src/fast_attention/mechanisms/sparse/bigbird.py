@@ -1,0 +1,189 @@
+"""BigBird (Zaheer et al. 2020, arXiv 2007.14062): windows, a few random blocks, and tokens that everyone sees.
+
+The paper has it bidirectional only. Causal is ours: the same sets without later keys, global blocks at the start only
+and random blocks from the past only, so that what comes later, or whether anything does, changes nothing before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine.blocks import count, join, split
+from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.opaque import Opaque
+from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanisms.dense.dense import softmax_attention
+from fast_attention.mechanisms.sparse.gathered import distinct, gathered_softmax, take
+from fast_attention.value import at_least
+
+
+def bigbird_attention(
+    q: Float[Tensor, "*batch heads length width"],
+    k: Float[Tensor, "*batch heads length width"],
+    v: Float[Tensor, "*batch heads length values"],
+    seeds: Int[Tensor, "heads"],
+    *,
+    block_size: int = 64,
+    window_blocks: int = 3,
+    num_random_blocks: int = 3,
+    num_global_blocks: int = 2,
+    num_global_tokens: int = 0,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch heads length values"]:
+    """Softmax over the union of window, random and global keys (arXiv 2007.14062, section 2 and appendix D).
+
+    Query block i of ``block_size`` tokens sees the ``window_blocks`` around itself, ``num_random_blocks`` different
+    ones outside window and global blocks (all of them where fewer are left), and the global ones; global blocks see
+    everything. ITC: the first ``ceil(num_global_blocks / 2)`` and the last ``floor(num_global_blocks / 2)`` blocks are
+    global. ETC: the first ``num_global_tokens`` tokens are the prepended ones of the matrix B, and blocks are counted
+    from the token after them. A key counts once however often it is reached, as in the dense masked softmax.
+
+    A sequence ends at its last key that may be seen, so padding moves neither the last block nor the random ones.
+    """
+    length, half = q.shape[-2], window_blocks // 2
+    front = -num_global_tokens % block_size  # the prepended tokens fill whole blocks of their own
+    first = (num_global_tokens + front) // block_size + (num_global_blocks + 1) // 2
+    last = 0 if is_causal else num_global_blocks // 2
+    if not torch.compiler.is_compiling():
+        blocks = (length + front + block_size - 1) // block_size
+        left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
+        if left - last <= num_random_blocks:
+            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
+    seen = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    if front > 0:
+        q, k, v = (F.pad(x, (0, 0, front, 0)) for x in (q, k, v))
+        seen = F.pad(seen, (front, 0))
+    end = torch.where(seen, torch.arange(1, length + front + 1, device=q.device), 0).amax(-1)
+    total = ((end + block_size - 1) // block_size)[..., None, None]
+    number = count(length + front, block_size)
+    (blocks,) = _OPAQUE(seeds[:, None], total, number, first, last, half, num_random_blocks, is_causal)
+    table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
+    if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
+        return gathered_softmax(
+            q, k, v, table, seen, size=block_size, start=first, stop=number - last, scale=scale
+        )  # fmt: skip
+    out = gathered_softmax(q, k, v, table, seen, size=block_size, is_causal=is_causal, scale=scale)
+    if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
+        ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
+        out = _with_global_rows(out, q, k, v, torch.cat(ids, -1)[..., 0, :], seen, size=block_size, scale=scale)
+    return out[..., front:, :]
+
+
+def _pattern(
+    seeds: Tensor, total: Tensor, number: int, first: int, last: int, half: int, draws: int, is_causal: int
+) -> tuple[Int[Tensor, "*#batch heads blocks choices"]]:
+    """The blocks that each of ``number`` query blocks sees of ``total`` (..., 1, 1) blocks; -1 where there is none."""
+    own = torch.arange(number, device=seeds.device)
+    top = own if is_causal else (total[..., 0] - last).clamp(min=first)
+    low, high = torch.minimum((own - half).clamp(min=first), top), torch.minimum((own + half + 1).clamp(min=first), top)
+    top = low if is_causal else top  # random blocks of the past only
+    parts = [torch.arange(-half, half + 1, device=seeds.device) + own[:, None]]
+    parts += [torch.full_like(own, i)[:, None] for i in range(first)]
+    parts += [total - last + i for i in range(last)]
+    if draws > 0:
+        gap = high - low if not is_causal else torch.zeros_like(low)
+        picks = distinct(seeds, own, top - first - gap, draws)
+        picks = picks.where(picks < 0, picks + first + torch.where(picks < (low - first)[..., None], 0, gap[..., None]))
+        parts.append(picks)
+    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
+    table = torch.cat([part.expand(*lead, number, part.shape[-1]) for part in parts], -1)
+    return (table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1),)
+
+
+def _empty(
+    seeds: Tensor, total: Tensor, number: int, first: int, last: int, half: int, draws: int, is_causal: int
+) -> tuple[Tensor]:
+    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
+    return (seeds.new_empty(*lead, number, 2 * half + 1 + first + last + draws, dtype=torch.int64),)
+
+
+_OPAQUE = Opaque(_pattern, _empty)
+
+
+def _with_global_rows(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, seen: Tensor, *, size: int, scale: float | None
+) -> Tensor:
+    """``out`` with the rows of the global blocks ``ids`` (..., 1, G) computed over all keys."""
+    length, blocks = q.shape[-2], split(q, size)
+    ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
+    rows = take(blocks, ids).flatten(-3, -2)
+    mask = seen[..., None, :].expand(*rows.shape[:-1], length)
+    rows = fused_attention(rows, k, v, mask, scale=scale).unflatten(-2, (-1, size))
+    own = torch.arange(blocks.shape[-3], device=q.device)
+    parts = split(out, size)
+    for i in range(ids.shape[-1]):
+        here = (own == ids[..., i, None])[..., None, None]
+        parts = torch.where(here, rows[..., i : i + 1, :, :], parts)
+    return join(parts, length)
+
+
+class Seeds(NamedTuple):
+    """One number per head (H,), from which the random blocks follow at any length."""
+
+    seeds: Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class BigBird(Attention[Seeds, None]):
+    """Window, random and global blocks: the paper's ITC by default, its ETC with ``num_global_tokens``.
+
+    Random blocks differ from head to head. They follow from the weights, and only ``Bound.redraw`` draws them anew.
+
+    Args:
+        block_size: Tokens per block; the last block may be shorter.
+        window_blocks: Blocks of the sliding window, the own one in the middle: an odd number.
+        num_random_blocks: Random blocks that each block of queries sees.
+        num_global_blocks: Blocks that see everything and are seen by all, the first half of them at the start, the
+            other half at the end (at the start only with is_causal=True). 0 for the paper's ETC.
+        num_global_tokens: The first so many tokens see everything and are seen by all (ETC's g extra tokens, to be
+            prepended by the caller). Blocks are counted from the token after them.
+        scale: Factor on the dot products; None means 1/sqrt(width).
+    """
+
+    block_size: int = 64
+    window_blocks: int = 3
+    num_random_blocks: int = 3
+    num_global_blocks: int = 2
+    num_global_tokens: int = 0
+    scale: float | None = None
+
+    traits = Traits(
+        paper="Zaheer et al. 2020, arXiv 2007.14062",
+        formula="softmax over window, random and global blocks of q_i k_j^T / sqrt(d), times v",
+        cost="n b (w + r + g) d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        rotary=True,
+        random=True,
+        approximates="Softmax",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        at_least(self, "block_size", self.block_size, 1)
+        at_least(self, "window_blocks", self.window_blocks, 1)
+        for setting in ("num_random_blocks", "num_global_blocks", "num_global_tokens"):
+            at_least(self, setting, getattr(self, setting), 0)
+        if self.window_blocks % 2 == 0:
+            raise ValueError(f"BigBird(window_blocks={self.window_blocks}): window_blocks must be odd (1, 3, 5, ...)")
+
+    def weights(self, shape: Shape) -> Seeds:
+        """A random seed per head."""
+        return Seeds(torch.randint(2**31, (shape.heads,)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Seeds, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Softmax over the pattern of each block."""
+        return bigbird_attention(
+            q, k, v, w.seeds, block_size=self.block_size, window_blocks=self.window_blocks,
+            num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks,
+            num_global_tokens=self.num_global_tokens, is_causal=is_causal, key_mask=key_mask, scale=self.scale,
+        )  # fmt: skip

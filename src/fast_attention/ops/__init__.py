@@ -1,1 +1,0 @@
-"""Mathematics shared by two mechanisms or more: functions of tensors, nothing but torch below them."""

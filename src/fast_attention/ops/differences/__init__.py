@@ -1,1 +1,0 @@
-"""Log attention and Manhattan: sums of logarithms and of their differences."""

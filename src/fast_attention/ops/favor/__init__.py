@@ -1,1 +1,0 @@
-"""FAVOR and FAVOR+ in blocks: features made where they are read."""

@@ -1,1 +1,0 @@
-"""LSH attention: buckets, chunks of slots, decoding."""

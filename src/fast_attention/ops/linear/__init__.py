@@ -1,1 +1,0 @@
-"""Kernelised attention: sums over features, whole and causal, in blocks that stay in cache."""

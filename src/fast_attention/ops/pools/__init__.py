@@ -1,1 +1,0 @@
-"""Softmax pools channel by channel: AFT with and without biases."""

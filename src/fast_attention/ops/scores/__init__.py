@@ -1,1 +1,0 @@
-"""Attention whose scores cover all keys: exact, synthesised, rectified, to slots, to sorted blocks."""

@@ -1,1 +1,0 @@
-"""Softmax inside windows and over gathered blocks, in tiles that stay in cache."""
