@@ -5,7 +5,7 @@ DATE := $(shell date +%Y-%m-%d)
 
 MINUTES ?= 30
 
-.PHONY: demo test fuzz lint oracles test-peers test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
+.PHONY: demo test fuzz test-compiled lint oracles test-peers test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -18,6 +18,10 @@ test: .venv/dev
 # The tests of tests/fuzz, round after round with new seeds; it ends with the inputs tried of each class.
 fuzz: .venv/dev
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+# Every mechanism through torch's compiler, gradients and CPU seconds beside eager: about ten minutes. NAMES narrows it.
+test-compiled: .venv/dev
+	$(BIN)/python -m tests.compiled $(NAMES)
 
 lint: .venv/dev
 	$(BIN)/ruff check
