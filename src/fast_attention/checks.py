@@ -137,7 +137,8 @@ def weights(mechanism: Any, w: Any, q: Tensor | None = None) -> Any:
             f"{mechanism!r} needs its weights: pass w=mechanism.weights(Shape(heads=..., head_dim=..., max_len=...)) "
             "or call it through fast_attention.Bound"
         )
-    if q is not None and (heads := mechanism.heads_of(w)) not in (None, q.shape[-3]):
+    heads = None if q is None else mechanism.heads_of(w)
+    if q is not None and heads is not None and heads != q.shape[-3]:
         raise ValueError(
             f"{mechanism!r}: its weights are for {heads} heads and q has {q.shape[-3]} (shape {tuple(q.shape)}): give "
             f"weights(Shape(heads={q.shape[-3]}, ...))"
