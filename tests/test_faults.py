@@ -39,7 +39,7 @@ FAULTS = [
           LAW + "'padding and Linformer'"),
     Fault("what masked keys and values hold is computed with", "checks.py", "    if key_mask is None:\n        return k, v, None",
           "    if key_mask is not None:\n        return k, v, key_mask[..., None, :]", LAW + "'anything and Softmax'"),
-    Fault("weights for other heads are taken", "checks.py", "not in (None, q.shape[-3]):", "not in (None, heads):",
+    Fault("weights for other heads are taken", "checks.py", "heads != q.shape[-3]:", "heads != heads:",
           LAW + "'serve_all_heads and BigBird'"),
     Fault("padded tokens are projected as they are", "engine/masks.py", "    return x if key_mask is None else drop(",
           "    return x if True else drop(", "tests/test_token_mixer.py -k 'hold_anything and Softmax'"),

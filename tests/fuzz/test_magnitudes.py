@@ -105,5 +105,5 @@ def test_an_enormous_future(text: str, length: int, value: float, which: int, se
         out = bound(*leaves, is_causal=True)[..., :at, :]
         gradients = torch.autograd.grad(out.square().sum(), leaves)
         found.append([out.detach(), *(x[..., :at, :] for x in gradients)])
-    for before, after in zip(*found, strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    for before, after in zip(*found, strict=True):  # a query that sees one key has gradients of zero, but for rounding
+        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5 + 1e-3 * float(before.abs().max()))

@@ -13,6 +13,7 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced, transformed
 
+TINY = torch.finfo(torch.float32).tiny
 _FLASH = 1  # what torch._fused_sdp_choice calls the flash kernel: the one without second derivatives on a CPU
 
 
@@ -30,7 +31,7 @@ def fused_attention(
 
     ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one.
     """
-    if is_causal and scale is not None and scale <= 0.0:  # torch's kernel hides before it scales: NaN
+    if is_causal and scale is not None and scale < TINY:  # torch's kernel hides before it scales, in float32: NaN
         q, scale = q * scale, 1.0
     if transformed() or (mask is not None and torch.compiler.is_exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.states import state_sums
+from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.spans import Plan
-from fast_attention.mechanisms.linear import linear
-from fast_attention.mechanisms.linear.kernelised import TokenMap
 from fast_attention.mechanisms.linear.linear import LinearState
 from fast_attention.mechanisms.sparse.banded import slices
 
@@ -47,18 +45,8 @@ class FarSums(NamedTuple):
         return FarSums(self.both.flip(-3), self.top.flip(-1))
 
 
-def summed(
-    k: Float[Tensor, "*batch keys width"],
-    v: Float[Tensor, "*batch keys values"],
-    seen: Bool[Tensor, "*#batch keys"] | None,
-    phi: TokenMap,
-    *,
-    start: int,
-    block: int,
-    number: int,
-) -> FarSums:
+def summed(keys: Features, v: Float[Tensor, "*batch keys values"], *, start: int, block: int, number: int) -> FarSums:
     """The sums over each of ``number`` blocks of keys from position ``start`` on; there need be no keys."""
-    keys = linear.masked_keys(phi, k, seen)
 
     def cut(x: Tensor) -> Tensor:
         return slices(x, block=block, behind=0, ahead=0, number=number, start=start)
@@ -78,8 +66,8 @@ def outside(states: FarSums, before: FarSums, plan: Plan) -> FarSums:
 
     ``states`` are those of the blocks of keys, ``before`` is that of all keys before the first block.
     """
-    (both,) = _OPAQUE(*states, *before, *plan.flat())
-    return FarSums(both, Units.of(states.top, before.top, plan).out)
+    path = _WALKED if states.both.is_cpu else _plain
+    return FarSums(path(*states, *before, plan=plan), Units.of(states.top, before.top, plan).out)
 
 
 class Units(NamedTuple):
@@ -191,10 +179,3 @@ def _backward(
 
 
 _WALKED = CustomGradient(_plain, _forward, _backward)
-
-
-def _outside(*given: Any) -> tuple[Tensor]:
-    return ((_WALKED if given[0].is_cpu else _plain)(*given[:4], plan=Plan.of(*given[4:])),)
-
-
-_OPAQUE = Opaque(_outside, lambda x, *all: (x.new_empty(*x.shape[:-3], Plan.of(*all[3:]).number, *x.shape[-2:]),))

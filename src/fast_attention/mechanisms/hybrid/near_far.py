@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.bounds import no_less
-from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
@@ -102,18 +101,6 @@ def rows(given: Rows, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length 
     )  # fmt: skip
     out, weights = (join(x, q.shape[-2]) for x in _attend(blocks, sight, plan))
     return out + weights @ marks.v
-
-
-def _rows(*arguments: Any) -> tuple[Tensor]:
-    given, where = Rows.of(*arguments[: len(RANKS)]), Plan.of(*arguments[len(RANKS) :])
-    return (rows(given, Sight.of(where, given.q.device), where),)
-
-
-def _empty(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor]:
-    return (q.new_empty(*q.shape[:-1], v.shape[-1]),)
-
-
-all_rows = Opaque(_rows, _empty)  # (*Rows.flat(), *Plan.flat()) -> the outputs of ``rows``, in a tuple
 
 
 class Blocks(NamedTuple):

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.stretches import pull_into
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, outside, summed
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks
-from fast_attention.mechanisms.hybrid.near_far import Rows, Sight, all_rows, nearest, rows
+from fast_attention.mechanisms.hybrid.near_far import RANKS, Rows, Sight, nearest, rows
 from fast_attention.mechanisms.hybrid.spans import Plan, Stretch, Window, alone, key_stretches, plan, query_stretches
 from fast_attention.mechanisms.linear import linear
 from fast_attention.mechanisms.linear.kernelised import Kernelised, TokenMap
@@ -91,12 +92,23 @@ class Given(NamedTuple):
 
 def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
     x = Given.of(tensors)
-    maps, states = far.maps(x.leaves), x.before.part(0, 0)
+    maps = far.maps(x.leaves)
+    keys = linear.masked_keys(maps[1], x.k, x.seen)
+    given = Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, x.before)
+    return _OPAQUE(*given.flat(), *plan.flat())[0]
+
+
+def _joined(*arguments: Any) -> tuple[Tensor]:
+    """Outputs from rows that hold the sums before the first key where ``rows`` wants those beyond every span."""
+    given, plan = Rows.of(*arguments[: len(RANKS)]), Plan.of(*arguments[len(RANKS) :])
+    states = given.beyond.part(0, 0)
     if torch.compiler.is_exporting() or plan.several:
-        states = summed(x.k, x.v, x.seen, maps[1], start=plan.first, block=plan.block, number=plan.several)
-    keys, beyond = linear.masked_keys(maps[1], x.k, x.seen), outside(states, x.before, plan)
-    whole = Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, beyond)
-    return all_rows(*whole.flat(), *plan.flat())[0]
+        states = summed(given.keys, given.v, start=plan.first, block=plan.block, number=plan.several)
+    whole = given._replace(beyond=outside(states, given.beyond, plan))
+    return (rows(whole, Sight.of(plan, given.q.device), plan),)
+
+
+_OPAQUE = Opaque(_joined, lambda q, k, v, *others: (q.new_empty(*q.shape[:-1], v.shape[-1]),))
 
 
 def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, top: Tensor) -> Callable[..., Tensor]:
@@ -118,8 +130,8 @@ def _sums_of(part: Stretch, plan: Plan, far: Far, seen: Tensor) -> Callable[...,
     number, visible = part.blocks.stop - part.blocks.start, _unless_all(seen[..., part.keys])
 
     def function(k: Tensor, v: Tensor, *w: Any) -> FarSums:
-        phi = far.maps(w)[1]
-        return summed(k, v, visible, phi, start=part.start, block=plan.block, number=number)
+        keys = linear.masked_keys(far.maps(w)[1], k, visible)
+        return summed(keys, v, start=part.start, block=plan.block, number=number)
 
     return function
 
