@@ -27,7 +27,7 @@ def tensors(**inputs: object) -> None:
         for called, first in known.items():
             if x.device != first.device:
                 raise ValueError(f"{called} is on {first.device} and {name} on {x.device}: give all on one device")
-            if x.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+            if x.dtype != first.dtype and (x.is_meta or not torch.is_autocast_enabled(first.device.type)):
                 raise ValueError(f"{called} is {first.dtype} and {name} is {x.dtype}: give all three the same dtype")
         known = known or {name: x}
 

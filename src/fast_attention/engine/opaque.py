@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 Function = Callable[..., tuple[Tensor, ...]]
+GIVEN = "Tensor[] tensors, int[] there, SymInt[] sizes, float[] factors"
 
 
 class Opaque:
@@ -35,26 +36,15 @@ class Opaque:
     def _register(self, name: str, empty: Function) -> Callable[..., list[Tensor]]:
         function = self.function
 
-        @torch.library.custom_op(name, mutates_args=())
-        def forward(
-            tensors: Sequence[Tensor], there: Sequence[int], sizes: Sequence[int], factors: Sequence[float]
-        ) -> list[Tensor]:
+        def forward(tensors: Any, there: Any, sizes: Any, factors: Any) -> list[Tensor]:
             with torch.autocast("cpu", enabled=False):
                 return _apart(function(*_placed(tensors, there), *sizes, *factors), tensors)
 
-        @torch.library.custom_op(f"{name}_backward", mutates_args=())
-        def backward(
-            gradients: Sequence[Tensor],
-            tensors: Sequence[Tensor],
-            there: Sequence[int],
-            sizes: Sequence[int],
-            factors: Sequence[float],
-        ) -> list[Tensor]:
+        def backward(gradients: Any, tensors: Any, there: Any, sizes: Any, factors: Any) -> list[Tensor]:
             with _recording(), torch.autocast("cpu", enabled=False):
                 leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-                return _apart(
-                    _pulled(function(*_placed(leaves, there), *sizes, *factors), gradients, leaves), gradients
-                )
+                outputs = function(*_placed(leaves, there), *sizes, *factors)
+                return _apart(_pulled(outputs, gradients, leaves), gradients)
 
         def saved(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
             tensors, *ctx.numbers = inputs
@@ -62,16 +52,19 @@ class Opaque:
 
         def gradient(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
             none = [None if numbers else [] for numbers in ctx.numbers]  # an empty list passes for one of tensors
-            return backward(gradients, list(ctx.saved_tensors), *ctx.numbers), *none
+            return pulled(gradients, list(ctx.saved_tensors), *ctx.numbers), *none
 
-        forward.register_fake(
+        custom = torch.library.custom_op
+        pulled = custom(
+            f"{name}_backward", backward, mutates_args=(), schema=f"(Tensor[] gradients, {GIVEN}) -> Tensor[]"
+        )
+        pulled.register_fake(lambda gradients, tensors, *numbers: [x.new_empty(x.shape) for x in tensors])
+        operation = custom(name, forward, mutates_args=(), schema=f"({GIVEN}) -> Tensor[]")
+        operation.register_fake(
             lambda tensors, there, sizes, factors: list(empty(*_placed(tensors, there), *sizes, *factors))
         )
-        backward.register_fake(
-            lambda gradients, tensors, there, sizes, factors: [x.new_empty(x.shape) for x in tensors]
-        )
-        forward.register_autograd(gradient, setup_context=saved)
-        return forward
+        operation.register_autograd(gradient, setup_context=saved)
+        return operation
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The outputs."""

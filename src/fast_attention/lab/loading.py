@@ -189,7 +189,10 @@ def _plausible(config: Any) -> None:
 def _affordable(kind: Any, config: Any, folder: Path) -> None:
     """Refuse sizes that the files cannot fill or the memory cannot hold, before any is taken."""
     with torch.device("meta"):
-        model = kind.from_config(config)
+        try:
+            model = kind.from_config(config)
+        except RuntimeError as error:  # on no device at all: sizes that no machine could count, say
+            raise InputError(f"{folder.name}: its settings make no model: {first_line(error)}") from error
     asked = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
     held = sum(path.stat().st_size for pattern in WEIGHTS for path in folder.glob(pattern))
     if asked > min(SHARED * held + SLACK, memory_at_hand(torch.device("cpu"))):
