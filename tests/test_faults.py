@@ -417,7 +417,7 @@ FAULTS = [
     Fault("a model's window is not seen while it is exported", "integrations/visible.py",
           "Positions(1, 0, longest, 0, longest,", "Positions(1, 0, 4, 0, 4,", "tests/test_export.py -k 'ModernBert'"),
     Fault("a row of an exported program that sees nothing sees everything", "engine/fused.py",
-          "if transformed() or (mask is not None and torch.compiler.is_exporting()):", "if transformed():",
+          "if transformed() or (mask is not None and exporting()):", "if transformed():",
           "tests/test_export.py -k 'agrees and Softmax'"),
     Fault("weights that a folder lacks are drawn at random", "lab/loading.py", "    _whole(model, told)\n", "",
           "tests/test_loading.py -k 'damaged and missing'"),

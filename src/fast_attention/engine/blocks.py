@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine.tracing import exporting
+
 
 def pad_length(x: Tensor, multiple: int, *, axis: int = -2, value: bool | int | float = 0.0) -> Tensor:
     """``x`` with ``axis`` (-1 or -2) lengthened by ``value`` to the next multiple."""
@@ -21,12 +23,12 @@ def pad_length(x: Tensor, multiple: int, *, axis: int = -2, value: bool | int | 
 
 def count(length: int, size: int) -> int:
     """Blocks that ``split`` makes."""
-    return length // size + 2 if torch.compiler.is_exporting() else (length + size - 1) // size
+    return length // size + 2 if exporting() else (length + size - 1) // size
 
 
 def split(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:
     """(..., L, E) -> (..., ceil(L / size), size, E), padded by ``value`` at the end."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return pad_length(x, size, value=value).unflatten(-2, (-1, size))
     length = x.shape[-2]
     place = torch.arange(count(length, size), device=x.device)[:, None] * size + torch.arange(size, device=x.device)
@@ -52,7 +54,7 @@ def split_mask(key_mask: Tensor, size: int) -> Tensor:
 
 def join(blocks: Tensor, length: int) -> Tensor:
     """(..., n, size, E) -> (..., length, E): the inverse of ``split``."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return blocks.flatten(-3, -2)[..., :length, :]
     place, size = torch.arange(length, device=blocks.device), blocks.shape[-2]
     return blocks[..., place // size, place % size, :]
@@ -62,7 +64,7 @@ def stretch(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
     """``length`` entries of a weight along ``axis``; taken by position while exporting, where there may be too few."""
     if not torch.compiler.is_compiling() and start == 0 and length == x.shape[axis]:
         return x  # the gradient of a part is a tensor as large as the whole, and a copy
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return x.narrow(axis, start, length)
     place = torch.arange(length, device=x.device) + start
     return x.index_select(axis, place.clamp(max=x.shape[axis] - 1))

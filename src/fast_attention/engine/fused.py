@@ -11,7 +11,7 @@ from fast_attention.engine import masks
 from fast_attention.engine.bounds import no_less
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import traced, transformed
+from fast_attention.engine.tracing import exporting, traced, transformed
 
 TINY = torch.finfo(torch.float32).tiny
 _FLASH = 1  # what torch._fused_sdp_choice calls the flash kernel: the one without second derivatives on a CPU
@@ -33,7 +33,7 @@ def fused_attention(
     """
     if is_causal and scale is not None and scale < TINY:  # torch's kernel hides before it scales, in float32: NaN
         q, scale = q * scale, 1.0
-    if transformed() or (mask is not None and torch.compiler.is_exporting()):
+    if transformed() or (mask is not None and exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     ours = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad) and not traced()

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._C import DispatchKey
+
+from fast_attention.engine.tracing import exporting
 
 Function = Callable[..., tuple[Tensor, ...]]
 GIVEN = "Tensor[] tensors, int[] there, SymInt[] sizes, float[] factors"
@@ -54,7 +56,7 @@ class Opaque:
             none = [None if numbers else [] for numbers in ctx.numbers]  # an empty list passes for one of tensors
             return pulled(gradients, list(ctx.saved_tensors), *ctx.numbers), *none
 
-        custom = torch.library.custom_op
+        custom = library.custom_op
         pulled = custom(
             f"{name}_backward", backward, mutates_args=(), schema=f"(Tensor[] gradients, {GIVEN}) -> Tensor[]"
         )
@@ -69,7 +71,7 @@ class Opaque:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The outputs."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not tensors[0].is_cpu:
+        if not torch.compiler.is_compiling() or exporting() or not tensors[0].is_cpu:
             return self.function(*arguments)
         there = [int(x is not None) for x in arguments if x is None or isinstance(x, Tensor)]
         numbers = arguments[len(there) :]

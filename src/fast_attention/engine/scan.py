@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import exporting, traced
 
 FLOOR = (
     -1e30
@@ -46,7 +46,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
 
 def cummax(x: Shaped[Tensor, "..."], axis: int = -2) -> Shaped[Tensor, "..."]:
     """Torch's running maximum along an axis (-1 or -2); while exporting without that operator, which ONNX lacks."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return x.cummax(axis).values
     return _traced_max(x) if axis == -2 else _traced_max(x[..., None])[..., 0]
 

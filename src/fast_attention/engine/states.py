@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.bounds import at_most
+from fast_attention.engine.tracing import exporting
 
 GROUP = 32  # states that are combined pair by pair
 
@@ -27,7 +28,7 @@ def state_sums(
     if level is None:
         return x.cumsum(-2)
     rounds, count = 1, x.shape[-2]  # one round is enough for millions of tokens, and asks no traced length
-    if not torch.compiler.is_exporting():
+    if not exporting():
         rounds = 0
         while count > GROUP:
             count, rounds = -(-count // GROUP), rounds + 1
@@ -39,7 +40,7 @@ def _combined(x: Tensor, level: Tensor, rounds: int) -> Tensor:
         later = torch.ones(level.shape[-1], level.shape[-1], dtype=torch.bool, device=x.device).triu(1)
         return _fading(level[..., None, :], level[..., :, None]).masked_fill(later, 0.0) @ x
     groups, levels = split(x, GROUP), split_row(level, GROUP)
-    if torch.compiler.is_exporting():  # with a further group of padding it can prove that there are several
+    if exporting():  # with a further group of padding it can prove that there are several
         groups, levels = F.pad(groups, (0, 0, 0, 0, 0, 1)), F.pad(levels, (0, 0, 0, 1))
     inside, ends = _combined(groups, levels, 0), levels[..., -1]
     before = F.pad(_combined(inside[..., -1, :], ends, rounds - 1), (0, 0, 1, 0))[..., :-1, None, :]

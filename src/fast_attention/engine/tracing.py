@@ -28,6 +28,14 @@ def traced() -> bool:
     )
 
 
+def exporting() -> bool:
+    """Under ``torch.export``, and nothing else: lengths are open, and kernels are chosen later.
+
+    ``torch.compiler.is_exporting()`` says so within ``torch.compile`` too, up to torch 2.11.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def transformed() -> bool:
     """Whether derivatives forwards, of derivatives, or of many functions at once are being taken.
 

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine import masks
+from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Positions, Visible
@@ -111,7 +112,7 @@ def mask(
     tokens = attention_mask if traced or attention_mask is None or not bool(attention_mask.all()) else None
     if use_vmap:  # somebody's own function, which may do anything
         return Visible(dense, tokens, plain=False)
-    if torch.compiler.is_exporting():
+    if exporting():
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fast_attention.engine import blocks
+from fast_attention.engine.tracing import exporting
 
 
 class ChunkedFeedForward(nn.Module):
@@ -60,7 +61,7 @@ class ChunkedFeedForward(nn.Module):
             return self._stretch(x)
         # Chunk i holds tokens i, i + chunks, ...: tokens know no neighbours, and these shapes export at any length.
         stretches = blocks.split(x, self.chunks).unbind(-2)
-        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        if torch.is_grad_enabled() and not exporting():
             random = self.training and self.dropout > 0.0
             again = functools.partial(checkpoint, self._stretch, use_reentrant=False, preserve_rng_state=random)
             out = [again(stretch) for stretch in stretches]

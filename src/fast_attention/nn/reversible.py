@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fast_attention.engine.precision import Precision
+from fast_attention.engine.tracing import exporting
 
 
 class Reversible(nn.Module):
@@ -82,7 +83,7 @@ class ReversibleSequence(nn.Module):
     ) -> Float[Tensor, "*batch length embed"]:
         """Tokens (..., L, E) to tokens (..., L, E); both keywords go to every ``f``."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        recorded = torch.is_grad_enabled() and not exporting()
         if recorded and (x.requires_grad or parameters):
             # Disabled here, at the call: as a decorator it would import the compiler together with this package.
             rebuilt: Any = torch.compiler.disable(_rebuilt, reason="rebuilding needs the random numbers of eager code")

@@ -21,6 +21,7 @@ from fast_attention.engine.blocks import join, split, stretch
 from fast_attention.engine.bounds import at_most
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, cummax, prefix_sums, running_max
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.aft.pool import weighed
 from fast_attention.mechanisms.sparse.banded import smaller
 
@@ -49,7 +50,7 @@ def full_causal(
     ``longest`` bounds the length: an exported graph, which may not ask for the length, halves that often.
     """
     length, rounds = bias.shape[-1], 0
-    size = longest if torch.compiler.is_exporting() else length
+    size = longest if exporting() else length
     while SIDE << rounds < size:
         rounds += 1
     count = 1 << rounds
@@ -151,7 +152,7 @@ def _square(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor) -> Tenso
     unit = scores.detach().amax(-2, keepdim=True)
     fading = spread(at_most(unit - top, 0.0).exp(), both.shape[-1])
     terms = weighed(scores, both, unit)
-    if torch.compiler.is_exporting():  # of folded axes only the last, the blocks, can be proved to unfold again
+    if exporting():  # of folded axes only the last, the blocks, can be proved to unfold again
         first, second = (-3, -4) if weights.ndim == 5 else (-3, -3)
         return (weights.transpose(first, second) @ terms.transpose(first, second)).transpose(first, second) * fading
     # a product that broadcasts would copy the weights for every sequence

@@ -13,6 +13,7 @@ from fast_attention.engine.blocks import split, split_mask, stretch
 from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import exporting
 
 Slots = Int[Tensor, "*#batch2 rank size"]
 Filled = Bool[Tensor, "*#batch2 rank size"]
@@ -37,7 +38,7 @@ def assign(
 
 def _visible(key_mask: Tensor, rank: Tensor) -> Tensor:
     """The tokens of these ranks among the visible ones; any where there are not so many."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return torch.searchsorted(key_mask.cumsum(-1), rank.flatten(-2) + 1).view_as(rank)
     keys = key_mask.shape[-1]  # ONNX has no search: the visible ones first, in their order
     place = torch.arange(keys, device=key_mask.device)

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.stretches import pull_into
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, outside, summed
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks
 from fast_attention.mechanisms.hybrid.near_far import RANKS, Rows, Sight, nearest, rows
@@ -102,7 +103,7 @@ def _joined(*arguments: Any) -> tuple[Tensor]:
     """Outputs from rows that hold the sums before the first key where ``rows`` wants those beyond every span."""
     given, plan = Rows.of(*arguments[: len(RANKS)]), Plan.of(*arguments[len(RANKS) :])
     states = given.beyond.part(0, 0)
-    if torch.compiler.is_exporting() or plan.several:
+    if exporting() or plan.several:
         states = summed(given.keys, given.v, start=plan.first, block=plan.block, number=plan.several)
     whole = given._replace(beyond=outside(states, given.beyond, plan))
     return (rows(whole, Sight.of(plan, given.q.device), plan),)

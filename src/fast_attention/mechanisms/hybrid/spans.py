@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine.blocks import count
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.sparse.banded import smaller
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
@@ -49,7 +50,7 @@ class Plan(NamedTuple):
     @property
     def several(self) -> int:
         """Blocks of keys that are summed up."""
-        between = self.number if torch.compiler.is_exporting() else self.number - 1  # the last of a traced length is
+        between = self.number if exporting() else self.number - 1  # the last of a traced length is
         return self.lead + between + self.behind  # padding: see blocks.py
 
     def flat(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import count, join
 from fast_attention.engine.scan import cummax
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.sparse.banded import reach, slices, smaller
 
 Tokens = Float[Tensor, "*batch heads length width"]
@@ -97,7 +98,7 @@ def arrange(bucket: Codes, *, number: int, size: int, ranked: bool, across: bool
 
 
 def _stably_sorted(bucket: Codes, place: Tensor) -> tuple[Codes, Codes]:
-    if not torch.compiler.is_exporting():
+    if not exporting():
         held, order = bucket.sort(dim=-1, stable=True)
         return held, order
     order = (bucket * bucket.shape[-1] + place).argsort(-1)  # ONNX has no stable sort: numbers that all differ

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import fused_attention, open_attention
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.sinkhorn import sorted_tiles
 from fast_attention.mechanisms.sinkhorn.transport import sort_blocks
 
@@ -37,7 +38,7 @@ def _plain(q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, first: int, is_causal:
         if first == 0:  # nothing is before the first block
             mask = mask.expand(q.shape[-3], -1, -1).clone()
             mask[0, :, :size] = False
-    if torch.compiler.is_exporting():  # see blockwise_softmax
+    if exporting():  # see blockwise_softmax
         return open_attention(q, sides[0], sides[1], mask)
     keys, values = (x.flatten(0, -4) for x in sides)  # blocks stand where the fused kernels expect heads
     return fused_attention(q.flatten(0, -4), keys, values, mask).unflatten(0, q.shape[:-3])

@@ -14,6 +14,7 @@ from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.sparse import banded_tiles
 from fast_attention.mechanisms.sparse.banded_tiles import ROWS
 
@@ -44,7 +45,7 @@ def slices(
     """
     length, span, first = x.shape[-2], behind + block + ahead, start - behind
     outside = 0 if x.is_floating_point() or x.dtype == torch.bool else -1
-    if torch.compiler.is_exporting():  # see blocks.py
+    if exporting():  # see blocks.py
         place = _places(number, block, span, first, x.device)
         taken = x[..., place.clamp(min=0).clamp(max=length - 1), :]
         return fill(taken, ((place < 0) | (place >= length))[..., None], outside)
@@ -95,7 +96,7 @@ def blockwise_softmax(
 
     The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
     """
-    if torch.compiler.is_exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
+    if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
         return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
     lead = q.shape[:-3]
     if mask.ndim > 3:

@@ -14,6 +14,7 @@ from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import fused_attention, takes_flash
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.sparse import gathered_tiles
 from fast_attention.mechanisms.sparse.banded import blockwise_softmax
 
@@ -23,7 +24,7 @@ WORD = 0xFFFFFFFF
 def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
     """(*batch, n, size, E) at ``table`` (*batch, *taken) -> (*batch, *taken, size, E): whole rows are copied."""
     lead, row = blocks.shape[:-3], blocks.shape[-2:]
-    if torch.compiler.is_exporting():  # see blocks.py: a flattened table cannot be proved to unflatten again
+    if exporting():  # see blocks.py: a flattened table cannot be proved to unflatten again
         ones = [1] * table.ndim
         which = [torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(lead)]
         return blocks[(*which, table)]
