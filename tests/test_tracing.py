@@ -85,6 +85,22 @@ def test_a_compiled_graph_is_small_and_its_gradients_right(mechanism: str, most:
     assert max(counts) <= most
 
 
+@pytest.mark.parametrize("mechanism", [each for each in DEFAULTS if each.traits.compile], ids=repr)
+def test_one_compiled_graph_serves_all_lengths(mechanism: Any) -> None:
+    """Compiled with its lengths open."""
+    bound, is_causal = bind(mechanism, max_len=131), mechanism.traits.causal
+    torch.compiler.reset()
+    compiled = torch.compile(bound, fullgraph=True, backend="eager", dynamic=True)
+    for length in (70, 131):
+        leaves = [x.requires_grad_() for x in given(mechanism, length)]
+        pair = [run(*leaves, is_causal=is_causal) for run in (compiled, bound)]
+        found, expected = (
+            torch.autograd.grad(out.square().sum(), leaves, allow_unused=True, materialize_grads=True) for out in pair
+        )
+        torch.testing.assert_close(pair[0], pair[1])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_gradients_of_compiled_slices(device: torch.device) -> None:
     """Through the compiler itself: until torch 2.14 its own gradient of ``unfold`` is wrong, or written elsewhere."""

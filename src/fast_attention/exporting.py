@@ -101,7 +101,9 @@ def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]
     """What ``save`` or ``onnx`` wrote, as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime."""
     path = Path(path)
     if path.suffix != ".onnx":
-        exported = torch.export.load(path).module()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which torch 2.11 only reads
+            exported = torch.export.load(path).module()
 
         def called(inputs: Inputs) -> tuple[Tensor, ...]:
             with torch.no_grad():

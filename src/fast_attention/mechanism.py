@@ -10,6 +10,7 @@ from torch import Tensor
 from fast_attention import checks, decoding
 from fast_attention.decoding import State
 from fast_attention.engine import masks
+from fast_attention.engine.tracing import replaced
 from fast_attention.traits import Memory as Memory
 from fast_attention.traits import Shape as Shape
 from fast_attention.traits import Traits as Traits
@@ -198,10 +199,10 @@ class Attention(Mechanism[W, S]):
         after = decoding.now(self.spelling, traits.reads, q, k, v, drawn)
         held = decoding.going_on(state, after)
         if checks.empty(q, k, v):
-            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), after._replace(held=held)
+            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(after, held=held)
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
         out, held = self.advance(q, k, v, weights, held, key_mask=mask)
-        return out, after._replace(held=held)
+        return out, replaced(after, held=held)
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state after a stretch of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
@@ -216,7 +217,7 @@ class Attention(Mechanism[W, S]):
         self._check(traits, k, k, v, True, key_mask)
         after = decoding.now(self.spelling, traits.reads, k, k, v, w if traits.random else ())
         k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
-        return after._replace(held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
+        return replaced(after, held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring stretches, associatively (``memory="constant"`` only).
@@ -228,7 +229,7 @@ class Attention(Mechanism[W, S]):
         if self.traits.memory != "constant":
             raise self.refuse("combining states", "memory")
         after = decoding.neighbours(self.spelling, earlier, later)
-        return after._replace(held=self.merged(earlier.held, later.held))
+        return replaced(after, held=self.merged(earlier.held, later.held))
 
     def _check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         checks.tensors(q=q, k=k, v=v)

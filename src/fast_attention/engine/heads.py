@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from fast_attention.engine.tracing import exporting
 
 
 def repeated(heads: int, **grouped: Tensor) -> list[Tensor]:
@@ -23,8 +26,15 @@ def repeated(heads: int, **grouped: Tensor) -> list[Tensor]:
                 f"q has {heads} heads and {name} has shape {tuple(x.shape)}: its heads, the third size from the end, "
                 "must divide those of q"
             )
-        made.append(x if own == heads else x.repeat_interleave(heads // own, -3))
+        made.append(x if own == heads else repeat(x, heads // own))
     return made
+
+
+def repeat(x: Tensor, times: int) -> Tensor:
+    """Heads (..., G, S, E), each ``times`` in a row."""
+    if exporting():  # torch.export of 2.11 compares strides where axes are merged, and closes the length
+        return x.index_select(-3, torch.arange(x.shape[-3] * times, device=x.device) // times)
+    return x.repeat_interleave(times, -3)
 
 
 def grouped(num_heads: int, num_kv_heads: int | None) -> int:

@@ -76,7 +76,9 @@ class Opaque:
         there = [int(x is not None) for x in arguments if x is None or isinstance(x, Tensor)]
         numbers = arguments[len(there) :]
         factors = [x for x in numbers if isinstance(x, float)]
-        return tuple(self._operation(tensors, there, list(numbers[: len(numbers) - len(factors)]), factors))
+        whole = numbers[: len(numbers) - len(factors)]
+        sizes = [int(x) if isinstance(x, bool) else x for x in whole]  # beside an open size no bool passes for a number
+        return tuple(self._operation(tensors, there, sizes, factors))
 
 
 def _pulled(outputs: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

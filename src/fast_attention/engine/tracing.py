@@ -5,12 +5,14 @@ or writes in place will do.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
+Record = TypeVar("Record", bound=Any)
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 _ORDINARY = torch._C._disabled_torch_dispatch_impl
 
@@ -34,6 +36,11 @@ def exporting() -> bool:
     ``torch.compiler.is_exporting()`` says so within ``torch.compile`` too, up to torch 2.11.
     """
     return torch.compiler._is_exporting_flag
+
+
+def replaced(record: Record, **changes: Any) -> Record:
+    """``record._replace(**changes)`` of a NamedTuple, in a form that torch.compile of torch 2.11 can return."""
+    return type(record)(*(changes.get(name, value) for name, value in zip(record._fields, record, strict=True)))
 
 
 def transformed() -> bool:

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine import masks
+from fast_attention.engine.heads import repeat
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
@@ -136,7 +137,7 @@ def attention(
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    key, value = (repeat(x, groups) if groups > 1 else x for x in (key, value))
     seen = _seen(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
     recording = None if torch.compiler.is_compiling() else _calls.get()

@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.engine.dispatch import took
 from fast_attention.engine.history import History, extend, tail
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.dense import softmax_attention
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks, joined, landmarks
@@ -145,7 +146,7 @@ class Hybrid(Attention[Any, HybridState]):
         far = linear.empty(phi(k[..., :1, :]), v) if state is None else state.far
         near = extend(None if state is None else state.near, k, v, seen)
         start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
-        marks = marks._replace(place=marks.place + start)
+        marks = replaced(marks, place=marks.place + start)
         if state is not None:
             marks = joined(state.first, marks, self.first)
         window = Window(left, 0, is_causal=True)
@@ -153,4 +154,5 @@ class Hybrid(Attention[Any, HybridState]):
         if gone := max(keys - left, 0):
             features = linear.masked_keys(phi, near.k[..., :gone, :], near.seen[..., :gone])
             far = linear.combine(far, linear.summarise(features, near.v[..., :gone, :]))
-        return out, HybridState(far, tail(near, left), marks._replace(place=marks.place.masked_fill(marks.present, -1)))
+        marks = replaced(marks, place=marks.place.masked_fill(marks.present, -1))
+        return out, HybridState(far, tail(near, left), marks)

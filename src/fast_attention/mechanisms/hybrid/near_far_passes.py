@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.stretches import pull_into
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, replaced
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, outside, summed
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks
 from fast_attention.mechanisms.hybrid.near_far import RANKS, Rows, Sight, nearest, rows
@@ -105,7 +105,7 @@ def _joined(*arguments: Any) -> tuple[Tensor]:
     states = given.beyond.part(0, 0)
     if exporting() or plan.several:
         states = summed(given.keys, given.v, start=plan.first, block=plan.block, number=plan.several)
-    whole = given._replace(beyond=outside(states, given.beyond, plan))
+    whole = replaced(given, beyond=outside(states, given.beyond, plan))
     return (rows(whole, Sight.of(plan, given.q.device), plan),)
 
 
@@ -114,7 +114,7 @@ _OPAQUE = Opaque(_joined, lambda q, k, v, *others: (q.new_empty(*q.shape[:-1], v
 
 def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, top: Tensor) -> Callable[..., Tensor]:
     """The outputs of a stretch as a function of the tensors that have gradients."""
-    local = plan._replace(start=part.start, number=part.blocks.stop - part.blocks.start)
+    local = replaced(plan, start=part.start, number=part.blocks.stop - part.blocks.start)
     visible, sight = _unless_all(seen[..., part.keys]), Sight.of(local, seen.device)
 
     def function(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor, both: Tensor, *w: Any) -> Tensor:

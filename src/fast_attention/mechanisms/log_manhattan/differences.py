@@ -16,6 +16,7 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.dispatch import took
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.stretches import first_seen, stretches
+from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.positive import Positive
 from fast_attention.mechanisms.log_manhattan import difference_passes
 from fast_attention.mechanisms.log_manhattan.difference_passes import How
@@ -85,7 +86,7 @@ def summarised(
 
 def last(rows: Differences) -> Differences:
     """The last row alone."""
-    return rows._replace(**{name: getattr(rows, name)[..., -1:, :] for name in ("number", "plain", "weighed")})
+    return replaced(rows, **{name: getattr(rows, name)[..., -1:, :] for name in ("number", "plain", "weighed")})
 
 
 def combined(earlier: Differences, later: Differences) -> Differences:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fast_attention.engine import masks
+from fast_attention.engine.tracing import replaced
 from fast_attention.mechanisms.lsh.hashing import Tokens, ranks
 
 LOG = 64  # tokens: a copy of the chunks (68 MB by default) then costs a token 1 MB, and the log at most 0.3
@@ -62,7 +63,7 @@ def _written(memory: HashMemory, k: Tensor, v: Tensor, bucket: Tensor) -> HashMe
         new = new.expand(*bucket.shape, width)[kept]
         room.view(-1, width).index_copy_(0, where, new)
     filled, length = memory.filled + came[..., :-1], memory.length + bucket.shape[-1]
-    return memory._replace(filled=filled, length=length)
+    return replaced(memory, filled=filled, length=length)
 
 
 def flushed(memory: HashMemory, *, owned: bool) -> HashMemory:
@@ -70,11 +71,11 @@ def flushed(memory: HashMemory, *, owned: bool) -> HashMemory:
     count = int(memory.logged)
     if not owned:
         k, v, place = (part.clone(memory_format=torch.contiguous_format) for part in memory[:3])
-        memory = memory._replace(k=k, v=v, place=place)
+        memory = replaced(memory, k=k, v=v, place=place)
     k, v, bucket = memory.log_k[..., :count, :], memory.log_v[..., :count, :], memory.log_bucket[..., :count]
     memory = _written(memory, k, v, bucket)
     empty = torch.full_like(memory.log_bucket, memory.place.shape[-2])
-    return memory._replace(log_bucket=empty, logged=torch.zeros_like(memory.logged))
+    return replaced(memory, log_bucket=empty, logged=torch.zeros_like(memory.logged))
 
 
 def step(
@@ -108,8 +109,8 @@ def _logged(memory: HashMemory, k: Tensor, v: Tensor, bucket: Tensor, seen: Tens
     """The memory with one token more in its log, a masked one as zeros."""
     at = memory.logged.view(1)
     k, v = (masks.drop(x, seen) for x in (k, v))
-    return memory._replace(
-        log_k=memory.log_k.index_copy(-2, at, k), log_v=memory.log_v.index_copy(-2, at, v),
+    return replaced(
+        memory, log_k=memory.log_k.index_copy(-2, at, k), log_v=memory.log_v.index_copy(-2, at, v),
         log_bucket=memory.log_bucket.index_copy(-1, at, bucket), logged=memory.logged + 1,
     )  # fmt: skip
 
