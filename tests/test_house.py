@@ -227,6 +227,6 @@ def test_import_is_light() -> None:
         run = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120, check=True)
         spent, *brought = run.stdout.split()
         known = {"fast_attention", "jaxtyping", "numpy", "torch", "triton"}  # torch itself brings triton, where it is
-        assert {*brought} <= known, brought
+        assert {name for name in brought if not name.startswith("_sysconfigdata")} <= known, brought  # Python's own
         took.append(float(spent))
     assert min(took) < 0.5, took
