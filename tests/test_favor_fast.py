@@ -16,9 +16,10 @@ from fast_attention.mechanisms.linear.favor_sums import chunk_of
 
 D, M, WIDE = 8, 24, 5
 POSITIVE = Lift("positive")
-# with and without a number of each feature's own in the exponent
-EXPONENTIAL = [(lift, biased) for lift in (POSITIVE, Lift("hyperbolic")) for biased in (False, True)]
-LIFTS = [*EXPONENTIAL, (Lift("sincos"), False)]
+Kind = tuple[Lift, bool, bool]  # with or without a number of each feature's own in the exponent, and rows for keys
+EXPONENTIAL: list[Kind] = [(POSITIVE, False, False), (POSITIVE, True, True),
+                           (Lift("hyperbolic"), False, True), (Lift("hyperbolic"), True, False)]  # fmt: skip
+LIFTS: list[Kind] = [*EXPONENTIAL, (Lift("sincos"), False, True)]
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +33,14 @@ def plain(
     lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None = None
 ) -> Tensor:
     """One piece, in operations that autograd follows."""
-    keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
+    keys = linear.masked_keys(lambda x: lift.plain(x, heads.keys), k, key_mask)
     return linear.normalise(linear.attend(lift.plain(q, heads).free, keys, v, is_causal=is_causal))
 
 
-def some_heads(lift: Lift, biased: bool) -> Heads:
+def some_heads(lift: Lift, biased: bool, apart: bool) -> Heads:
     W = draw(2, M, D).double()
-    return Heads(W, 3 * torch.randn(2, 1, lift.width(W), dtype=torch.float64) if biased else None)
+    bias = 3 * torch.randn(2, 1, lift.width(W), dtype=torch.float64) if biased else None
+    return Heads(W, bias, draw(2, M, D).double() if apart else None)
 
 
 def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,12 +50,13 @@ def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any
     return (q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_()
 
 
-def agree(lift: tuple[Lift, bool], x: tuple[Tensor, Tensor, Tensor], rtol: float = 1e-10, **settings: Any) -> None:
-    """Outputs and all gradients, within ``rtol`` of the largest number."""
-    kind, heads = lift[0], some_heads(*lift)
+def agree(lift: Kind, x: tuple[Tensor, ...], rtol: float = 1e-10, **settings: Any) -> None:
+    """Outputs and all gradients, those of rows and biases too, within ``rtol`` of the largest number."""
+    kind, heads = lift[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*lift)))
     ours, theirs = favor_paths.attend(kind, *x, heads, **settings), plain(kind, *x, heads, **settings)
     probe = torch.randn_like(ours)
-    ours, theirs = ((out, *torch.autograd.grad(out, x, probe)) for out in (ours, theirs))
+    leaves = [*x, *(t for t in heads if t is not None)]
+    ours, theirs = ((out, *torch.autograd.grad(out, leaves, probe)) for out in (ours, theirs))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=rtol * max(1.0, b.abs().max().item()))
 
@@ -62,7 +65,7 @@ def agree(lift: tuple[Lift, bool], x: tuple[Tensor, Tensor, Tensor], rtol: float
 @pytest.mark.parametrize("lift", LIFTS, ids=str)
 @pytest.mark.parametrize(("length", "keys"), [(65, 65), (127, 127), (129, 129), (257, 257), (1100, 1100),
                                               (63, 130), (1, 200), (130, 63), (520, 1030)])  # fmt: skip
-def test_blocks(length: int, keys: int, lift: tuple[Lift, bool], is_causal: bool) -> None:
+def test_blocks(length: int, keys: int, lift: Kind, is_causal: bool) -> None:
     x = inputs(length, keys)
     agree(lift, x, is_causal=is_causal, key_mask=None)
     agree(lift, x, is_causal=is_causal, key_mask=torch.rand(2, 1, keys) < 0.7)
@@ -70,7 +73,7 @@ def test_blocks(length: int, keys: int, lift: tuple[Lift, bool], is_causal: bool
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lift", EXPONENTIAL, ids=str)
-def test_keys_of_very_different_scales(lift: tuple[Lift, bool], is_causal: bool) -> None:
+def test_keys_of_very_different_scales(lift: Kind, is_causal: bool) -> None:
     """Chunks that one unit does not serve go pair by pair, between others that it does."""
     q, k, v = inputs(400)
     factors = torch.ones(400, 1, dtype=torch.float64)
@@ -163,10 +166,10 @@ def test_a_trained_projection_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("lift", LIFTS, ids=str)
-def test_prefill(lift: tuple[Lift, bool]) -> None:
+def test_prefill(lift: Kind) -> None:
     """A long stretch after a state, in chunks: outputs and state of the plain form."""
     q, k, v = (x.detach() for x in inputs(300))
-    (kind, _), heads, mask = lift, some_heads(*lift), torch.rand(2, 1, 300) < 0.7
+    kind, heads, mask = lift[0], some_heads(*lift), torch.rand(2, 1, 300) < 0.7
     mask[..., 0] = True
     whole = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask)
     state, outs = None, []
@@ -175,7 +178,7 @@ def test_prefill(lift: tuple[Lift, bool]) -> None:
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-9)
     assert state is not None
-    expected = linear.summarise(linear.masked_keys(lambda x: kind.plain(x, heads), k, mask), v)
+    expected = linear.summarise(linear.masked_keys(lambda x: kind.plain(x, heads.keys), k, mask), v)
     for a, b in zip(state, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 

@@ -22,14 +22,31 @@ from fast_attention.feature_maps.random_features import positive, trigonometric
 
 
 class Heads(NamedTuple):
-    """What belongs to some heads: rows (..., m, d), and what is added to every exponent (..., 1, C) or None."""
+    """What belongs to some heads: rows (..., m, d), what is added to every exponent (..., 1, C), and the keys' own rows
+    where they are not those of the queries; also the gradients of all these.
+    """
 
     rows: Tensor
     bias: Tensor | None = None
+    key_rows: Tensor | None = None
+
+    @property
+    def keys(self) -> Heads:
+        """As the keys use them."""
+        return self if self.key_rows is None else Heads(self.key_rows, self.bias)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a gradient of one of them is wanted."""
+        return any(x is not None and x.requires_grad for x in self)
 
     def some(self, heads: slice) -> Heads:
         """Those of a few heads."""
-        return Heads(self.rows[heads], None if self.bias is None else self.bias[heads])
+        return Heads(*(None if x is None else x[heads] for x in self))
+
+    def zeros(self) -> Heads:
+        """As many zeros."""
+        return Heads(*(None if x is None else torch.zeros_like(x) for x in self))
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ class Lift:
         """The same features, times ``e^factor``, in operations that autograd follows."""
         x = x * x.shape[-1] ** -0.25
         if self.exponential:
-            return positive(x, *heads, hyperbolic=self.kind == "hyperbolic", factor=factor)
+            return positive(x, heads.rows, heads.bias, hyperbolic=self.kind == "hyperbolic", factor=factor)
         values, scale = trigonometric(x, heads.rows)
         assert scale is not None
         return Features(values, scale + (math.log(heads.rows.shape[-2]) / 2 + factor))
@@ -80,7 +97,7 @@ class Lift:
 
     def raw(self, x: Tensor, heads: Heads, desk: Workspace, name: str, unit: Tensor | None = None) -> Tensor:
         """Exponents plus ``unit`` (h, 1, C), or finished cosines, in a buffer called ``name``."""
-        W, bias = heads
+        W, bias = heads.rows, heads.bias
         h, n, m = len(x), x.shape[1], W.shape[1]
         z = desk("rows" if self.pairs else name, h, n, m)
         added = bias if unit is None else unit if bias is None else unit + bias
@@ -124,10 +141,13 @@ class Lift:
         return exp_(values.sub_(unit)) if self.exponential else values.mul_((half[..., None] - unit).exp_())
 
     def pull(
-        self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Workspace, out: Tensor, is_key: bool
-    ) -> None:
-        """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``."""
-        m = heads.rows.shape[1]
+        self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Workspace, out: Tensor, is_key: bool,
+        learned: Heads | None = None,
+    ) -> None:  # fmt: skip
+        """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``; that
+        of rows and bias is added to ``learned``.
+        """
+        m, scale = heads.rows.shape[1], x.shape[-1] ** -0.25
         if self.kind == "sincos":  # the derivative of a cosine is minus the sine
             product = torch.mul(d, values, out=desk("product", *d.shape)) if is_key else d
             d[..., m:].mul_(values[..., :m])
@@ -136,7 +156,11 @@ class Lift:
             dz = product = d.mul_(values)
             if self.pairs:
                 dz = torch.sub(d[..., :m], d[..., m:], out=desk("rows", *d.shape[:2], m))
-        found = torch.bmm(dz, heads.rows).mul_(x.shape[-1] ** -0.25)
+        if learned is not None:
+            learned.rows.baddbmm_(dz.mT, x, alpha=scale)
+            if learned.bias is not None:
+                learned.bias.add_(product.sum(1, keepdim=True))
+        found = torch.bmm(dz, heads.rows).mul_(scale)
         if is_key:
             found.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)
         out.copy_(found)

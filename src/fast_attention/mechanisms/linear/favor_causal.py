@@ -33,10 +33,11 @@ class Part:
     mask: Tensor | None
     lift: Lift
     desk: Workspace
+    learned: Heads | None = None  # gradients of ``heads``, where they are wanted
 
     def keys(self, at: slice) -> tuple[Tensor, Tensor]:
         """``Lift.keys`` of a block."""
-        return self.lift.keys(self.k[:, at], self.heads, self.seen(at), self.desk, "keys")
+        return self.lift.keys(self.k[:, at], self.heads.keys, self.seen(at), self.desk, "keys")
 
     def queries(self, at: slice, unit: Tensor) -> Tensor:
         """``Lift.queries`` of a block."""
@@ -51,11 +52,11 @@ class Part:
         return torch.bmm(a, b.mT, out=self.desk(name, len(a), a.shape[1], b.shape[1])).tril_()
 
     def pairwise(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: LinearState
+        self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
         """Outputs and the state after a chunk whose keys differ too much for one unit each feature."""
-        keys = linear.masked_keys(lambda x: self.lift.plain(x, self.heads), k, mask)
-        sums, state = linear.advance(self.lift.plain(q, self.heads).free, keys, v, state)
+        keys = linear.masked_keys(lambda x: self.lift.plain(x, heads.keys), k, mask)
+        sums, state = linear.advance(self.lift.plain(q, heads).free, keys, v, state)
         return linear.normalise(sums), state
 
 
@@ -78,7 +79,8 @@ def forward(
             sums.read(here.G, here.g)
         if steep:
             state = LinearState(here.G, here.g[:, 0], level[:, 0])
-            out[:, of], state = part.pairwise(part.q[:, of], part.k[:, at], part.v[:, at], part.seen(at), state)
+            tokens = part.q[:, of], part.k[:, at], part.v[:, at]
+            out[:, of], state = part.pairwise(*tokens, part.heads, part.seen(at), state)
             sums.set(state.kv, state.k[:, None])
             unit = top = state.top[:, None]
         else:
@@ -116,7 +118,7 @@ def backward(
         back.read(*after)
         if of is None:
             scatter(part.k[:, at], part.v[:, at], part.heads, part.seen(at), part.lift, part.desk, unit, after,
-                    (dk[:, at], dv[:, at]))  # fmt: skip
+                    (dk[:, at], dv[:, at]), part.learned)  # fmt: skip
         elif bool((here.leaves > here.enters).any()):
             dq[:, of], dk[:, at], dv[:, at], G, g = _pairwise_back(part, at, of, here, grad[:, of], after)
             back.set(G, g)
@@ -138,11 +140,12 @@ def _chunk_back(
     d_pairs = torch.bmm(dn, v.mT, out=desk("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
     d = torch.bmm(dn, here.G.mT, out=desk("d", *values.shape))
     lift.pull(d.addcmul_(dd[..., None], here.g).baddbmm_(d_pairs, values), queries, part.q[:, of], part.heads, desk,
-              found[0], False)  # fmt: skip
+              found[0], False, part.learned)  # fmt: skip
     d = torch.bmm(v, after[0].mT, out=desk("d", *values.shape)).add_(after[1]).baddbmm_(d_pairs.mT, queries)
     back.add(queries, dn, dd)
     found[2].copy_(torch.bmm(values, after[0]).baddbmm_(pairs.mT, dn))
-    lift.pull(d, values, part.k[:, at], part.heads, desk, found[1], True)
+    learned = None if part.learned is None else part.learned.keys
+    lift.pull(d, values, part.k[:, at], part.heads.keys, desk, found[1], True, learned)
     if part.mask is not None:
         found[1].masked_fill_(~part.mask[:, at, None], 0.0)
 
@@ -153,6 +156,13 @@ def _pairwise_back(
     tensors = (part.q[:, of], part.k[:, at], part.v[:, at], here.G, here.g)
     with torch.enable_grad():
         q, k, v, G, g = leaves = [x.detach().requires_grad_() for x in tensors]
+        heads = part.heads
+        if part.learned is not None:
+            heads = Heads(*(None if x is None else x.detach().requires_grad_() for x in heads))
+            leaves += [x for x in heads if x is not None]
         state = LinearState(G, g[:, 0], here.enters[:, 0])
-        out, state = part.pairwise(q, k, v, part.seen(at), state)
-    return torch.autograd.grad((out, state.kv, state.k), leaves, (grad, after[0], after[1][:, 0]))
+        out, state = part.pairwise(q, k, v, heads, part.seen(at), state)
+    found = torch.autograd.grad((out, state.kv, state.k), leaves, (grad, after[0], after[1][:, 0]))
+    for goal, gradient in zip([x for x in part.learned or () if x is not None], found[5:], strict=True):
+        goal.add_(gradient)
+    return found[:5]

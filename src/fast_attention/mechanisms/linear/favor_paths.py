@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +30,7 @@ def attend(
     why = _against(lift, q, k, heads, is_causal=is_causal)
     if why:
         took("features of the whole sequence at once", why)
-        return _plain(q, k, v, *heads, key_mask, lift=lift, is_causal=is_causal)
+        return _plain(q, k, v, key_mask, *heads, lift=lift, is_causal=is_causal)
     extra = q.shape[-2] - k.shape[-2] if is_causal else 0
     if extra > 0:  # the first queries see nothing
         return F.pad(attend(lift, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask), (0, 0, extra, 0))
@@ -45,16 +47,17 @@ def advance(
     lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None, key_mask: Tensor | None
 ) -> tuple[Tensor, LinearState]:
     """Causal outputs of a stretch that follows ``state``, and the state after it."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, heads.rows, *(state or ())))
+    tensors = (q, k, v, *heads, *(state or ()))
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if wanted or _against(lift, q, k, heads, is_causal=True):
         if q.shape[-2] == 1 and state is not None and key_mask is None:
             return _step(lift, q, k, v, heads, state)
-        keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, key_mask)
+        keys = linear.masked_keys(lambda x: lift.plain(x, heads.keys), k, key_mask)
         sums, state = linear.advance(lift.plain(q, heads).free, keys, v, state)
         return linear.normalise(sums), state
     lead, flat = _flat(q, k, v, heads, key_mask)
     count, width, values = flat[0].shape[0], lift.width(heads.rows), v.shape[-1]
-    G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), lift.units(q, flat[3])
+    G, g, unit = q.new_zeros(count, width, values), q.new_zeros(count, 1, width), lift.units(q, flat[4])
     if state is not None:
         G.copy_(state.kv.reshape(G.shape))
         g.copy_(state.k.reshape(g.shape))
@@ -66,8 +69,12 @@ def advance(
 
 def _step(lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState) -> tuple[Tensor, LinearState]:
     """One token: features of query and key together, one pass over the state to fade it and add to it, one to read."""
-    both = lift.plain(torch.cat([q, k], -2), heads)
-    sums, state = linear.step(linear.part(both, slice(0, 1)).free, linear.part(both, slice(1, 2)), v, state)
+    if heads.key_rows is None:
+        both = lift.plain(torch.cat([q, k], -2), heads)
+        queries, keys = linear.part(both, slice(0, 1)), linear.part(both, slice(1, 2))
+    else:
+        queries, keys = lift.plain(q, heads), lift.plain(k, heads.keys)
+    sums, state = linear.step(queries.free, keys, v, state)
     return linear.normalise(sums), state
 
 
@@ -77,8 +84,6 @@ def _against(lift: Lift, q: Tensor, k: Tensor, heads: Heads, *, is_causal: bool)
         return "traced"
     if q.device.type != "cpu":
         return "not on a CPU"
-    if heads.rows.requires_grad and torch.is_grad_enabled():
-        return "the projection is trained"
     if is_causal and not lift.exponential:  # sums that cancel would show by which unit a later key makes them go
         return "causal sums of features of either sign"
     return f"at most {SHORT} tokens" if max(q.shape[-2], k.shape[-2]) <= SHORT else ""
@@ -86,10 +91,9 @@ def _against(lift: Lift, q: Tensor, k: Tensor, heads: Heads, *, is_causal: bool)
 
 def _flat(
     q: Tensor, k: Tensor, v: Tensor, heads: Heads, key_mask: Tensor | None
-) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """The leading sizes, and all tensors with these as one: q, k, v, rows, bias, mask."""
-    rows, bias = heads
-    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, rows)))
+) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]]:
+    """The leading sizes, and all tensors with these as one: q, k, v, mask, and those of the heads."""
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads.rows)))
 
     q, k = bounded(q), bounded(k)
 
@@ -97,15 +101,14 @@ def _flat(
         return x.expand(*lead, -1, -1).reshape(-1, *x.shape[-2:])
 
     mask = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(-1, k.shape[-2])
-    return lead, (flat(q), flat(k), flat(v), flat(rows), None if bias is None else flat(bias), mask)
+    rows, bias, key_rows = (None if x is None else flat(x) for x in heads)
+    assert rows is not None
+    return lead, (flat(q), flat(k), flat(v), mask, rows, bias, key_rows)
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
-    is_causal: bool,
-) -> Tensor:  # fmt: skip
-    heads = Heads(rows, bias)
-    keys = linear.masked_keys(lambda x: lift.plain(x, heads), k, mask)
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Any, lift: Lift, is_causal: bool) -> Tensor:
+    heads = Heads(*of_heads)
+    keys = linear.masked_keys(lambda x: lift.plain(x, heads.keys), k, mask)
     return linear.normalise(linear.attend(lift.plain(q, heads).free, keys, v, is_causal=is_causal))
 
 
@@ -115,11 +118,13 @@ def _groups(count: int, size: int) -> list[slice]:
 
 
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift,
-    keep: bool, carry: tuple[Tensor, Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Any, lift: Lift, keep: bool,
+    carry: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """All groups of heads forward; ``carry`` (G, g, unit) is where they begin, and is left where they end."""
-    size, count, width, units = chunk_of(lift, rows), len(q), lift.width(rows), lift.units(q, rows)
+    heads = Heads(*of_heads)
+    rows, count = heads.rows, len(q)
+    size, width, units = chunk_of(lift, rows), lift.width(rows), lift.units(q, rows)
     order = blocks(size, q.shape[1], k.shape[1])
     places, held = (len(order), count) if keep else (1, count)
     kept = Kept(
@@ -128,8 +133,7 @@ def _chunks(
     )  # fmt: skip
     out, over, desk = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]), Workspace(q)
     for some in _groups(count, size):
-        part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
-                    lift, desk)  # fmt: skip
+        part = Part(q[some], k[some], v[some], heads.some(some), None if mask is None else mask[some], lift, desk)
         G, g, unit = (x[some] for x in carry) if carry else (
             q.new_zeros(len(part.q), width, v.shape[-1]), q.new_zeros(len(part.q), 1, width),
             units[some],
@@ -146,21 +150,21 @@ def _chunks_back(
     inputs: Tensors, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
     lift: Lift,
 ) -> Tensors:  # fmt: skip
-    q, k, v, rows, bias, mask = inputs
+    q, k, v, mask, *of_heads = inputs
     assert q is not None
     assert k is not None
     assert v is not None
-    assert rows is not None
     *places, over = kept
-    size, desk = chunk_of(lift, rows), Workspace(q)
+    heads = Heads(*cast("list[Tensor]", of_heads))
+    size, desk, learned = chunk_of(lift, heads.rows), Workspace(q), heads.zeros() if heads.trained else None
     order = blocks(size, q.shape[1], k.shape[1])
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for some in _groups(len(q), size):
-        part = Part(q[some], k[some], v[some], Heads(rows, bias).some(some), None if mask is None else mask[some],
-                    lift, desk)  # fmt: skip
+        part = Part(q[some], k[some], v[some], heads.some(some), None if mask is None else mask[some], lift, desk,
+                    learned and learned.some(some))  # fmt: skip
         favor_causal.backward(part, order, Kept(*places).some(some), outputs[0][some], over[some], gradients[0][some],
                               (dq[some], dk[some], dv[some]))  # fmt: skip
-    return dq, dk, dv, None, None, None
+    return dq, dk, dv, None, *(learned or (None, None, None))
 
 
 WHOLE = CustomGradient(

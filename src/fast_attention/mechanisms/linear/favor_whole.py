@@ -1,12 +1,13 @@
 """Attention from random features without a causal order: two loops over blocks, a unit for each feature of the keys.
 
 Where a block holds a larger feature than all before it, the sums so far are brought into its unit. Arguments are flat:
-q (N, L, d), k (N, S, d), v (N, S, Ev), rows (N, m, d), bias (N, 1, m) or None, mask (N, S) or None.
+q (N, L, d), k (N, S, d), v (N, S, Ev), mask (N, S) or None, and of ``Heads`` rows (N, m, d), bias (N, 1, m) or None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,15 +35,15 @@ def inverse(denominator: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, mask: Tensor | None, *, lift: Lift, keep: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Any, lift: Lift, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (N, L, Ev), and for the way back G (N, C, Ev), g and the units (N, 1, C), 1 / denominators (N, L)."""
-    width, heads = lift.width(rows), Heads(rows, bias)
-    desk, count = Workspace(q), len(q)
+    heads = Heads(*of_heads)
+    desk, count, width = Workspace(q), len(q), lift.width(heads.rows)
     G, g = q.new_zeros(count, width, v.shape[-1]), q.new_zeros(count, 1, width)
-    unit = lift.units(q, rows)
+    unit = lift.units(q, heads.rows)
     for some, blocks in _blocks(count, k.shape[1]):
-        unit[some] = _gather(k[some], v[some], heads.some(some), None if mask is None else mask[some], lift, desk,
+        unit[some] = _gather(k[some], v[some], heads.keys.some(some), None if mask is None else mask[some], lift, desk,
                              blocks, G[some], g[some])  # fmt: skip
     out, over = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
     for some, blocks in _blocks(count, q.shape[1]):
@@ -84,14 +85,14 @@ def backward(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...],
     gradients: tuple[Tensor, ...], *, lift: Lift,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k and v."""
-    q, k, v, rows, bias, mask = inputs
+    """Gradients of q, k and v, and of trained rows and bias."""
+    q, k, v, mask, *of_heads = inputs
     assert q is not None
     assert k is not None
     assert v is not None
-    assert rows is not None
     (out,), (G, g, unit, over), (grad,) = outputs, kept, gradients
-    desk, heads = Workspace(q), Heads(rows, bias)
+    desk, heads = Workspace(q), Heads(*cast("list[Tensor]", of_heads))
+    learned = heads.zeros() if heads.trained else None
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dG, dg = torch.zeros_like(G), torch.zeros_like(g)
     for some, blocks in _blocks(len(q), q.shape[1]):
@@ -103,24 +104,25 @@ def backward(
             d = torch.bmm(dn, G[some].mT, out=desk("d", *values.shape)).addcmul_(dd[..., None], g[some])
             dG[some].baddbmm_(values.mT, dn)
             dg[some].baddbmm_(dd[:, None], values)
-            lift.pull(d, values, q[some, at], own, desk, dq[some, at], False)
+            lift.pull(d, values, q[some, at], own, desk, dq[some, at], False, learned and learned.some(some))
     for some, blocks in _blocks(len(k), k.shape[1]):
         for at in blocks:
             scatter(k[some, at], v[some, at], heads.some(some), None if mask is None else mask[some, at], lift, desk,
-                    unit[some], (dG[some], dg[some]), (dk[some, at], dv[some, at]))  # fmt: skip
-    return dq, dk, dv, None, None, None
+                    unit[some], (dG[some], dg[some]), (dk[some, at], dv[some, at]),
+                    learned and learned.some(some))  # fmt: skip
+    return dq, dk, dv, None, *(learned or (None, None, None))
 
 
 def scatter(
     k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Workspace, unit: Tensor,
-    sums: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], learned: Heads | None,
 ) -> None:  # fmt: skip
     """Gradients of a block of keys and values, from those of G and g in units ``e^-unit``."""
-    (dG, dg), (dk, dv) = sums, out
+    (dG, dg), (dk, dv), heads = sums, out, heads.keys
     values, half = lift.keys(k, heads, mask, desk, "keys")
     lift.finish(values, half, unit)
     d = torch.bmm(v, dG.mT, out=desk("d", *values.shape)).add_(dg)
     dv.copy_(torch.bmm(values, dG, out=desk("dv", *v.shape)))
-    lift.pull(d, values, k, heads, desk, dk, True)
+    lift.pull(d, values, k, heads, desk, dk, True, learned and learned.keys)
     if mask is not None:
         dk.masked_fill_(~mask[..., None], 0.0)
