@@ -60,8 +60,12 @@ def generalised_attention(
     arXiv 2009.14794, section 2.2, x = q / width^(1/4), y = k / width^(1/4); G sums ``phi(k_j) v_j^T`` and g
     ``phi(k_j)`` over the keys that query i may see. A query that sees nothing gets zeros.
     """
-    phi = _generalised_map(projection, kernel, kernel_epsilon)
-    return feature_attention((phi, phi), q, k, v, is_causal=is_causal, key_mask=key_mask)
+
+    def maps(rows: Tensor) -> tuple[Map, Map]:
+        phi = _generalised_map(rows, kernel, kernel_epsilon)
+        return phi, phi
+
+    return feature_attention(maps, [projection], q, k, v, is_causal=is_causal, key_mask=key_mask)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:

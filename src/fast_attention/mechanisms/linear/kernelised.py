@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.dispatch import took
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import linear, linear_paths
+from fast_attention.mechanisms.linear import feature_chunks, linear, linear_paths
 from fast_attention.mechanisms.linear.linear import LinearState
 
 TokenMap = Callable[[Tensor], Features]
 
 
 def feature_attention(
-    maps: tuple[Map, Map], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None
-) -> Tensor:
-    """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps: both products at once, or in blocks."""
-    took("features, then two products", "plain operations carry the gradient of any map")
-    queries, keys = maps
-    keys = linear.masked_keys(keys, k, key_mask)
-    return linear_paths.plain(queries(q), keys, v, is_causal=is_causal)
+    maps: feature_chunks.Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool,
+    key_mask: Tensor | None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps made of ``weights``: chunk after chunk."""
+    why = feature_chunks.against(maps, weights, q, k, v)
+    if not why:
+        took("features chunk by chunk, with a running state", "autograd follows any map through one chunk at a time")
+        return feature_chunks.attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
+    took("features, then two products", why)
+    queries, keys = maps(*weights)
+    return linear_paths.plain(queries(q), linear.masked_keys(keys, k, key_mask), v, is_causal=is_causal, eps=eps)
 
 
 class Kernelised(Attention[W, LinearState]):
@@ -55,7 +61,12 @@ class Kernelised(Attention[W, LinearState]):
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``feature_attention`` with this mechanism's maps."""
-        return feature_attention(self.maps(w), q, k, v, is_causal=is_causal, key_mask=key_mask)
+        weights, layout = tree_flatten(w)
+
+        def maps(*leaves: Any) -> tuple[Map, Map]:
+            return self.maps(tree_unflatten(leaves, layout))
+
+        return feature_attention(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(

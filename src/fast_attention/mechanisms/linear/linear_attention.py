@@ -9,12 +9,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.engine.precision import in_float32
+from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import linear_paths
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
+from fast_attention.mechanisms.linear import feature_chunks, linear_paths
+from fast_attention.mechanisms.linear.kernelised import Kernelised, Map, feature_attention
 from fast_attention.mechanisms.linear.linear import LinearState
 from fast_attention.value import at_least
+
+MANY = 2**28  # features, a GiB: below, products over all of them are faster than chunks of them
 
 
 @in_float32
@@ -34,6 +37,12 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
+
+    def maps() -> tuple[Map, Map]:
+        return feature_map.features, feature_map.features
+
+    if not isinstance(feature_map, Elementwise) and not feature_chunks.against(maps, (), q, k, v, numbers=MANY):
+        return feature_attention(maps, (), q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
     return linear_paths.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
 
 

@@ -156,6 +156,15 @@ def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
     return linear.summarise(Features(keys.values * (-top).exp()[..., None]), v)._replace(top=top)
 
 
+def found(queries: Features | Logs, state: LinearState, *, eps: float = 0.0) -> Tensor:
+    """Outputs of queries that see all of a state, in units in which no sum overflows."""
+    if isinstance(queries, Logs):
+        return linear.normalise(linear.read(queries, state))
+    less = room.factor(queries.values, 1.0, rows=True)
+    sums = linear.read(queries.values * less, state)
+    return linear.normalise(Sums(sums.numerator, sums.denominator + eps * (-state.top).exp() * less[..., 0]))
+
+
 def _unit(keys: Features) -> Tensor:
     """The logarithm (..., 1) of a unit in which a stretch of keys and many more have room; 0 for ordinary ones."""
     return -room.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()

@@ -1,0 +1,104 @@
+"""A sequence in chunks that hand on a state: the loops, the memory and the gradients of whatever sums its keys up.
+
+A family writes one function of a chunk, ``step``; decoding, prefill and training are that function. Beside inputs and
+outputs nothing is kept but the state before every chunk, and the backward pass runs each chunk again with autograd, so
+that features are never held for the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.stretches import pull_into
+
+State = tuple[Tensor, ...]
+# (tokens of a chunk, weights, state before it) -> (rows of the output, or none; state after it)
+Step = Callable[[Sequence[Any], Sequence[Any], State], tuple[tuple[Tensor, ...], State]]
+
+
+def scan(
+    step: Step, tokens: Sequence[Tensor | None], weights: Sequence[Any], state: State, *, size: int
+) -> tuple[tuple[Tensor, ...], State]:
+    """``step`` over chunks of ``size`` tokens, first to last: all rows, and the state after the last chunk.
+
+    Args:
+        step: What one chunk does. It closes over nothing that needs a gradient.
+        tokens: Tensors (..., L, E) that are cut along L; None and booleans have no gradient.
+        weights: Tensors, or None, that every chunk uses.
+        state: The state before the first chunk.
+        size: Tokens of a chunk.
+    """
+    found = _RULE(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
+    rows = len(found) - len(state)
+    return found[:rows], found[rows:]
+
+
+def _split(everything: Sequence[Any], counts: tuple[int, int]) -> tuple[Sequence[Any], Sequence[Any], State]:
+    tokens, both = counts[0], sum(counts)
+    return everything[:tokens], everything[tokens:both], tuple(everything[both:])
+
+
+def _chunks(tokens: Sequence[Any], size: int) -> list[slice]:
+    length = next(x.shape[-2] for x in tokens if x is not None)
+    return [slice(at, min(at + size, length)) for at in range(0, length, size)]
+
+
+def _cut(tokens: Sequence[Any], at: slice) -> list[Any]:
+    return [None if x is None else x[..., at, :] for x in tokens]
+
+
+def _plain(*everything: Any, step: Step, counts: tuple[int, int], size: int) -> tuple[Tensor, ...]:
+    rows, state = step(*_split(everything, counts))
+    return *rows, *state
+
+
+def _forward(
+    *everything: Any, step: Step, counts: tuple[int, int], size: int, keep: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    tokens, weights, state = _split(everything, counts)
+    places, kept = _chunks(tokens, size), []
+    outputs: list[Tensor] = []
+    for at in places:
+        if keep:
+            kept += state
+        rows, state = step(_cut(tokens, at), weights, state)
+        outputs = outputs or [x.new_empty(*x.shape[:-2], places[-1].stop, x.shape[-1]) for x in rows]
+        for out, row in zip(outputs, rows, strict=True):
+            out[..., at, :] = row
+    return (*outputs, *(x.clone() if any(x is y for y in everything) else x for x in state)), tuple(kept)
+
+
+def _backward(
+    inputs: Tensors, outputs: Tensors, kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
+    step: Step, counts: tuple[int, int], size: int,
+) -> Tensors:  # fmt: skip
+    tokens, weights, first = _split(inputs, counts)
+    differentiable = [x is not None and x.is_floating_point() for x in tokens]
+    into = [torch.zeros_like(x) for x, yes in zip(tokens, differentiable, strict=True) if yes]
+    learned = [torch.zeros_like(w) if w is not None and w.requires_grad else None for w in weights]
+    rows = len(gradients) - len(first)
+    owed = list(gradients[rows:])
+    for index, at in reversed(list(enumerate(_chunks(tokens, size)))):
+        here, before = _cut(tokens, at), kept[index * len(first) : (index + 1) * len(first)]
+        held = [x for x, yes in zip(here, differentiable, strict=True) if yes]
+
+        def again(*given: Tensor, here: list[Any] = here, number: int = len(held)) -> tuple[Tensor, ...]:
+            own, state, twins = iter(given[:number]), given[number : number + len(first)], given[number + len(first) :]
+            chunk = [next(own) if yes else x for x, yes in zip(here, differentiable, strict=True)]
+            out, after = step(chunk, twins, state)
+            return *out, *after
+
+        earlier = [torch.zeros_like(x) for x in before]
+        above = [*(x[..., at, :] for x in gradients[:rows]), *owed]
+        pull_into(again, [*held, *before], weights, above, [*(x[..., at, :] for x in into), *earlier], learned)
+        owed = earlier
+    found = iter(into)
+    return *(next(found) if yes else None for yes in differentiable), *learned, *owed
+
+
+_RULE = CustomGradient(_plain, _forward, _backward)

@@ -1,0 +1,101 @@
+"""Kernelised attention with any feature map, chunk after chunk: features of a chunk are made where they are read.
+
+Maps may be trained, or be a user's own: autograd follows them through one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine.chunked import Step, scan
+from fast_attention.engine.tracing import traced
+from fast_attention.feature_maps.feature_map import Features, Logs, Map
+from fast_attention.mechanisms.linear import linear, linear_paths
+from fast_attention.mechanisms.linear.linear_state import LinearState
+
+Maps = Callable[..., tuple[Map, Map]]  # weights -> the maps of queries and of keys
+NUMBERS = 2**21  # features of a chunk, all rows together
+LEAST = 256  # tokens of a chunk: shorter ones have more operations than they save memory
+SEVERAL = 4  # chunks from which on the memory that is saved pays for making features twice
+
+
+def against(
+    maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, numbers: int = SEVERAL * NUMBERS
+) -> str:
+    """Why chunks would not do; empty where they do, from as many features of all tokens on as ``numbers``."""
+    if traced():
+        return "traced"
+    if not q.is_cpu or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        return "not on a CPU, or sizes that differ"
+    if min(q.shape[-2], k.shape[-2]) < SEVERAL * LEAST:
+        return f"fewer than {SEVERAL * LEAST} tokens"
+    first = k[..., :1, :].detach()
+    made = [phi(first) for phi in maps(*(x if x is None else x.detach() for x in weights))]
+    if any(x is not None and x.requires_grad for features in made for x in features):
+        return "the map holds parameters of its own"
+    return "" if min(q.shape[-2], k.shape[-2]) * made[1][0].numel() >= numbers else "features of all tokens fit"
+
+
+def _size(features: Tensor, k: Tensor, v: Tensor) -> int:
+    """Tokens of a chunk, given the features of one token."""
+    return max(LEAST, NUMBERS // features.numel(), math.isqrt(k.shape[-2] * v.shape[-1]))
+
+
+def attend(
+    maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right."""
+    mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
+    with torch.no_grad():
+        before = linear.empty(one := maps(*weights)[1](k[..., :1, :]), v)
+    size = _size(one[0], k, v)
+    extra = k.shape[-2] - q.shape[-2] if is_causal else k.shape[-2]
+    if extra < 0:  # the first queries see nothing
+        found = attend(maps, weights, q[..., -extra:, :], k, v, is_causal=True, key_mask=key_mask, eps=eps)
+        return F.pad(found, (0, 0, -extra, 0))
+    state: tuple[Tensor, ...] = before
+    if extra > 0:  # every query sees the first keys
+        first = [x if x is None else x[..., :extra, :] for x in (k, v, mask)]
+        state = scan(_summed(maps), first, weights, state, size=size)[1]
+    if not is_causal:
+        return scan(_read(maps, len(weights), eps), [q], [*weights, *state], (), size=size)[0][0]
+    rest = [x if x is None else x[..., extra:, :] for x in (k, v, mask)]
+    return scan(_causal(maps, eps), [q, *rest], weights, state, size=size)[0][0]
+
+
+def _keys(phi: Map, k: Tensor, mask: Tensor | None) -> Features | Logs:
+    return linear.masked_keys(phi, k, None if mask is None else mask[..., 0])
+
+
+def _summed(maps: Maps) -> Step:
+    def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
+        k, v, mask = tokens
+        own = linear_paths.summarise(_keys(maps(*weights)[1], k, mask), v)
+        return (), tuple(linear.combine(LinearState(*state), own))
+
+    return step
+
+
+def _read(maps: Maps, count: int, eps: float) -> Step:
+    def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
+        queries, sums = maps(*weights[:count])[0](tokens[0]), LinearState(*weights[count:])
+        return (linear_paths.found(queries, sums, eps=eps),), ()
+
+    return step
+
+
+def _causal(maps: Maps, eps: float) -> Step:
+    def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
+        q, k, v, mask = tokens
+        queries, keys = maps(*weights)
+        out, after = linear_paths.streamed(queries(q), _keys(keys, k, mask), v, LinearState(*state), eps=eps)
+        return (out,), tuple(after)
+
+    return step
