@@ -8,7 +8,9 @@ from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUA
 from fast_attention.mechanisms import LogAttention as LogAttention, Manhattan as Manhattan
 from fast_attention.mechanisms import PositiveSoftplus as PositiveSoftplus, PositiveExp as PositiveExp
 from fast_attention.mechanisms import PositiveElu as PositiveElu, PositiveRelu as PositiveRelu
-from fast_attention.mechanisms import LinearAttention as LinearAttention, Favor as Favor, FavorPlus as FavorPlus
+from fast_attention.mechanisms import LinearAttention as LinearAttention
+from fast_attention.mechanisms import DecayedLinearAttention as DecayedLinearAttention
+from fast_attention.mechanisms import Favor as Favor, FavorPlus as FavorPlus
 from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms import Linformer as Linformer, LearnedProjection as LearnedProjection
 from fast_attention.mechanisms import MeanPool as MeanPool, MaxPool as MaxPool, Convolution as Convolution

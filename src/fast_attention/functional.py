@@ -16,7 +16,7 @@ from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.aft import aft
 from fast_attention.mechanisms.aft import aft_local as aft_window
 from fast_attention.mechanisms.dense import relu, slots, softmax, synthesis
-from fast_attention.mechanisms.linear import favor, favor_plus, favor_plus_plus
+from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
 from fast_attention.mechanisms.log_manhattan import log, manhattan
 from fast_attention.mechanisms.log_manhattan import signed_sums as differences
@@ -39,6 +39,7 @@ optimal_damping = favor_plus_plus.optimal_damping
 fourier_mix = checked(fnet.fourier_mix)
 gated_mlp = checked(gmlp.gated_mlp)
 linear_attention = checked(linear.linear_attention)
+decayed_linear_attention = checked(decayed.decayed_linear_attention)
 block_local_attention = checked(local.block_local_attention)
 local_attention = checked(local.local_attention)
 log_attention = checked(log.log_attention)
@@ -147,7 +148,8 @@ def _moved(w: Any, like: Tensor) -> Any:
 
 __all__ = [
     "absolute_manhattan", "aft_full", "aft_local", "aft_simple", "attention", "bigbird_attention",
-    "block_local_attention", "conv_band", "convolved_attention", "favor_attention", "favor_plus_attention",
+    "block_local_attention", "conv_band", "convolved_attention", "decayed_linear_attention", "favor_attention",
+    "favor_plus_attention",
     "favor_plus_plus_attention", "fourier_mix", "gated_mlp", "generalised_attention", "laplacian_manhattan",
     "linear_attention", "linformer_attention", "local_attention", "log_attention", "lsh_attention",
     "manhattan_attention", "optimal_damping", "pooled_attention", "relu_attention", "signed_manhattan",

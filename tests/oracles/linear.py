@@ -57,7 +57,26 @@ def linear(
     return torch.stack(rows)
 
 
-ORACLES = {"LinearAttention": linear}
+def decayed(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """RetNet's Eq. 5, pair by pair: every token between a key and its query, masked ones apart, fades it once."""
+    logits = [w.logit[head] + (0.0 if w.rows is None else w.rows[head] @ key) for key in k]
+    gates = [torch.sigmoid(x) if key_mask is None or bool(key_mask[t]) else torch.ones_like(x)
+             for t, x in enumerate(logits)]  # fmt: skip
+    rows = []
+    for i in range(len(q)):
+        seen, weights = visible(i, len(q), len(k), is_causal, key_mask), []
+        for j in seen:
+            decay = torch.ones_like(gates[0])
+            for t in range(min(i, j) + 1, max(i, j) + 1):
+                decay = decay * gates[t]
+            weights.append(decay * kernel(m.feature_map, q[i], k[j]))
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights) + m.eps if m.normalize else 1.0))
+    return torch.stack(rows)
+
+
+ORACLES = {"LinearAttention": linear, "DecayedLinearAttention": decayed}
 VARIANTS = [
     "LinearAttention(eps=0.1)",
     "LinearAttention(feature_map=Relu(offset=0.001))",
@@ -66,4 +85,8 @@ VARIANTS = [
     "LinearAttention(feature_map=Quadratic())",
     "LinearAttention(feature_map=Taylor())",
     "LinearAttention(feature_map=Exp())",
+    "DecayedLinearAttention(gate='learned')",
+    "DecayedLinearAttention(gate='token')",
+    "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",
+    "DecayedLinearAttention(feature_map=Quadratic(), eps=0.1)",
 ]

@@ -6,6 +6,7 @@ from fast_attention.mechanisms.dense.relu import ReLUAttention as ReLUAttention
 from fast_attention.mechanisms.log_manhattan.log import LogAttention as LogAttention
 from fast_attention.mechanisms.log_manhattan.manhattan import Manhattan as Manhattan
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention as LinearAttention
+from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention as DecayedLinearAttention
 from fast_attention.mechanisms.linear.favor import Favor as Favor
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus as FavorPlus
 from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
@@ -43,10 +44,10 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "Convolution", "DenseSynthesizer",
-    "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus",
-    "FavorPlusPlus", "GMLP", "Hybrid",
-    "LSH", "LearnedFeatures", "LearnedProjection", "LinearAttention", "Linformer", "Local",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "Convolution", "DecayedLinearAttention",
+    "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
+    "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
+    "LearnedFeatures", "LearnedProjection", "LinearAttention", "Linformer", "Local",
     "LogAttention", "MLPMixer", "Manhattan", "MaxPool", "MeanPool", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
     "SortCut",

@@ -1,0 +1,138 @@
+"""Linear attention that forgets (RetNet, Sun et al. 2023; gates as in GLA, Yang et al. 2023): sums that decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fast_attention.engine.precision import in_float32
+from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
+from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanisms.linear import decayed_sums
+from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.value import at_least, one_of
+
+
+@in_float32
+def decayed_linear_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    log_decay: Float[Tensor, "*#batch length"],
+    *,
+    feature_map: FeatureMap = EluPlusOne(),  # noqa: B008
+    normalize: bool = True,
+    eps: float = 1e-6,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_j D_ij phi(q_i) . phi(k_j) v_j``, with ``normalize`` over ``sum_j D_ij phi(q_i) . phi(k_j) + eps``.
+
+    ``D_ij = exp(log_decay_{j+1} + ... + log_decay_i)`` for j <= i (RetNet, arXiv 2307.08621, Eq. 5; one number for each
+    token as in arXiv 2312.06635); where it is not causal, the decay counts the same in both directions. Numbers of
+    ``log_decay`` are at most 0. A masked token is as if it were not there: it is not summed and nothing decays at it.
+    """
+    log_decay = log_decay.expand(k.shape[:-1])
+    log_decay = log_decay if key_mask is None else log_decay.masked_fill(~key_mask, 0.0)
+    return decayed_sums.attend(
+        q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal
+    )
+
+
+class Gates(NamedTuple):
+    """A token decays by ``sigmoid(logit + rows . k)``: logits (H,), and rows (H, d) where tokens have their own."""
+
+    logit: Float[Tensor, "heads"]
+    rows: Float[Tensor, "heads width"] | None
+
+
+@dataclass(frozen=True, repr=False)
+class DecayedLinearAttention(Attention[Gates, DecayedState]):
+    """Linear attention whose sums decay from token to token, so that late keys weigh more and the state never fills up.
+
+    Retention (RetNet) is ``DecayedLinearAttention(Identity(), normalize=False)`` with rotary queries and keys, without
+    RetNet's group normalisation and its factor ``1 / sqrt(width)``.
+
+    Args:
+        feature_map: The map phi of queries and keys, as in ``LinearAttention``.
+        gate: ``"fixed"``: head h decays by ``1 - 2^(-5 - h)`` a token, as RetNet has it; ``"learned"``: one number for
+            each head, trained, which starts there; ``"token"``: ``sigmoid(logit + rows . k)`` for each token, trained,
+            which starts as ``"fixed"``.
+        normalize: Whether the weights of a query sum to one. Where they do not, outputs grow with the sums.
+        eps: Added to the denominators, at least 0.
+    """
+
+    feature_map: FeatureMap = EluPlusOne()  # noqa: RUF009
+    gate: Literal["fixed", "learned", "token"] = "fixed"
+    normalize: bool = True
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
+        one_of(self, "gate", self.gate, ("fixed", "learned", "token"))
+        at_least(self, "eps", self.eps, 0.0)
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """As linear attention, for queries that stand beside their keys."""
+        return Traits(
+            paper="Sun et al. 2023, arXiv 2307.08621",
+            formula="S_t = g_t S_{t-1} + phi(k_t) v_t^T, z alike; phi(q) S_t / (phi(q) . z_t + eps)",
+            cost="n m d",
+            order=1.0,
+            causal=True,
+            padding=True,
+            memory="constant",
+            learned=self.gate != "fixed",
+        )
+
+    def weights(self, shape: Shape) -> Gates:
+        """RetNet's decays, by their logits."""
+        logit = torch.log(2.0 ** (5 + torch.arange(shape.heads)) - 1)
+        if self.gate == "fixed":
+            return Gates(logit, None)
+        rows = nn.Parameter(torch.zeros(shape.heads, shape.head_dim)) if self.gate == "token" else None
+        return Gates(nn.Parameter(logit), rows)
+
+    @in_float32
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Gates, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """``decayed_linear_attention`` with these settings and the weights' decays."""
+        return decayed_linear_attention(
+            q, k, v, _log_decay(k, w), feature_map=self.feature_map, normalize=self.normalize, eps=self.eps,
+            is_causal=is_causal, key_mask=key_mask,
+        )  # fmt: skip
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, DecayedState]:
+        """Outputs of the new tokens, and the sums up to their end."""
+        log_decay = _seen(_log_decay(k, w), key_mask)
+        return decayed_sums.streamed(
+            q, k, v, log_decay, key_mask, state, phi=self.feature_map, normalize=self.normalize, eps=self.eps
+        )
+
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
+        """The sums over some tokens, and how much these decay what was before them."""
+        return decayed_sums.summarise(k, v, _seen(_log_decay(k, w), key_mask), key_mask, phi=self.feature_map)
+
+    def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
+        """The sums over neighbouring tokens."""
+        return decayed_sums.combine(earlier, later)
+
+
+def _log_decay(k: Tensor, w: Gates) -> Tensor:
+    logit = w.logit[..., None].to(k.dtype)
+    if w.rows is not None:
+        logit = logit + (k @ w.rows.to(k.dtype)[..., None])[..., 0]
+    return F.logsigmoid(logit).expand(k.shape[:-1])
+
+
+def _seen(log_decay: Tensor, key_mask: Tensor | None) -> Tensor:
+    return log_decay if key_mask is None else log_decay.masked_fill(~key_mask, 0.0)

@@ -1,0 +1,158 @@
+"""Sums of kernelised attention that decay from token to token: what ``DecayedLinearAttention`` computes.
+
+Blocks of ``BLOCK`` tokens side by side: a masked product inside each, the decayed prefix of the blocks' states across
+them. Every exponent that is taken is at most zero; logarithms are summed in float64, where millions of tokens lose
+nothing. Long sequences go chunk by chunk through ``engine.chunked``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fast_attention.engine import room
+from fast_attention.engine.blocks import join, split, split_row
+from fast_attention.engine.chunked import Step, scan
+from fast_attention.engine.dispatch import took
+from fast_attention.engine.tracing import traced
+from fast_attention.feature_maps.feature_map import FeatureMap, Features
+from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
+
+BLOCK = 64  # tokens whose pairs are taken
+NUMBERS = 2**20  # features of a chunk, all rows together
+LEAST = 256  # tokens of a chunk
+
+
+class DecayedState(NamedTuple):
+    """Sums over all tokens so far, ``exp(top)`` times ``kv`` and ``k``, and the decay over all of them."""
+
+    kv: Float[Tensor, "*batch C values"]
+    k: Float[Tensor, "*batch C"]
+    top: Float[Tensor, "*batch 1"]
+    log_decay: Float[Tensor, "*batch 1"]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """Outputs (..., L, Ev); not causal, the sums from the left and those from the right."""
+    how = {"phi": phi, "normalize": normalize}
+    if is_causal:
+        return _finished(*_directed(q, k, v, log_decay, key_mask, _empty(k, v, phi), eps=eps, **how)[0], normalize)
+    values = linear.masked_keys(lambda x: Features(phi(x)), k, key_mask).values
+    first = _empty(k, v, phi)._replace(top=_unit(values))  # one unit for both directions
+    left = _directed(q, k, v, log_decay, key_mask, first, eps=eps, **how)[0]
+    to_next = torch.cat([log_decay[..., 1:], torch.zeros_like(log_decay[..., :1])], -1).flip(-1)
+    mask = None if key_mask is None else key_mask.flip(-1)
+    turned = (x.flip(-2) for x in (q, k, v))
+    right = _directed(*turned, to_next, mask, first, eps=0.0, strict=True, **how)[0]
+    return _finished(*(a + b.flip(-2) for a, b in zip(left, right, strict=True)), normalize)
+
+
+def streamed(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState | None, *,
+    phi: FeatureMap, normalize: bool, eps: float,
+) -> tuple[Tensor, DecayedState]:  # fmt: skip
+    """Outputs of tokens behind ``state``, and the state after them."""
+    state = _empty(k, v, phi) if state is None else state
+    sums, after = _directed(q, k, v, log_decay, key_mask, state, phi=phi, normalize=normalize, eps=eps)
+    return _finished(*sums, normalize), after
+
+
+def summarise(k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap) -> DecayedState:
+    """The state after some tokens that nothing precedes."""
+    values = linear.masked_keys(lambda x: Features(phi(x)), k, key_mask).values
+    top, reached = _unit(values), log_decay.double().cumsum(-1)
+    fading = (reached[..., -1:] - reached).exp().to(v.dtype)[..., None]
+    own = values * (-top).exp()[..., None] * fading
+    return DecayedState(own.mT @ v, own.sum(-2), top, reached[..., -1:].to(v.dtype))
+
+
+def combine(earlier: DecayedState, later: DecayedState) -> DecayedState:
+    """The state of neighbouring tokens; associative."""
+    top = torch.maximum(earlier.top, later.top)
+    a, b = (earlier.top - top + later.log_decay).exp(), (later.top - top).exp()
+    kv = a[..., None] * earlier.kv + b[..., None] * later.kv
+    return DecayedState(kv, a * earlier.k + b * later.k, top, earlier.log_decay + later.log_decay)
+
+
+def _directed(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, state: DecayedState, *,
+    phi: FeatureMap, normalize: bool, eps: float, strict: bool = False,
+) -> tuple[tuple[Tensor, Tensor], DecayedState]:  # fmt: skip
+    """Numerators and denominators (..., L, 1) over the tokens up to each; ``strict``: before each."""
+    mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
+    tokens, step = [q, k, v, log_decay[..., None], mask], _step(phi, normalize, eps, strict)
+    size = max(LEAST, NUMBERS // max(state.k.numel(), 1))
+    if traced() or not q.is_cpu or q.shape[-2] <= size or not _alike(*tokens):
+        took("blocks side by side", "traced, short, or not on a CPU", block=BLOCK)
+        (numerator, denominator), after = step(tokens, (), state)
+    else:
+        took("chunks that hand on a state", "a long sequence", chunk=size, block=BLOCK)
+        (numerator, denominator), after = scan(step, tokens, (), state, size=size)
+    return (numerator, denominator), DecayedState(*after)
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+    return all(x is None or x.shape[:-2] == v.shape[:-2] for x in (q, k, *others))
+
+
+def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
+    def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
+        q, k, v, log_decay, mask = tokens
+        before = DecayedState(*state)
+        keys = linear.masked_keys(lambda x: Features(phi(x)), k, None if mask is None else mask[..., 0]).values
+        queries, top = phi(q), torch.maximum(before.top, _unit(keys))
+        unit, less = (-top).exp(), room.factor(queries, 1.0, rows=True)
+        fading = (before.top - top).exp()
+        before = DecayedState(before.kv * fading[..., None], before.k * fading, top, before.log_decay)
+        sums, after = _advance(queries * less, keys * unit[..., None], v, log_decay[..., 0], before, strict=strict)
+        scale = unit[..., None] * less
+        if normalize:
+            return (sums.numerator, sums.denominator[..., None] + eps * scale), after
+        return (sums.numerator / scale, sums.denominator[..., None]), after
+
+    return step
+
+
+def _advance(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
+) -> tuple[Sums, DecayedState]:
+    """Of features and values in blocks: pairs inside each, the states before them across."""
+    length = v.shape[-2]
+    size = BLOCK if torch.compiler.is_compiling() else min(BLOCK, length)
+    q, k, v, steps = split(q, size), split(k, size), split(v, size), split_row(log_decay.double(), size)
+    reached = steps.cumsum(-1)
+    hidden = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(0 if strict else 1)
+    decay = (reached[..., :, None] - reached[..., None, :]).masked_fill(hidden, float("-inf")).exp().to(v.dtype)
+    within, over = (q @ k.mT) * decay, reached[..., -1]
+    own = k * (over[..., None] - reached).exp().to(v.dtype)[..., None]
+    levels = torch.cat([torch.zeros_like(over[..., :1]), -over.cumsum(-1)], -1)
+    kv, z = prefixes(LinearState(*before[:3]), own.mT @ v, own.sum(-2), levels)
+    q = q * reached.exp().to(v.dtype)[..., None]
+    numerator = join(within @ v + q @ kv[..., :-1, :, :], length)
+    found = (q @ z[..., :-1, :, None])[..., 0]
+    denominator = join((within.sum(-1) + found)[..., None], length)[..., 0]
+    total = before.log_decay - levels[..., -1:].to(v.dtype)
+    return Sums(numerator, denominator), DecayedState(kv[..., -1, :, :], z[..., -1, :], before.top, total)
+
+
+def _finished(numerator: Tensor, denominator: Tensor, normalize: bool) -> Tensor:
+    return linear.normalise(Sums(numerator, denominator[..., 0])) if normalize else numerator
+
+
+def _empty(k: Tensor, v: Tensor, phi: FeatureMap) -> DecayedState:
+    z = torch.zeros_like(phi(k[..., :1, :])[..., 0, :])
+    return DecayedState(z.new_zeros((*z.shape, v.shape[-1])), z, z.new_zeros((*z.shape[:-1], 1)), z.new_zeros(
+        (*z.shape[:-1], 1)))  # fmt: skip
+
+
+def _unit(keys: Tensor) -> Tensor:
+    """The logarithm (..., 1) of a unit in which sums of these features have room; 0 for ordinary ones."""
+    return -room.factor(keys.flatten(-2), 2.0**20, rows=True).log()
