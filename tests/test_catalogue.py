@@ -81,7 +81,7 @@ def test_attention_refuses_mixers_and_learned_weights() -> None:
         ("Hybrid(far=Performer())", "Performer: FavorPlus()"),
         ("RWKV", "not here; nearest is AFTSimple()"),
         ("Hyena", "not here"),
-        ("RetNet", "not here"),
+        ("DeltaNet", "not here"),
         ("Sparse Transformer", "not here; nearest is BigBird()"),
         ("MLP-Mixer", "is spelt MLPMixer() here"),
     ],

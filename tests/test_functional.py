@@ -16,6 +16,7 @@ WEIGHTS = {
     "aft_full": lambda: (torch.randn(9, 9),),
     "aft_local": lambda: (torch.randn(2, 9, 5),),
     "bigbird_attention": lambda: _of("BigBird"),
+    "decayed_linear_attention": lambda: (-torch.rand(2, 9),),
     "favor_attention": lambda: _of("Favor"),
     "favor_plus_attention": lambda: _of("FavorPlus"),
     "generalised_attention": lambda: _of("FavorPlus"),

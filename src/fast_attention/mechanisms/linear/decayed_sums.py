@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.engine import room
 from fast_attention.engine.blocks import join, split, split_row
@@ -48,7 +49,7 @@ def attend(
     values = linear.masked_keys(lambda x: Features(phi(x)), k, key_mask).values
     first = _empty(k, v, phi)._replace(top=_unit(values))  # one unit for both directions
     left = _directed(q, k, v, log_decay, key_mask, first, eps=eps, **how)[0]
-    to_next = torch.cat([log_decay[..., 1:], torch.zeros_like(log_decay[..., :1])], -1).flip(-1)
+    to_next = F.pad(log_decay, (0, 1))[..., 1:].flip(-1)
     mask = None if key_mask is None else key_mask.flip(-1)
     turned = (x.flip(-2) for x in (q, k, v))
     right = _directed(*turned, to_next, mask, first, eps=0.0, strict=True, **how)[0]

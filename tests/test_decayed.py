@@ -1,0 +1,84 @@
+"""Linear attention that forgets: its chunks, its recurrence, and what a masked token is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import DecayedLinearAttention, Shape, catalogue, explain
+from fast_attention.feature_maps.features import EluPlusOne, Identity
+from fast_attention.functional import decayed_linear_attention, linear_attention
+from fast_attention.mechanisms.linear import decayed_sums
+from tests.cases import bind, qkv, some_keys
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "text", ["DecayedLinearAttention(gate='token')", "DecayedLinearAttention(Identity(), 'learned', normalize=False)"]
+)
+def test_chunks(text: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that hand on a state, and blocks side by side: outputs and all gradients agree."""
+    bound, x, mask = bind(catalogue.parse(text)), [t.requires_grad_() for t in qkv(331)], some_keys(2, 331)
+    leaves, found = [*x, *bound.parameters()], []
+    for least in (100, 1000):
+        monkeypatch.setattr(decayed_sums, "LEAST", least)
+        monkeypatch.setattr(decayed_sums, "NUMBERS", 1)
+        out = bound(*x, is_causal=is_causal, key_mask=mask)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        said = str(explain(bound.mechanism, *(t.detach() for t in x), is_causal=is_causal))
+        assert ("hand on a state" in said) == (least == 100)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    """``S_t = g_t S_{t-1} + k_t v_t^T``, token by token."""
+    state, rows = q.new_zeros(*q.shape[:-2], q.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[-2]):
+        state = decay[..., t, None, None] * state + k[..., t, :, None] * v[..., t, None, :]
+        rows.append((q[..., t, None, :] @ state)[..., 0, :])
+    return torch.stack(rows, -2)
+
+
+def test_retention_is_its_recurrence() -> None:
+    """RetNet's Eq. 1 with its decays, not normalised."""
+    q, k, v = qkv(150)
+    mechanism = DecayedLinearAttention(Identity(), normalize=False)
+    gates = mechanism.weights(Shape(2, 8))
+    decay = gates.logit.double().sigmoid()
+    torch.testing.assert_close(decay, 1 - 2.0 ** -(5 + torch.arange(2, dtype=torch.float64)), rtol=1e-6, atol=0)
+    out = mechanism(q, k, v, gates, is_causal=True)
+    torch.testing.assert_close(out, recurrence(q, k, v, decay[:, None].expand(2, 2, 150)), rtol=1e-6, atol=1e-6)
+
+
+def test_without_decay_it_is_linear_attention() -> None:
+    q, k, v = qkv(100)
+    for is_causal in (False, True):
+        settings: dict[str, Any] = {"feature_map": EluPlusOne(), "is_causal": is_causal}
+        ours = decayed_linear_attention(q, k, v, torch.zeros(100, dtype=torch.float64), **settings)
+        torch.testing.assert_close(ours, linear_attention(q, k, v, **settings))
+
+
+def test_a_masked_token_is_as_if_it_were_not_there() -> None:
+    q, k, v = qkv(60)
+    seen = torch.rand(60) < 0.6
+    decay = -torch.rand(60, dtype=torch.float64)
+    for is_causal in (False, True):
+        out = decayed_linear_attention(q, k, v, decay, is_causal=is_causal, key_mask=seen.expand(2, 60))
+        x = (t[..., seen, :] for t in (q, k, v))
+        torch.testing.assert_close(
+            out[..., seen, :], decayed_linear_attention(*x, decay[seen], is_causal=is_causal), rtol=1e-9, atol=1e-9
+        )
+
+
+def test_very_long_and_fast_decays_lose_nothing() -> None:
+    """Logarithms of decays add up to 10^5 here; float32 would tell their differences to one in a hundred."""
+    q, k, v = qkv(100_000, batch=1, heads=1, dtype=torch.float32)
+    decay = torch.full((100_000,), -1.0)
+    out = decayed_linear_attention(q, k, v, decay, is_causal=True)
+    exact = decayed_linear_attention(*(x.double()[..., -300:, :] for x in (q, k, v)), decay[-300:].double(),
+                                     is_causal=True)  # fmt: skip
+    torch.testing.assert_close(out[..., -100:, :].double(), exact[..., -100:, :], rtol=1e-5, atol=1e-5)
