@@ -8,6 +8,7 @@ exponential in one of its own, so that no query's largest term vanishes; cosines
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -42,11 +43,12 @@ class Heads(NamedTuple):
 
     def some(self, heads: slice) -> Heads:
         """Those of a few heads."""
-        return Heads(*(None if x is None else x[heads] for x in self))
+        return self.mapped(lambda x: x[heads])
 
-    def zeros(self) -> Heads:
-        """As many zeros."""
-        return Heads(*(None if x is None else torch.zeros_like(x) for x in self))
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Heads:
+        """``function`` of each tensor."""
+        bias, key_rows = (None if x is None else function(x) for x in self[1:])
+        return Heads(function(self.rows), bias, key_rows)
 
 
 @dataclass(frozen=True)

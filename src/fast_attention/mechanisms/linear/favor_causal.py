@@ -158,7 +158,7 @@ def _pairwise_back(
         q, k, v, G, g = leaves = [x.detach().requires_grad_() for x in tensors]
         heads = part.heads
         if part.learned is not None:
-            heads = Heads(*(None if x is None else x.detach().requires_grad_() for x in heads))
+            heads = heads.mapped(lambda x: x.detach().requires_grad_())
             leaves += [x for x in heads if x is not None]
         state = LinearState(G, g[:, 0], here.enters[:, 0])
         out, state = part.pairwise(q, k, v, heads, part.seen(at), state)

@@ -156,7 +156,11 @@ def _chunks_back(
     assert v is not None
     *places, over = kept
     heads = Heads(*cast("list[Tensor]", of_heads))
-    size, desk, learned = chunk_of(lift, heads.rows), Workspace(q), heads.zeros() if heads.trained else None
+    size, desk, learned = (
+        chunk_of(lift, heads.rows),
+        Workspace(q),
+        heads.mapped(torch.zeros_like) if heads.trained else None,
+    )
     order = blocks(size, q.shape[1], k.shape[1])
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for some in _groups(len(q), size):

@@ -92,7 +92,7 @@ def backward(
     assert v is not None
     (out,), (G, g, unit, over), (grad,) = outputs, kept, gradients
     desk, heads = Workspace(q), Heads(*cast("list[Tensor]", of_heads))
-    learned = heads.zeros() if heads.trained else None
+    learned = heads.mapped(torch.zeros_like) if heads.trained else None
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dG, dg = torch.zeros_like(G), torch.zeros_like(g)
     for some, blocks in _blocks(len(q), q.shape[1]):
