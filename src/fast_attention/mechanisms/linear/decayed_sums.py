@@ -8,6 +8,7 @@ nothing. Long sequences go chunk by chunk through ``engine.chunked``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fast_attention.engine import room
 from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.dispatch import took
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import replaced, traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.mechanisms.linear import linear
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
@@ -43,17 +44,18 @@ def attend(
     eps: float, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """Outputs (..., L, Ev); not causal, the sums from the left and those from the right."""
-    how = {"phi": phi, "normalize": normalize}
+    directed = partial(_directed, phi=phi, normalize=normalize)
     if is_causal:
-        return _finished(*_directed(q, k, v, log_decay, key_mask, _empty(k, v, phi), eps=eps, **how)[0], normalize)
+        return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi), eps=eps)[0], normalize)
     values = linear.masked_keys(lambda x: Features(phi(x)), k, key_mask).values
-    first = _empty(k, v, phi)._replace(top=_unit(values))  # one unit for both directions
-    left = _directed(q, k, v, log_decay, key_mask, first, eps=eps, **how)[0]
+    first = replaced(_empty(k, v, phi), top=_unit(values))  # one unit for both directions
+    left = directed(q, k, v, log_decay, key_mask, first, eps=eps)[0]
     to_next = F.pad(log_decay, (0, 1))[..., 1:].flip(-1)
     mask = None if key_mask is None else key_mask.flip(-1)
-    turned = (x.flip(-2) for x in (q, k, v))
-    right = _directed(*turned, to_next, mask, first, eps=0.0, strict=True, **how)[0]
-    return _finished(*(a + b.flip(-2) for a, b in zip(left, right, strict=True)), normalize)
+    q, k, v = (x.flip(-2) for x in (q, k, v))
+    right = directed(q, k, v, to_next, mask, first, eps=0.0, strict=True)[0]
+    numerator, denominator = (a + b.flip(-2) for a, b in zip(left, right, strict=True))
+    return _finished(numerator, denominator, normalize)
 
 
 def streamed(
