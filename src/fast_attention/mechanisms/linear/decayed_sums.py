@@ -26,7 +26,7 @@ from fast_attention.mechanisms.linear import linear
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
 
 BLOCK = 64  # tokens whose pairs are taken
-NUMBERS = 2**20  # features of a chunk, all rows together
+NUMBERS = 2**18  # features of a chunk, all rows together: a megabyte, as measured best
 LEAST = 256  # tokens of a chunk
 
 
