@@ -263,6 +263,15 @@ def test_a_mechanism_is_put_into_our_own_model_to_be_checked(
     assert "2 of 2 layers replaced" in capsys.readouterr().err
 
 
+def test_an_unknown_token_that_is_no_word_is_refused(bert: Path, tmp_path: Path) -> None:
+    """Asking transformers for its number asks for the number of the unknown token, without end."""
+    place = shutil.copytree(bert, tmp_path / "model")
+    settings = json.loads((place / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (place / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": ""}), encoding="utf-8")
+    with pytest.raises(InputError, match="tokenizer cannot be loaded"):
+        loading.tokenizer(place)
+
+
 def test_a_text_of_which_the_tokenizer_knows_nothing(bert: Path) -> None:
     with pytest.raises(InputError, match="knows no word"):
         capture.HuggingFace(str(bert), corpus.Corpus("text", "other", (("other", "no such word " * 9),)))

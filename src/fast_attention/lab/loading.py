@@ -241,6 +241,7 @@ def tokenizer(name: str | Path) -> Any:
     try:
         found = transformers.AutoTokenizer.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False)
         words = {*found.get_vocab()} - {*found.all_special_tokens}
+        _ = found.unk_token_id, found.all_special_ids  # one that is no word of its own asks for itself without end
     except Exception as error:  # whatever a broken file makes the library raise
         raise InputError(f"{name}: its tokenizer cannot be loaded: {first_line(error)}") from error
     if len(words) < 2:
