@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fast_attention import DecayedLinearAttention, Shape, catalogue, explain
-from fast_attention.feature_maps.features import EluPlusOne, Identity
+from fast_attention import DecayedLinearAttention, Shape, TokenMixer, Unsupported, catalogue, explain
+from fast_attention.feature_maps.features import Custom, EluPlusOne, Identity
 from fast_attention.functional import decayed_linear_attention, linear_attention
 from fast_attention.mechanisms.linear import decayed_sums
 from tests.cases import bind, qkv, some_keys
@@ -72,6 +72,32 @@ def test_a_masked_token_is_as_if_it_were_not_there() -> None:
         torch.testing.assert_close(
             out[..., seen, :], decayed_linear_attention(*x, decay[seen], is_causal=is_causal), rtol=1e-9, atol=1e-9
         )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_map_with_parameters_of_its_own_learns_in_long_sequences(is_causal: bool) -> None:
+    """Through chunks autograd would not find them, and nobody would be told."""
+    inside = nn.Linear(8, 12).double()
+    mechanism = DecayedLinearAttention(Custom(lambda x: inside(x).exp()))
+    q, k, v = qkv(20_000, heads=1, batch=1)
+    gates = mechanism.weights(Shape(1, 8))
+    mechanism(q, k, v, gates, is_causal=is_causal).square().sum().backward()
+    assert inside.weight.grad is not None
+    assert inside.weight.grad.any()
+
+
+def test_growing_sums_and_sizes_that_do_not_fit_are_refused() -> None:
+    q, k, v = qkv(9)
+    for wrong, said in ((torch.full((9,), 0.1), "above 0"), (torch.zeros(3, 2, 9), r"log_decay has shape \(3, 2, 9\)")):
+        with pytest.raises(ValueError, match=said):
+            decayed_linear_attention(q, k, v, wrong.double())
+
+
+def test_retention_takes_rotary_queries_and_keys() -> None:
+    mixer = TokenMixer(16, 2, "DecayedLinearAttention(Identity(), normalize=False)", rotary=True)
+    assert mixer(torch.randn(2, 9, 16), is_causal=True).isfinite().all()
+    with pytest.raises(Unsupported):
+        TokenMixer(16, 2, "DecayedLinearAttention", rotary=True)
 
 
 def test_very_long_and_fast_decays_lose_nothing() -> None:

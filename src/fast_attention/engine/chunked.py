@@ -27,15 +27,27 @@ def scan(
     """``step`` over chunks of ``size`` tokens, first to last: all rows, and the state after the last chunk.
 
     Args:
-        step: What one chunk does. It closes over nothing that needs a gradient.
+        step: What one chunk does. Where it holds parameters of its own, which autograd would not find through chunks,
+            the whole sequence is one.
         tokens: Tensors (..., L, E) that are cut along L; None and booleans have no gradient.
         weights: Tensors, or None, that every chunk uses.
         state: The state before the first chunk.
         size: Tokens of a chunk.
     """
-    found = _RULE(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
+    run = _RULE if _closed(step, tokens, weights, state) else _plain
+    found = run(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
     rows = len(found) - len(state)
     return found[:rows], found[rows:]
+
+
+def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: State) -> bool:
+    """Whether a step of one token has no gradient but those of its arguments."""
+    if not torch.is_grad_enabled():
+        return True
+    first = _cut(tokens, slice(0, 1))
+    cut, own = ([None if x is None else x.detach() for x in each] for each in (first, weights))
+    rows, after = step(cut, own, tuple(x.detach() for x in state))
+    return not any(x.requires_grad for x in (*rows, *after))
 
 
 def _split(everything: Sequence[Any], counts: tuple[int, int]) -> tuple[Sequence[Any], Sequence[Any], State]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine.precision import in_float32
-from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
+from fast_attention.engine.tracing import traced
+from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.linear import decayed_sums
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -34,11 +35,18 @@ def decayed_linear_attention(
     """``sum_j D_ij phi(q_i) . phi(k_j) v_j``, with ``normalize`` over ``sum_j D_ij phi(q_i) . phi(k_j) + eps``.
 
     ``D_ij = exp(log_decay_{j+1} + ... + log_decay_i)`` for j <= i (RetNet, arXiv 2307.08621, Eq. 5; one number for each
-    token as in arXiv 2312.06635); where it is not causal, the decay counts the same in both directions. Numbers of
-    ``log_decay`` are at most 0. A masked token is as if it were not there: it is not summed and nothing decays at it.
+    token as in arXiv 2312.06635); where it is not causal, the decay counts the same in both directions. A masked token
+    is as if it were not there: it is not summed and nothing decays at it.
+
+    Raises:
+        ValueError: ``log_decay`` does not spread over the keys, or one of its numbers is above 0.
     """
-    log_decay = log_decay.expand(k.shape[:-1])
-    log_decay = log_decay if key_mask is None else log_decay.masked_fill(~key_mask, 0.0)
+    sizes = zip(reversed(log_decay.shape), reversed(k.shape[:-1]), strict=False)
+    if log_decay.dim() >= k.dim() or any(own not in (1, keys) for own, keys in sizes):
+        raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
+    if not traced() and bool((log_decay > 0.0).any()):
+        raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
+    log_decay = _seen(log_decay.expand(k.shape[:-1]), key_mask)
     return decayed_sums.attend(
         q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal
     )
@@ -59,7 +67,8 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     RetNet's group normalisation and its factor ``1 / sqrt(width)``.
 
     Args:
-        feature_map: The map phi of queries and keys, as in ``LinearAttention``.
+        feature_map: The map phi of queries and keys, as in ``LinearAttention``, but taken as it is: ``Exp()`` overflows
+            above 88. With ``Identity()`` queries and keys may be rotary.
         gate: ``"fixed"``: head h decays by ``1 - 2^(-5 - h)`` a token, as RetNet has it; ``"learned"``: one number for
             each head, trained, which starts there; ``"token"``: ``sigmoid(logit + rows . k)`` for each token, trained,
             which starts as ``"fixed"``.
@@ -87,6 +96,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             order=1.0,
             causal=True,
             padding=True,
+            rotary=isinstance(self.feature_map, Identity),
             memory="constant",
             learned=self.gate != "fixed",
         )

@@ -22,7 +22,7 @@ from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.dispatch import took
 from fast_attention.engine.tracing import replaced, traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
-from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear import linear, linear_paths
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
 
 BLOCK = 64  # tokens whose pairs are taken
@@ -47,8 +47,8 @@ def attend(
     directed = partial(_directed, phi=phi, normalize=normalize)
     if is_causal:
         return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi), eps=eps)[0], normalize)
-    values = linear.masked_keys(lambda x: Features(phi(x)), k, key_mask).values
-    first = replaced(_empty(k, v, phi), top=_unit(values))  # one unit for both directions
+    unit = linear_paths.log_unit(_keys(phi, k, key_mask))  # one for both directions
+    first = replaced(_empty(k, v, phi), top=unit)
     left = directed(q, k, v, log_decay, key_mask, first, eps=eps)[0]
     to_next = F.pad(log_decay, (0, 1))[..., 1:].flip(-1)
     mask = None if key_mask is None else key_mask.flip(-1)
@@ -70,10 +70,10 @@ def streamed(
 
 def summarise(k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap) -> DecayedState:
     """The state after some tokens that nothing precedes."""
-    values = linear.masked_keys(lambda x: Features(phi(x)), k, key_mask).values
-    top, reached = _unit(values), log_decay.double().cumsum(-1)
+    keys = _keys(phi, k, key_mask)
+    top, reached = linear_paths.log_unit(keys), log_decay.double().cumsum(-1)
     fading = (reached[..., -1:] - reached).exp().to(v.dtype)[..., None]
-    own = values * (-top).exp()[..., None] * fading
+    own = keys.values * (-top).exp()[..., None] * fading
     return DecayedState(own.mT @ v, own.sum(-2), top, reached[..., -1:].to(v.dtype))
 
 
@@ -110,12 +110,13 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         q, k, v, log_decay, mask = tokens
         before = DecayedState(*state)
-        keys = linear.masked_keys(lambda x: Features(phi(x)), k, None if mask is None else mask[..., 0]).values
-        queries, top = phi(q), torch.maximum(before.top, _unit(keys))
+        keys = _keys(phi, k, None if mask is None else mask[..., 0])
+        queries, top = phi(q), torch.maximum(before.top, linear_paths.log_unit(keys))
         unit, less = (-top).exp(), room.factor(queries, 1.0, rows=True)
         fading = (before.top - top).exp()
         before = DecayedState(before.kv * fading[..., None], before.k * fading, top, before.log_decay)
-        sums, after = _advance(queries * less, keys * unit[..., None], v, log_decay[..., 0], before, strict=strict)
+        own = keys.values * unit[..., None]
+        sums, after = _advance(queries * less, own, v, log_decay[..., 0], before, strict=strict)
         scale = unit[..., None] * less
         if normalize:
             return (sums.numerator, sums.denominator[..., None] + eps * scale), after
@@ -150,12 +151,11 @@ def _finished(numerator: Tensor, denominator: Tensor, normalize: bool) -> Tensor
     return linear.normalise(Sums(numerator, denominator[..., 0])) if normalize else numerator
 
 
+def _keys(phi: FeatureMap, k: Tensor, key_mask: Tensor | None) -> Features:
+    return linear.masked_keys(lambda x: Features(phi(x)), k, key_mask)
+
+
 def _empty(k: Tensor, v: Tensor, phi: FeatureMap) -> DecayedState:
     z = torch.zeros_like(phi(k[..., :1, :])[..., 0, :])
-    return DecayedState(z.new_zeros((*z.shape, v.shape[-1])), z, z.new_zeros((*z.shape[:-1], 1)), z.new_zeros(
-        (*z.shape[:-1], 1)))  # fmt: skip
-
-
-def _unit(keys: Tensor) -> Tensor:
-    """The logarithm (..., 1) of a unit in which sums of these features have room; 0 for ordinary ones."""
-    return -room.factor(keys.flatten(-2), 2.0**20, rows=True).log()
+    nothing = torch.zeros_like(z[..., :1])
+    return DecayedState(z.new_zeros((*z.shape, v.shape[-1])), z, nothing, nothing.clone())

@@ -139,7 +139,7 @@ def streamed(
     assert isinstance(keys, Features)
     assert isinstance(queries, Features)
     before = linear.empty(keys, v) if state is None else state
-    top = torch.maximum(before.top, _unit(keys))
+    top = torch.maximum(before.top, log_unit(keys))
     fading, unit = (before.top - top).exp(), (-top).exp()
     before = LinearState(before.kv * fading[..., None], before.k * fading, top)
     less = room.factor(queries.values, 1.0, rows=True)
@@ -152,7 +152,7 @@ def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
     if _scaled(keys):
         return linear.summarise(keys, v)
     assert isinstance(keys, Features)
-    top = _unit(keys)
+    top = log_unit(keys)
     return linear.summarise(Features(keys.values * (-top).exp()[..., None]), v)._replace(top=top)
 
 
@@ -165,7 +165,7 @@ def found(queries: Features | Logs, state: LinearState, *, eps: float = 0.0) -> 
     return linear.normalise(Sums(sums.numerator, sums.denominator + eps * (-state.top).exp() * less[..., 0]))
 
 
-def _unit(keys: Features) -> Tensor:
+def log_unit(keys: Features) -> Tensor:
     """The logarithm (..., 1) of a unit in which a stretch of keys and many more have room; 0 for ordinary ones."""
     return -room.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
 
