@@ -35,19 +35,20 @@ oracles: .venv/dev
 
 # The laws against four published packages, in an environment of their own.
 test-peers: .venv-peers/ready
-	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/test_peers.py
+	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/conformance/test_peers.py
 
 # Swapped models under the oldest release of transformers that pyproject.toml allows, in an environment of its own;
 # make test has the newest.
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 test-transformers: .venv-transformers/ready
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -n 2 -p no:cacheprovider \
-		-W 'ignore:`torch.jit:DeprecationWarning' tests/test_swap.py tests/test_swap_saving.py tests/test_whole_model.py \
-		tests/test_attention_maps.py tests/test_conversion.py tests/test_compare.py tests/test_loading.py
+		-W 'ignore:`torch.jit:DeprecationWarning' \
+		tests/integrations/test_swap.py tests/integrations/test_swap_saving.py tests/conformance/test_whole_model.py \
+		tests/test_attention_maps.py tests/conversion/test_conversion.py tests/lab/test_compare.py tests/lab/test_loading.py
 
 # The whole suite under the oldest torch that pyproject.toml allows and under the newest of the registry, each in an
 # environment of its own: several GB each, because the registry's torch brings CUDA's libraries. Results go to
-# docs/compatibility.md. TESTS narrows it: make test-torch TESTS=tests/test_contract.py
+# docs/compatibility.md. TESTS narrows it: make test-torch TESTS=tests/conformance/test_contract.py
 OLDEST_TORCH := $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 TESTS ?= tests
 test-torch: test-torch-oldest test-torch-newest
@@ -75,7 +76,7 @@ gpu:
 	@if ! $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
 		echo "make gpu: $(PYTHON) sees no CUDA device (or has no torch): nothing was run."; exit 0; \
 	else set -e; export PYTHONPATH=src; mkdir -p records; \
-		$(PYTHON) -m pytest -q -p no:cacheprovider tests/test_oracles.py tests/test_contract.py 2>&1 \
+		$(PYTHON) -m pytest -q -p no:cacheprovider tests/test_oracles.py tests/conformance/test_contract.py 2>&1 \
 			| tee records/$(DATE)-gpu-tests.log; \
 		tail -n 1 records/$(DATE)-gpu-tests.log | grep -q passed; \
 		! tail -n 1 records/$(DATE)-gpu-tests.log | grep -q -e failed -e error; \

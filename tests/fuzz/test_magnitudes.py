@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fast_attention import catalogue
 from tests.cases import bind, some_keys
+from tests.engine.test_large_inputs import HOMOGENEOUS, POSITIVE, definition, visible
 from tests.fuzz.kit import fuzz
-from tests.test_large_inputs import HOMOGENEOUS, POSITIVE, definition, visible
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 LENGTHS = st.integers(1, 150)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fast_attention
 from fast_attention import swap, swap_back
 from fast_attention.mechanism import Unsupported
-from tests.test_swap import BART, GPT2, SMALL, T5, VIT, build, inputs, out
+from tests.integrations.test_swap import BART, GPT2, SMALL, T5, VIT, build, inputs, out
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from fast_attention import catalogue, files, from_pretrained, swap, swap_back
 from fast_attention.integrations import saving
 from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
-from tests.test_swap import build, inputs, out
+from tests.integrations.test_swap import build, inputs, out
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from fast_attention import BigBird, BlockLocal, Local
 from fast_attention.engine.dispatch import followed
 from tests.cases import bind
-from tests.test_bigbird import pattern
-from tests.test_local import near
+from tests.sparse.test_bigbird import pattern
+from tests.sparse.test_local import near
 
 SIZES = [(63, 63), (64, 64), (129, 129), (257, 257), (1000, 1000), (64, 200), (200, 64)]
 VALUES = [Local(20), Local(128), Local((0, 3)), BlockLocal(), BlockLocal(5, 2, 1), BlockLocal(150, 1, 0)]

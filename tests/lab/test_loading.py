@@ -19,7 +19,7 @@ from fast_attention.lab import capture, commands, corpus, loading
 from fast_attention.lab.inputs import InputError
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
-from tests.test_compare import CONFIGS, WORDS, reading, saved
+from tests.lab.test_compare import CONFIGS, WORDS, reading, saved
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

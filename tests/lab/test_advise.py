@@ -16,7 +16,7 @@ from fast_attention.lab.advice.ranking import ORDER, Question, advice, ranked
 from fast_attention.lab.capture import Gaussian
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error
-from tests.test_compare import CONFIGS, WORDS, reading, saved, setting
+from tests.lab.test_compare import CONFIGS, WORDS, reading, saved, setting
 
 TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "20"]
 

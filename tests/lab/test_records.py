@@ -16,7 +16,7 @@ from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import Cell, Comparison, Error, Record
 from fast_attention.lab.study.record import Result, Study
 
-HELD = Path(__file__).parent.parent / "records"
+HELD = Path(__file__).parent.parent.parent / "records"
 KINDS: dict[str, type[Record]] = {"study": Study, "bench": Benchmark, "convert": Converted}
 CELL = Cell("Local()", 128, "measured", forward_ms=1.25, forward_ratio=0.5, rounds=7)
 MADE = {

@@ -46,7 +46,7 @@ def test_a_page_is_one_file_that_reads_in_the_dark() -> None:
 
 
 def test_the_wheel_holds_the_templates(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     built = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

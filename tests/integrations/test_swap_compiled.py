@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import swap
-from tests.test_swap import build, gradients, inputs, out, real
+from tests.integrations.test_swap import build, gradients, inputs, out, real
 
 
 @pytest.fixture(autouse=True)

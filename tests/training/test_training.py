@@ -206,7 +206,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
 
 SPREAD = """
 import os, signal, sys
-from tests.test_training import STOPPING, SPREAD_SETTINGS, Uneven, small
+from tests.training.test_training import STOPPING, SPREAD_SETTINGS, Uneven, small
 from fast_attention.training.loop import train
 from dataclasses import replace
 ports = sys.argv[2:]
@@ -256,7 +256,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
         environment = {**os.environ, **words, "MASTER_ADDR": "127.0.0.1"}
         command = [sys.executable, "-c", SPREAD.replace("MIXED", repr(MIXED)), str(tmp_path), *ports]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        runs.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent, **pipes))
+        runs.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parent.parent.parent, **pipes))
     try:
         told = [run.communicate(timeout=100) for run in runs]
     finally:

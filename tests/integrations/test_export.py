@@ -285,7 +285,7 @@ SHORT: dict[str, dict[str, int]] = {  # exporting takes its time layer by layer
 
 
 def folder(kind: str, mechanism: str | None, path: Path) -> Any:
-    from tests.test_swap import build
+    from tests.integrations.test_swap import build
 
     model = build(kind, **SHORT.get(kind, {"num_hidden_layers": 1})).eval()
     if mechanism:

@@ -15,7 +15,7 @@ from fast_attention.lab import commands
 from fast_attention.lab.maps.heads import blocks, coarse, distance, sampled
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
-from tests.test_compare import CONFIGS, WORDS, saved
+from tests.lab.test_compare import CONFIGS, WORDS, saved
 
 transformers = pytest.importorskip("transformers")
 

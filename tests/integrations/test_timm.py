@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fast_attention import swap, swap_back
 from fast_attention.conformance.threads import differ
 from fast_attention.mechanism import Unsupported
-from tests.vision import PLACES, Attention, Beit, VisionTransformer
+from tests.integrations.vision import PLACES, Attention, Beit, VisionTransformer
 
 WIDTH, PIXELS = 32, (2, 3, 16, 16)
 

@@ -1,0 +1,31 @@
+"""Faults seeded into ``mechanisms/dense/``."""
+
+from tests.faults.fault import ORACLE, Fault
+
+FAULTS = [
+    Fault("relu's tiles see one key ahead", "mechanisms/dense/rectified.py", "scores.tril_(rows.start + ahead - start)",
+          "scores.tril_(rows.start + ahead - start + 1)", "tests/engine/test_stretches.py -k relu"),
+    Fault("relu's norm has no gradient", "mechanisms/dense/rectified.py", "slopes.sub_(shift)", "pass",
+          "tests/engine/test_stretches.py -k relu"),
+    Fault("a key's bias gets the gradient of another column", "mechanisms/dense/biased_keys.py", "dk[..., :width], dv[..., :width], dk[..., width]",
+          "dk[..., :width], dv[..., :width], dk[..., width - 1]", "tests/dense/test_synthesizer.py -k long_sequences"),
+    Fault("a block of queries sees one key of the future", "mechanisms/dense/rows.py", "torch.bool).triu(1)", "torch.bool).triu(2)",
+          "tests/dense/test_synthesizer.py -k blocks_of_queries"),
+    Fault("blocks see into holes", "mechanisms/dense/rows.py", "None if len(places) == end - first else ~seen", "None",
+          "tests/dense/test_synthesizer.py -k blocks_of_queries"),
+    Fault("the mean slope of a row stays in its gradient", "mechanisms/dense/rows.py", "slope.sub_(mean[b, h, rows])", "pass",
+          "tests/dense/test_synthesizer.py -k blocks_of_queries"),
+    Fault("a table's gradient is written where nobody looked", "mechanisms/dense/rows.py",
+          "into.R[b, h, rows, keys.stop :] = 0.0", "into.R[b, h, rows, keys.stop :] = 1.0",
+          "tests/dense/test_synthesizer.py -k blocks_of_queries"),
+    Fault("a mixture forgets a table's share", "mechanisms/dense/scores.py", "R, share = (part.R, own) if",
+          "R, share = (part.R, None) if", ORACLE + "MixtureSynthesizer"),
+    Fault("a triangle's gradient keeps the other half", "mechanisms/dense/triangular.py", "dW[i:j, i:j].tril_()", "pass",
+          "tests/mixers/test_mixers.py -k triangle"),
+    Fault("later rows of a triangle are forgotten", "mechanisms/dense/triangular.py",
+          "d[i:j].addmm_(W[j:, i:j].mT, slope[j:])", "pass", "tests/mixers/test_mixers.py -k triangle"),
+    Fault("a second sequence overwrites the gradient of the first", "mechanisms/dense/triangular.py",
+          "beta=float(b > 0)", "beta=0.0", "tests/mixers/test_mixers.py -k triangle"),
+    Fault("a product over tokens forgets the sequences but the last", "mechanisms/dense/triangular.py",
+          "beta=float(i > 0)", "beta=0.0", "tests/mixers/test_mixers.py -k product"),
+]  # fmt: skip

@@ -1,0 +1,15 @@
+"""Faults seeded into ``feature_maps/``."""
+
+from tests.faults.fault import ORACLE, Fault
+
+FAULTS = [
+    Fault("the map in place is not the map above zero", "feature_maps/features.py",
+          "torch.add(x, 1.0, out=scratch), exp(x, out)", "torch.add(x, 0.5, out=scratch), exp(x, out)",
+          "tests/linear/test_linear_fast.py"),
+    Fault("the sign fix of the orthogonal draws is gone", "feature_maps/random_features.py",
+          "Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]", "Q = Q * 1.0", "tests/linear/test_favor.py"),
+    Fault("half the squared norm is forgotten", "feature_maps/random_features.py", "z.sub_((x.square().sum(-1) / 2",
+          "z.sub_((x.square().sum(-1)", ORACLE + "FavorPlus"),
+    Fault("damped rows are stretched too much", "feature_maps/random_features.py", "return W * stretch.sqrt(), bias",
+          "return W * stretch, bias", ORACLE + "FavorPlusPlus"),
+]  # fmt: skip

@@ -1,0 +1,35 @@
+"""Faults seeded into ``mechanisms/hybrid/``."""
+
+from tests.faults.fault import ORACLE, Fault
+
+FAULTS = [
+    Fault("a landmark counts twice", "mechanisms/hybrid/landmarks.py", "place), seen & ~chosen", "place), seen",
+          ORACLE + "Hybrid"),
+    Fault("keys behind the span are not summed", "mechanisms/hybrid/far_sums.py",
+          "sources = list(zip(x[end:]", "sources = list((0 * y, z) for y, z in zip(x[end:]",
+          "tests/hybrid/test_hybrid.py -k many_blocks"),
+    Fault("a step forgets the far keys", "mechanisms/hybrid/near_far.py", "out, weights = _normalised(parts, v, queries, beyond)",
+          "out, weights = _normalised(parts, v, queries, FarSums(0 * beyond.both, beyond.top))",
+          "tests/hybrid/test_hybrid.py -k small"),
+    Fault("a rounded kernel's logarithm is no number", "mechanisms/hybrid/near_far.py",
+          'product.masked_fill(nothing, least).log().masked_fill_(nothing, float("-inf"))', "product.log()",
+          "tests/hybrid/test_hybrid.py -k below_zero"),
+    Fault("a weight is divided by a small sum", "mechanisms/hybrid/near_far.py", "share[..., None] * mean, weights",
+          "(share / summed.masked_fill(nothing, 1.0))[..., None] * found[..., :-1], weights",
+          "tests/hybrid/test_hybrid.py -k small_sums"),
+    Fault("the sum walks on in old units", "mechanisms/hybrid/far_sums.py", "total.mul_(self.fades[step - 1])", "pass",
+          "tests/hybrid/test_hybrid.py -k many_blocks"),
+    Fault("the walk of gradients forgets to turn round", "mechanisms/hybrid/far_sums.py",
+          "track.back().walk", "Track(*track[1::-1], track.fades).walk", "tests/hybrid/test_hybrid.py -k many_blocks"),
+    Fault("what leaves the window is forgotten", "mechanisms/hybrid/hybrid.py",
+          "far = linear.combine(far, linear.summarise(features", "_ = linear.combine(far, linear.summarise(features",
+          "tests/hybrid/test_hybrid.py -k small"),
+    Fault("a stretch reads the first stretch's sums", "mechanisms/hybrid/near_far_passes.py",
+          "beyond.both[..., part.blocks, :, :]\n", "beyond.both[..., : part.blocks.stop - part.blocks.start, :, :]\n",
+          "tests/hybrid/test_hybrid.py -k stretches"),
+    Fault("a parameter in a map's scale loses its gradient", "mechanisms/hybrid/near_far_passes.py",
+          "any(x.requires_grad for phi in maps for x in phi(one) if x is not None)",
+          "any(phi(one).values.requires_grad for phi in maps)", "tests/hybrid/test_hybrid.py -k scales_gets"),
+    Fault("the gradient of summed keys is lost", "mechanisms/hybrid/near_far_passes.py",
+          "key_stretches(x.q, x.k, plan):\n        held", "():\n        held", "tests/hybrid/test_hybrid.py -k stretches"),
+]  # fmt: skip

@@ -1,0 +1,38 @@
+"""Faults seeded into ``integrations/``."""
+
+from tests.faults.fault import Fault
+
+FAULTS = [
+    Fault("timm's padded tokens are seen", "integrations/timm.py", "key_mask=tokens[1]", "key_mask=None",
+          "tests/integrations/test_timm.py -k mask_of_tokens"),
+    Fault("timm's own scale is lost", "integrations/timm.py", "1.0 if old.fused_attn else", "1.0 if True else",
+          "tests/integrations/test_timm.py -k changes_nothing"),
+    Fault("another attention runs in silence", "integrations/hugging_face.py",
+          "and not call.attended:", "and False:", "tests/integrations/test_swap.py -k silence"),
+    Fault("calls of several threads meet", "integrations/calls.py", "class _Thread(threading.local):", "class _Thread:",
+          "tests/conformance/test_whole_model.py -k 'generate and LinearAttention'"),
+    Fault("a compiled model takes the announced mask on trust", "integrations/visible.py", "    torch._assert_async(",
+          "    (", "tests/integrations/test_swap_compiled.py -k packed"),
+    Fault("a swap changes the config of other models", "integrations/hugging_face.py", "    _own_config(model)\n", "",
+          "tests/integrations/test_swap_probes.py -k config_that"),
+    Fault("a swap advances random generators", "integrations/randomness.py", "with torch.random.fork_rng(devices=beside):",
+          "if True:", "tests/integrations/test_swap_probes.py -k generators"),
+    Fault("the probe forgets the other sequence", "integrations/probing.py", "and _crosses(model)", "and False",
+          "tests/integrations/test_swap_probes.py -k another_sequence"),
+    Fault("a swapped model's scaling is forgotten", "integrations/attention.py", "query = query * (scaling / own)", "query = query * 1.0",
+          "tests/integrations/test_swap.py -k 'changes_nothing and (Esm or OPT)'"),
+    Fault("packed sequences see one another", "integrations/attention.py", "    if seen.sequences is not None:\n        return _packed", "    if False:\n        return _packed",
+          "tests/integrations/test_swap.py -k packed_sequences_are"),
+    Fault("a window inside a packed sequence is overlooked", "integrations/visible.py", "if not bool(reach):", "if False:", "tests/integrations/test_swap.py -k inside_packed"),
+    Fault("beams go on from each other's state", "integrations/cache.py", "self.state = decoding.select(self.state, beam_idx)", "pass",
+          "tests/integrations/test_swap.py -k 'recomputation and beams and Llama'"),
+    Fault("padding of a later stretch is that of the first", "integrations/visible.py", "self.tokens[:, -keys:]", "self.tokens[:, :keys]",
+          "tests/integrations/test_swap.py -k 'recomputation and Llama'"),
+    Fault("swapping back leaves a module in training", "integrations/torch_nn.py", "old.train(part.training)", "old", "tests/integrations/test_swap.py -k only_what"),
+    Fault("the wish for attention maps outlives the call", "integrations/weights.py", "calls.end(model)", "pass",
+          "tests/test_attention_maps.py -k shows_exact"),
+    Fault("weights that a swapped model's file lacks are made up", "integrations/loading.py", "if absent:", "if absent == 0:",
+          "tests/integrations/test_swap_saving.py -k lack"),
+    Fault("a model's window is not seen while it is exported", "integrations/visible.py",
+          "Positions(1, 0, longest, 0, longest,", "Positions(1, 0, 4, 0, 4,", "tests/integrations/test_export.py -k 'ModernBert'"),
+]  # fmt: skip

@@ -1,0 +1,32 @@
+"""Faults seeded into ``mechanisms/lsh/``."""
+
+from tests.faults.fault import LAW, ORACLE, Fault
+
+FAULTS = [
+    Fault("a key counts once per round", "mechanisms/lsh/hash_blocks.py", "r if self.rules.distinct else 0", "0", ORACLE + "LSH"),
+    Fault("chunks are counted along the whole sequence",
+          "mechanisms/lsh/hash_blocks.py", "ranked=rules.ranked, across", "ranked=False, across", LAW + "'future and LSH'"),
+    Fault("a key counts once per round", "mechanisms/lsh/hash_blocks.py", "r if self.rules.distinct else 0", "0", ORACLE + "LSH"),
+    Fault("chunks are counted along the whole sequence",
+          "mechanisms/lsh/hash_blocks.py", "ranked=rules.ranked, across", "ranked=False, across", LAW + "'future and LSH'"),
+    Fault("the largest score is not taken off", "mechanisms/lsh/hash_blocks.py", "if self.shift is not None:", "if self.shift is False:",
+          "tests/lsh/test_hash_attention.py"),
+    Fault("empty slots count in the gradient", "mechanisms/lsh/hash_attention.py", "g.mul_(valid)", "pass",
+          "tests/lsh/test_hash_attention.py"),
+    Fault("the neighbouring chunk is the next", "mechanisms/lsh/hash_chunks.py", "Block(a * size, size, n))\n", "Block(b * size, size, n))\n",
+          "tests/lsh/test_hash_attention.py"),
+    Fault("a narrow last chunk follows another stretch", "mechanisms/lsh/hash_chunks.py", "(first[whole_chunks - 1] + ends[g])",
+          "first[whole_chunks - 1]", "tests/lsh/test_hash_attention.py"),
+    Fault("the neighbouring chunk of a long row is the next", "mechanisms/lsh/hash_chunks.py", "Block(a * size, size, n - 1))",
+          "Block((a + 1) * size, size, n - 1))", "tests/lsh/test_hash_attention.py -k sorted"),
+    Fault("a neighbour's product replaces a chunk's own", "mechanisms/lsh/hash_blocks.py", "beta=0.0 if own else 1.0",
+          "beta=0.0", "tests/lsh/test_hash_attention.py"),
+    Fault("a full log is written into chunks that older states hold", "mechanisms/lsh/hash_memory.py", "if not owned:", "if False:",
+          "tests/lsh/test_lsh.py -k log"),
+    Fault("tokens of the log do not count in their bucket", "mechanisms/lsh/hash_memory.py", "rank = filled + order[..., -1:]",
+          "rank = filled", "tests/lsh/test_lsh.py -k log"),
+    Fault("a token of the log counts once per round", "mechanisms/lsh/hash_memory.py", "times.clamp_(max=1)", "times",
+          "tests/lsh/test_lsh.py -k log"),
+    Fault("a key's length keeps its gradient", "mechanisms/lsh/hash_attention.py", ".addcmul_(along, lanes.k, value=-1.0)", "",
+          "tests/lsh/test_hash_attention.py"),
+]  # fmt: skip

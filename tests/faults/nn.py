@@ -1,0 +1,20 @@
+"""Faults seeded into ``nn/``."""
+
+from tests.faults.fault import LAW, Fault
+
+FAULTS = [
+    Fault("redraw leaves the old draws", "nn/bound.py", "self.get_buffer(name).copy_(fresh)", "pass",
+          LAW + "'weights_are and FavorPlus'"),
+    Fault("key padding is not turned round", "nn/torch_masks.py", "return Seen(is_causal, ~padding_mask, attn_mask)",
+          "return Seen(is_causal, padding_mask, attn_mask)", "tests/nn/test_multihead.py"),
+    Fault("dropout is drawn anew in the backward pass", "nn/reversible.py", "torch.set_rng_state(self.cpu)", "pass",
+          "tests/nn/test_reversible.py"),
+    Fault("a converted run's layer gets the projections in another order", "nn/token_mixer.py",
+          "parameter.copy_(self.in_proj.get_parameter(name)[wanted.to(like.device)])",
+          "parameter.copy_(self.in_proj.get_parameter(name)[: len(parameter)])",
+          "tests/conversion/test_convert_own.py -k copy_reads"),
+    Fault("a stretch's places begin anew", "nn/token_mixer.py", "start.to(x.device)[..., None] + counted", "counted",
+          "tests/nn/test_grouped_rotary.py -k keeps_the_places"),
+    Fault("YaRN divides the fast pairs", "nn/positions.py", "plain * (1 - slow) + plain / self.factor * slow",
+          "plain * slow + plain / self.factor * (1 - slow)", "tests/nn/test_grouped_rotary.py -k llama_turns"),
+]  # fmt: skip

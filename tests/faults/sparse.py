@@ -1,0 +1,36 @@
+"""Faults seeded into ``mechanisms/sparse/``."""
+
+from tests.faults.fault import LAW, ORACLE, Fault
+
+FAULTS = [
+    Fault("the window is one key short", "mechanisms/sparse/banded.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
+    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, tail(near, left)",
+          "return out, tail(near, left - 1)", LAW + "'decode and Local'"),
+    Fault("a block drawn twice counts twice", "mechanisms/sparse/gathered_tiles.py",
+          "fresh = (table >= 0) & ~", "fresh = (table >= 0) | ~", ORACLE + "BigBird"),
+    Fault("global rows give nothing to their queries", "mechanisms/sparse/gathered_tiles.py",
+          "dq[..., last:, :] = mine[..., :first, :], mine[..., first:, :]",
+          "dq[..., last:, :] = 0.0, 0.0", "tests/sparse/test_tiles.py -k global"),
+    Fault("a window over most keys begins one key late", "mechanisms/sparse/local.py", "reach(length, keys - length, 0, left=left",
+          "reach(length, keys - length, 0, left=left - 1", "tests/sparse/test_tiles.py -k most_keys"),
+    Fault("a block after the stretches is left out", "mechanisms/sparse/banded_tiles.py", "range(whole + each * number, count)",
+          "range(whole + each * number + 1, count)", "tests/sparse/test_tiles.py"),
+    Fault("a tile at the edge forgets how much was cut off", "mechanisms/sparse/banded_tiles.py",
+          "Tile(first + up, seen.shape[0], low + left",
+          "Tile(first + up, seen.shape[0], low", "tests/sparse/test_tiles.py"),
+    Fault("gradients of keys lose the scale", "mechanisms/sparse/tiles.py",
+          "torch.baddbmm(dk, dS.mT, q, beta=0, alpha=scale, out=dk)",
+          "torch.baddbmm(dk, dS.mT, q, beta=0, out=dk)", "tests/sparse/test_tiles.py"),
+    Fault("hidden keys keep their weights", "mechanisms/sparse/tiles.py",
+          "scores if hidden is None else scores.masked_fill_(hidden, 0.0)",
+          "scores", "tests/sparse/test_tiles.py"),
+    Fault("a causal block sees its own future", "mechanisms/sparse/gathered_tiles.py",
+          "dtype=torch.bool).triu(1)",
+          "dtype=torch.bool).triu(2)", "tests/sparse/test_tiles.py"),
+    Fault("the last block of keys has no end", "mechanisms/sparse/gathered_tiles.py",
+          "hidden[:, end, self.length % self.size :] = True",
+          "pass", "tests/sparse/test_tiles.py"),
+    Fault("a block of queries that sees no key breaks the gradient", "mechanisms/sparse/gathered_tiles.py",
+          "found[1].view(-1, dk.shape[1])", "found[1].view(index.shape[0], -1)",
+          "tests/sparse/test_bigbird.py -k behind_every"),
+]  # fmt: skip
