@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import catalogue
-from fast_attention.engine import dispatch as trail
+from fast_attention.engine import dispatch
 from fast_attention.engine.dispatch import Step
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
@@ -45,7 +45,7 @@ class Explanation:
         lines = [f"{self.mechanism} on {self.inputs}"]
         for step in self.steps:
             sizes = ", ".join(f"{name} {size:,}" for name, size in step.sizes.items())
-            lines.append(f"  {step.what}" + (f" ({sizes})" if sizes else "") + (f": {step.why}" if step.why else ""))
+            lines.append(f"  {step.path}" + (f" ({sizes})" if sizes else "") + (f": {step.why}" if step.why else ""))
         if not self.steps and not self.kernels:
             lines.append("  plain operations of torch: this mechanism has one path")
         lines += [f"  {name}, called {count:,} time{'s' * (count > 1)}" for name, count in self.kernels.items()]
@@ -87,7 +87,7 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         name = repr(subject.mechanism)
     else:
         name = type(subject).__name__
-    with trail.followed() as steps, torch.no_grad():
+    with dispatch.recorded() as steps, torch.no_grad():
         subject(*inputs, **keywords)
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)

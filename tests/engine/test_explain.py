@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, catalogue, explain, functional
-from fast_attention.engine import dispatch as trail
-from fast_attention.engine import fusion
+from fast_attention.engine import dispatch, fusion
 from tests.cases import qkv
 
 
@@ -42,7 +41,7 @@ def test_settings_say_their_own_reason(text: str, said: str) -> None:
 
 
 def test_biases_that_no_block_can_share_are_not_called_too_far_apart() -> None:
-    with trail.followed() as steps:
+    with dispatch.recorded() as steps:
         functional.aft_local(*qkv(40), torch.zeros(2, 40, 5, dtype=torch.float64))
         functional.aft_local(*qkv(40), torch.full((1, 40, 5), 99.0, dtype=torch.float64))
     assert ["of its own" in step.why for step in steps] == [True, False]
@@ -70,14 +69,14 @@ def test_refusals_pass_through() -> None:
 
 
 def test_steps_are_collected_only_where_someone_follows() -> None:
-    trail.took("nobody listens", "")
-    with trail.followed() as outer:
-        trail.took("first", "because", chunk=64)
-        with trail.followed() as inner:
-            trail.took("second", "")
-        trail.took("third", "")
-    assert [step.what for step in outer] == ["first", "third"]
-    assert [step.what for step in inner] == ["second"]
+    dispatch.record("nobody listens", "")
+    with dispatch.recorded() as outer:
+        dispatch.record("first", "because", chunk=64)
+        with dispatch.recorded() as inner:
+            dispatch.record("second", "")
+        dispatch.record("third", "")
+    assert [step.path for step in outer] == ["first", "third"]
+    assert [step.path for step in inner] == ["second"]
     assert outer[0].sizes == {"chunk": 64}
 
 
@@ -87,10 +86,10 @@ def _softplus_sum(x: torch.Tensor) -> torch.Tensor:
 
 def test_fusion_is_off_unless_allowed_and_changes_nothing() -> None:
     function, x = fusion.fused(_softplus_sum), torch.randn(4, 33, requires_grad=True)
-    with trail.followed() as steps:
+    with dispatch.recorded() as steps:
         plain = function(x)
     assert steps == []
-    with fusion.fusing("auto"), trail.followed() as steps:
+    with fusion.fusing("auto"), dispatch.recorded() as steps:
         fast = function(x)
     assert len(steps) == 1
     torch.testing.assert_close(fast, plain)
@@ -102,7 +101,7 @@ def test_linear_attention_is_fused_where_the_caller_allows_it() -> None:
     inputs = qkv(300, dtype=torch.float32)
     eager, auto = (Bound("LinearAttention", Shape(2, 8), compile=mode) for mode in ("off", "auto"))
     told = explain(auto, *inputs)
-    assert [step.what for step in told.steps[-1:]] == ["linear_whole._plain fused by torch.compile"], told.steps
+    assert [step.path for step in told.steps[-1:]] == ["linear_whole._plain fused by torch.compile"], told.steps
     assert "fused" not in str(explain(eager, *inputs))
     torch.testing.assert_close(auto(*inputs), eager(*inputs), rtol=1e-5, atol=1e-6)
 
@@ -114,7 +113,7 @@ def test_without_a_compiler_it_is_silently_absent(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fusion, "_broken", {})
     monkeypatch.setattr(torch, "compile", lambda function, **settings: no_compiler)
     function, x = fusion.fused(_softplus_sum), torch.randn(4, 33)
-    with fusion.fusing("auto"), trail.followed() as steps:
+    with fusion.fusing("auto"), dispatch.recorded() as steps:
         for _ in range(2):
             torch.testing.assert_close(function(x), _softplus_sum(x))
     assert "could not be compiled" in steps[1].why

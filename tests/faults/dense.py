@@ -4,9 +4,9 @@ from tests.faults.fault import ORACLE, Fault
 
 FAULTS = [
     Fault("relu's tiles see one key ahead", "mechanisms/dense/rectified.py", "scores.tril_(rows.start + ahead - start)",
-          "scores.tril_(rows.start + ahead - start + 1)", "tests/engine/test_stretches.py -k relu"),
+          "scores.tril_(rows.start + ahead - start + 1)", "tests/engine/test_chunks.py -k relu"),
     Fault("relu's norm has no gradient", "mechanisms/dense/rectified.py", "slopes.sub_(shift)", "pass",
-          "tests/engine/test_stretches.py -k relu"),
+          "tests/engine/test_chunks.py -k relu"),
     Fault("a key's bias gets the gradient of another column", "mechanisms/dense/biased_keys.py", "dk[..., :width], dv[..., :width], dk[..., width]",
           "dk[..., :width], dv[..., :width], dk[..., width - 1]", "tests/dense/test_synthesizer.py -k long_sequences"),
     Fault("a block of queries sees one key of the future", "mechanisms/dense/rows.py", "torch.bool).triu(1)", "torch.bool).triu(2)",

@@ -4,8 +4,8 @@ from tests.faults.fault import LAW, ORACLE, Fault
 
 FAULTS = [
     Fault("the window is one key short", "mechanisms/sparse/banded.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
-    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, tail(near, left)",
-          "return out, tail(near, left - 1)", LAW + "'decode and Local'"),
+    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, left)",
+          "return out, last(near, left - 1)", LAW + "'decode and Local'"),
     Fault("a block drawn twice counts twice", "mechanisms/sparse/gathered_tiles.py",
           "fresh = (table >= 0) & ~", "fresh = (table >= 0) | ~", ORACLE + "BigBird"),
     Fault("global rows give nothing to their queries", "mechanisms/sparse/gathered_tiles.py",

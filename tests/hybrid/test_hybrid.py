@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
-from fast_attention.engine import dispatch as trail
+from fast_attention.engine import dispatch
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Quadratic
 from fast_attention.mechanisms.hybrid import near_far_passes, spans
@@ -321,6 +321,6 @@ def test_nested_values_print_and_parse() -> None:
 
 
 def test_it_tells_its_path() -> None:
-    with trail.followed() as steps:
+    with dispatch.recorded() as steps:
         attention(*qkv(300), "Hybrid(near=Local(window=20))")
     assert steps[0].sizes == {"left": 20, "right": 20}

@@ -494,8 +494,8 @@ def test_the_report_names_the_path_of_the_length_asked() -> None:
     report = swap(build("Bert"), "FavorPlus(num_features=16)")
     q = torch.randn(1, 4, 2048, 8)
     few, many = (explain("FavorPlus(num_features=16)", *[q[..., :n, :]] * 3).steps for n in (8, 2048))
-    assert few[-1].what != many[-1].what, "two paths, or this test tests nothing"
-    assert few[-1].what not in str(report)
+    assert few[-1].path != many[-1].path, "two paths, or this test tests nothing"
+    assert few[-1].path not in str(report)
     for length, steps in ((8, few), (2048, many)):
         assert f"    runs {steps[-1].what}" in str(report.expected(length)).splitlines()
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import LinearAttention
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import followed
 from fast_attention.feature_maps.features import (
     Custom,
     EluPlusOne,
@@ -221,7 +221,7 @@ def test_the_path_can_be_asked() -> None:
     seen = []
     for length in (64, 300):
         for is_causal in (False, True):
-            with followed() as steps:
+            with dispatch.recorded() as steps:
                 LinearAttention()(*qkv(length), is_causal=is_causal)
             seen.append(steps[0].what)
     assert seen[0] == seen[1] == "all pairs at once"

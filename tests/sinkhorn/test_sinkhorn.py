@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Local, Sinkhorn, Softmax, SortCut, Unsupported
-from fast_attention.engine.dispatch import followed
+from fast_attention.engine import dispatch
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
@@ -60,9 +60,9 @@ def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, m
         found = []
         for smallest, how in ((1e-12, "balancing by factors"), (1.0, "balancing by logarithms")):
             monkeypatch.setattr(transport, "SMALLEST", smallest)
-            with followed() as steps:
+            with dispatch.recorded() as steps:
                 S = soft_permutation(scores, everywhere(7, device), iterations=rounds)
-            assert [step.what for step in steps] == [how]
+            assert [step.path for step in steps] == [how]
             found.append((S, *torch.autograd.grad(S.sin().sum(), scores)))
         for ours, theirs in zip(*found, strict=True):
             close(ours, theirs)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import BigBird, BlockLocal, Local
-from fast_attention.engine.dispatch import followed
+from fast_attention.engine import dispatch
 from tests.cases import bind
 from tests.sparse.test_bigbird import pattern
 from tests.sparse.test_local import near
@@ -91,9 +91,9 @@ def test_the_path_is_told() -> None:
         BigBird(block_size=8): "softmax in tiles",
     }
     for m, what in expected.items():
-        with followed() as steps:
+        with dispatch.recorded() as steps:
             bind(m, dtype=torch.float32)(q, q, q)
-        assert [step.what for step in steps] == [what], m
+        assert [step.path for step in steps] == [what], m
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -107,10 +107,10 @@ def test_windows_over_most_keys_are_a_mask(masked: bool) -> None:
         seen = torch.rand(2, keys) > 0.3 if masked else None
         mask = near(m, length, keys, is_causal, "cpu")
         mask = mask if seen is None else mask & seen[:, None, None]
-        with followed() as steps:
+        with dispatch.recorded() as steps:
             out = m(*tensors, is_causal=is_causal, key_mask=seen)
-        assert steps[0].what == "exact attention with the window as mask"
+        assert steps[0].path == "exact attention with the window as mask"
         agree(out, F.scaled_dot_product_attention(*tensors, mask.expand(2, 3, length, keys)), tensors)
-    with followed() as steps:
+    with dispatch.recorded() as steps:
         Local(100)(*inputs((2, 3), 400, 400))
-    assert [step.what for step in steps] == ["softmax in tiles"]
+    assert [step.path for step in steps] == ["softmax in tiles"]

@@ -60,7 +60,7 @@ def join(blocks: Tensor, length: int) -> Tensor:
     return blocks[..., place // size, place % size, :]
 
 
-def stretch(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
+def narrow(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
     """``length`` entries of a weight along ``axis``; taken by position while exporting, where there may be too few."""
     if not torch.compiler.is_compiling() and start == 0 and length == x.shape[axis]:
         return x  # the gradient of a part is a tensor as large as the whole, and a copy

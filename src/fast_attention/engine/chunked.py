@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.engine.chunks import add_gradients
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.stretches import pull_into
 
 State = tuple[Tensor, ...]
 # (tokens of a chunk, weights, state before it) -> (rows of the output, or none; state after it)
@@ -107,7 +107,7 @@ def _backward(
 
         earlier = [torch.zeros_like(x) for x in before]
         above = [*(x[..., at, :] for x in gradients[:rows]), *owed]
-        pull_into(again, [*held, *before], weights, above, [*(x[..., at, :] for x in into), *earlier], learned)
+        add_gradients(again, [*held, *before], weights, above, [*(x[..., at, :] for x in into), *earlier], learned)
         owed = earlier
     found = iter(into)
     return *(next(found) if yes else None for yes in differentiable), *learned, *owed

@@ -1,4 +1,4 @@
-"""Which path a call took: every choice of an implementation leaves a step; free unless someone follows."""
+"""Records which path a call takes, and why; free unless someone asks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 class Step(NamedTuple):
     """One choice: what ran, why it and not something else, and with which sizes."""
 
-    what: str
+    path: str
     why: str
     sizes: dict[str, int]
 
 
-_trail: ContextVar[list[Step] | None] = ContextVar("trail", default=None)
+_trace: ContextVar[list[Step] | None] = ContextVar("dispatch_trace", default=None)
 
 
-def took(what: str, why: str, **sizes: int) -> None:
-    """Say that ``what`` runs now. In the words of someone who never saw the code; sizes such as ``chunk=64``."""
+def record(path: str, why: str, **sizes: int) -> None:
+    """Record that ``path`` runs now, in the words of someone who never saw the code; sizes such as ``chunk=64``."""
     if torch.compiler.is_compiling():
         return
-    steps = _trail.get()
+    steps = _trace.get()
     if steps is not None:
-        steps.append(Step(what, why, sizes))
+        steps.append(Step(path, why, sizes))
 
 
 @contextmanager
-def followed() -> Iterator[list[Step]]:
+def recorded() -> Iterator[list[Step]]:
     """Collect the steps of every call inside."""
     steps: list[Step] = []
-    token = _trail.set(steps)
+    token = _trace.set(steps)
     try:
         yield steps
     finally:
-        _trail.reset(token)
+        _trace.reset(token)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch
 from fast_attention.engine.tracing import traced
 
 Fusion = Literal["off", "auto"]
@@ -56,9 +56,9 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:  # a missing or failing compiler: whatever the reason, the eager form is right
                 _broken[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                took(f"{name} fused by torch.compile", 'compile="auto"')
+                dispatch.record(f"{name} fused by torch.compile", 'compile="auto"')
                 return result
-        took(f"{name} eager", f"it could not be compiled here ({_broken[name]})")
+        dispatch.record(f"{name} eager", f"it could not be compiled here ({_broken[name]})")
         return function(*args, **kwargs)
 
     return wrapped

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fast_attention import clock
 from fast_attention.counting import counted
-from fast_attention.engine.dispatch import followed
+from fast_attention.engine import dispatch
 from fast_attention.nn.bound import Bound
 
 
@@ -101,8 +101,8 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
     )
     with torch.random.fork_rng(devices=[]):
         costs = [counted(run, like.device) for run in runs]
-        with followed() as steps:
+        with dispatch.recorded() as steps:
             took = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
-    path = ", ".join(dict.fromkeys(step.what for step in steps))
+    path = ", ".join(dict.fromkeys(step.path for step in steps))
     exact, ours = (Cost(*found, statistics.median(times)) for found, times in zip(costs, took.values(), strict=True))
     return exact, replace(ours, path=path)

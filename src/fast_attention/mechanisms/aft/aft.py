@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from fast_attention.engine import masks
-from fast_attention.engine.blocks import stretch
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -39,7 +38,7 @@ def aft_simple(
     holes = key_mask is not None
     k, v = pool.hidden(k, key_mask), masks.drop(v, key_mask)
     if not is_causal:
-        took("sums over all keys, block by block", "every query sees the same keys")
+        dispatch.record("sums over all keys, block by block", "every query sees the same keys")
         return everywhere(q, k, v, holes=holes)
     return causal_rows(q, k, v, holes=holes)
 
@@ -61,7 +60,7 @@ def aft_full(
     matrices, time O(length keys width), memory O(length keys). A query that sees nothing gets zeros.
     """
     length, keys, holes = q.shape[-2], k.shape[-2], key_mask is not None
-    longest, bias = bias.shape[0], stretch(stretch(bias, keys if is_causal else length, axis=0), keys, axis=1)
+    longest, bias = bias.shape[0], narrow(narrow(bias, keys if is_causal else length, axis=0), keys, axis=1)
     k, v = pool.hidden(k, key_mask), masks.drop(v, key_mask)
     if is_causal:
         q = pool.aligned(q, keys)
@@ -104,7 +103,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         same_width(self, k, v)
         scores, both = pool.terms(k, v, key_mask)
         if not traced() and k.shape[-2] == 1:
-            took("one key added to the sums", "decoding token by token")
+            dispatch.record("one key added to the sums", "decoding token by token")
             row = Pool(scores, both) if state is None else pool.merged(state, Pool(scores, both))
             return q.sigmoid() * pool.mean(row.sums, v.shape[-1]), row
         rows = pool.running(*pool.behind(state, scores, both))

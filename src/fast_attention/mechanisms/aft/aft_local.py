@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine import masks
-from fast_attention.engine.blocks import stretch
+from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import bias_windows, pool
@@ -97,7 +97,7 @@ class AFTLocal(Attention[Band, WindowState]):
         """``aft_local`` with the learned bias."""
         same_width(self, k, v)
         self.within(k.shape[-2], w.band.shape[0])
-        band = stretch(w.band, k.shape[-2], axis=0)[None]
+        band = narrow(w.band, k.shape[-2], axis=0)[None]
         return aft_local(q, k, v, band, strict=self.strict, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
@@ -108,7 +108,7 @@ class AFTLocal(Attention[Band, WindowState]):
         same_width(self, k, v)
         start = 0 if state is None else int(state.position)
         self.within(start + k.shape[-2], w.band.shape[0])
-        band = stretch(w.band, k.shape[-2], axis=0, start=start)[None]
+        band = narrow(w.band, k.shape[-2], axis=0, start=start)[None]
         return advanced(q, k, v, band, state, strict=self.strict, key_mask=key_mask)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.exponential import exp_
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.scan import FLOOR
@@ -151,7 +151,7 @@ _OPAQUE = Opaque(_parts, lambda q, k, v, *others: (v.new_empty(*q.shape[:-1], v.
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, holes: bool, longest: int) -> Tensor:
     if is_causal and not traced() and not steady(k, bias, holes=holes):
-        took("triangles of products by halving", "causal, and keys or biases lie too far apart for one unit")
+        dispatch.record("triangles of products by halving", "causal, and keys or biases lie too far apart for one unit")
         return _plain(q, k, v, bias, is_causal=True, holes=holes, longest=longest)
-    took("products of blocks of queries with all that they see", "every pair has a bias", rows=ROWS)
+    dispatch.record("products of blocks of queries with all that they see", "every pair has a bias", rows=ROWS)
     return _full(q, k, v, bias, is_causal=is_causal, holes=holes, longest=longest)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.aft import biased, pool
@@ -53,7 +53,7 @@ def advanced(
         scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
         position = state.position
     if not traced() and length == 1:
-        took("one token against its window", "decoding token by token", window=window)
+        dispatch.record("one token against its window", "decoding token by token", window=window)
         sums = one_row(band[..., :window], scores, both, strict=strict)
     else:
         if band.shape[-2] > 1:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import traced
@@ -155,7 +155,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, s
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, holes)
     halving = "triangles of products by halving"
     if traced():
-        took(halving, "traced, or under a function transform: keys cannot be looked at", window=reach + 1)
+        dispatch.record(halving, "traced, or under a function transform: keys cannot be looked at", window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
     near = min(reach, max(length - 1, 0))
     plan = plan._replace(reach=-(-near // size) * size)
@@ -163,9 +163,9 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, s
     if own := not (shared or band.shape[1] == 1):
         why = "every head has biases of its own for every position: blocks could share them neither way"
     if length == 0 or own or not steady(k, band, plan):
-        took(halving, why, window=reach + 1)
+        dispatch.record(halving, why, window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
     why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
-    took("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
+    dispatch.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]
     return _windowed(q, k, v, band.expand(-1, length, -1) if shared else band, plan=plan)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.blocks import join, split, stretch
+from fast_attention.engine.blocks import join, narrow, split
 from fast_attention.engine.bounds import at_most
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, cummax, prefix_sums, running_max
@@ -65,7 +65,7 @@ def full_causal(
     blocks = [x.unflatten(-2, (count, side)) for x in (scores, both, top)]
     inside = _triangle(corners, *blocks, size=SIDE, diagonal=True)
     across = _halves(weights[None, None], *(x[..., None, :, :] for x in (scores, both, top)), rounds=rounds)
-    return stretch(inside.flatten(-3, -2) + across[..., 0, :, :], length, axis=-2)
+    return narrow(inside.flatten(-3, -2) + across[..., 0, :, :], length, axis=-2)
 
 
 def windowed(

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.exponential import exp_
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.aft import pool
@@ -173,7 +173,7 @@ upward = CustomGradient(_plain, _forward, _backward)
 def causal_rows(q: Tensor, k: Tensor, v: Tensor, *, holes: bool) -> Tensor:
     """``upward`` for queries that end where the keys end; zeros before the first key."""
     if not holes and pays(k):
-        took("one cumulative sum in one unit", "causal, few tokens, and no key far above the first")
+        dispatch.record("one cumulative sum in one unit", "causal, few tokens, and no key far above the first")
         return pool.aligned(together(pool.aligned(q, k.shape[-2]), k, v), q.shape[-2])
-    took("prefix sums over groups of tokens side by side", "causal", group=GROUP)
+    dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
     return pool.aligned(upward(pool.aligned(q, k.shape[-2]), k, v, holes=holes), q.shape[-2])

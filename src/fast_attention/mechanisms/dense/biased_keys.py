@@ -11,9 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
 from fast_attention.engine.tracing import traced
 
@@ -38,7 +37,7 @@ def attend(
     is_causal: bool,
 ) -> Float[Tensor, "batch heads length width"]:
     """``softmax(Q K^T + 1 b^T) V``, causal among as many queries as keys."""
-    took("torch's fused kernel", "the bias of a key is a mask of one row")
+    dispatch.record("torch's fused kernel", "the bias of a key is a mask of one row")
     return _RULE(q, k, v, b, is_causal=is_causal)
 
 

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import masks
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.dense import rows
@@ -41,7 +40,7 @@ def softmax_attention(
     is_causal, key_mask = _needed(length, q.device, is_causal, key_mask)
     open_ = attn_mask is None and dropout == 0.0
     if is_causal and key_mask is None and attn_mask is None and length == keys:
-        took("torch's fused kernel", "causal without a mask")
+        dispatch.record("torch's fused kernel", "causal without a mask")
         return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
     if open_ and (is_causal or key_mask is not None) and q.dtype.itemsize >= 4 and rows.pays(v, length, at_least=2**18):
         scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
@@ -51,7 +50,9 @@ def softmax_attention(
         mask = masks.merge(attn_mask, mask, q.dtype)
     if mask is not None:
         mask = mask.expand(*q.shape[:-1], keys)
-    took("torch's fused kernel", "no mask" if mask is None else "with a mask: short, traced, or one that was given")
+    dispatch.record(
+        "torch's fused kernel", "no mask" if mask is None else "with a mask: short, traced, or one that was given"
+    )
     return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
 
 

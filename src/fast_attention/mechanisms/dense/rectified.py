@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks, room
+from fast_attention.engine import dispatch, masks, overflow
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.tracing import traced
 
 HEADS, QUERIES, KEYS = 2, 256, 512  # of a tile: a megabyte in float32
@@ -42,16 +41,16 @@ def attend(
 ) -> Float[Tensor, "*batch length values"]:
     """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
     if traced():
-        took("all scores at once", "traced")
+        dispatch.record("all scores at once", "traced")
         return masked(q, k, v, key_mask, how=how)
     several = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0
     path = _RULE if several else whole
     if several:
-        took("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+        dispatch.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
     else:
-        took("all scores at once", "one query")
+        dispatch.record("all scores at once", "one query")
     out = path(q, k, v, key_mask, how=how)
-    if how.norm != "sum" or room.fits(out):
+    if how.norm != "sum" or overflow.finite(out):
         return out
     q, k, v, how, smaller, _ = _within_room(q, k, v, how)
     return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
@@ -72,8 +71,8 @@ def masked(
 
 def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
     """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
-    less, rows = room.factor(k, 2.0 ** (28 / how.power)), room.factor(q, 2.0 ** (40 / how.power), rows=True)
-    smaller = room.factor(v, 2.0**28)
+    less, rows = overflow.factor(k, 2.0 ** (28 / how.power)), overflow.factor(q, 2.0 ** (40 / how.power), rows=True)
+    smaller = overflow.factor(v, 2.0**28)
     return q * rows, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller, rows * less
 
 
@@ -93,7 +92,7 @@ def whole(
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     if how.norm == "sum":
-        total = room.told(weights.sum(-1, keepdim=True) + how.eps)
+        total = overflow.nan_if_infinite(weights.sum(-1, keepdim=True) + how.eps)
         weights = weights / total.masked_fill(total == 0.0, 1.0)
     elif how.norm == "length":
         seen = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
@@ -120,7 +119,7 @@ def _forward(
                 total += weights.sum(-1, keepdim=True)
             o.baddbmm_(weights, vs[heads, keys])
         if how.norm == "sum":
-            total.copy_(room.told(total + how.eps)).masked_fill_(total == 0.0, 1.0)
+            total.copy_(overflow.nan_if_infinite(total + how.eps)).masked_fill_(total == 0.0, 1.0)
         o.div_(total)
     return out, (n,)
 

@@ -8,8 +8,8 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.dispatch import took
-from fast_attention.engine.history import History, extend
+from fast_attention.engine import dispatch
+from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rectified
@@ -45,12 +45,12 @@ def relu_attention(
     how = rectified.How(is_causal, norm, power, q.shape[-1] ** -0.5 if scale is None else scale, eps)
     if attn_mask is None and dropout == 0.0:
         return rectified.attend(q, k, v, key_mask, how)
-    took("all scores at once", "a mask of any form, or dropout")
+    dispatch.record("all scores at once", "a mask of any form, or dropout")
     return rectified.masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
 
 
 @dataclass(frozen=True, repr=False)
-class ReLUAttention(MaskedAttention[tuple[()], History]):
+class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
     """Attention with relu in the place of softmax: sparse weights, no exponential.
 
     Quadratic, unlike the Performer's ReLU kernel, where relu acts on features. Its error against softmax is not
@@ -120,10 +120,10 @@ class ReLUAttention(MaskedAttention[tuple[()], History]):
         k: Tensor,
         v: Tensor,
         w: tuple[()],
-        state: History | None,
+        state: KVCache | None,
         *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, History]:
+    ) -> tuple[Tensor, KVCache]:
         """Append the stretch to the keys and values seen so far and weigh all of them."""
-        state = extend(state, k, v, key_mask)
-        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.seen), state
+        state = append(state, k, v, key_mask)
+        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.visible), state

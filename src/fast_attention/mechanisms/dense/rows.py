@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.dense.scores import Scores, spread
 
@@ -43,7 +42,7 @@ def attend(
     key_mask: Bool[Tensor, "*#batch 1 keys"] | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """``softmax(scores + mask) v``, causal from the bottom right corner; a query that sees nothing gets zeros."""
-    took(
+    dispatch.record(
         "softmax in blocks of queries", "scores of a block stay in the cache", rows=_size(scores.length(), v.shape[-2])
     )
     heads, batch, (keys, values) = v.shape[-3], v.shape[:-3], v.shape[-2:]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.engine.blocks import stretch
+from fast_attention.engine.blocks import narrow
 
 
 class Scores(NamedTuple):
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
             parts.append(self.R if self.share is None else self.R * self.share[:, None, None])
         if self.X is not None and self.Y is not None:
             outer = (self.X[..., :, None] * self.Y[..., None, :]).flatten(-2)
-            parts.append(stretch(outer, keys, axis=-1))
+            parts.append(narrow(outer, keys, axis=-1))
         return sum(parts[1:], parts[0])
 
     def of(self, b: int, h: int, rows: slice, keys: slice) -> Scores:

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import blocks, masks
-from fast_attention.engine.blocks import split, split_mask, stretch
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import blocks, dispatch, masks
+from fast_attention.engine.blocks import narrow, split, split_mask
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
@@ -82,8 +81,8 @@ def linformer_attention(
     Fewer tokens than ``limit`` use the first columns. Masked keys and values enter as zeros; no slot is masked,
     since every slot holds a little of every token.
     """
-    E = stretch(E, k.shape[-2], axis=-1)
-    F = E if F is None else stretch(F, k.shape[-2], axis=-1)
+    E = narrow(E, k.shape[-2], axis=-1)
+    F = E if F is None else narrow(F, k.shape[-2], axis=-1)
     return _attend(q, E @ masks.drop(k, key_mask), F @ masks.drop(v, key_mask), None)
 
 
@@ -133,7 +132,7 @@ def convolved_attention(
 def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
     """Softmax attention to slots, each as if it stood there ``count`` times."""
     why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
-    took("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
+    dispatch.record("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
     if count is None:
         return fused_attention(q, keys, values)
     # Finite even for empty slots: their values are zeros, so a query that sees nothing but them still gets zeros.

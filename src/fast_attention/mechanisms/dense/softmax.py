@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fast_attention.engine.history import History, extend
+from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.dense import softmax_attention
 
 
 @dataclass(frozen=True, repr=False)
-class Softmax(MaskedAttention[tuple[()], History]):
+class Softmax(MaskedAttention[tuple[()], KVCache]):
     """Exact attention: the reference that every other mechanism is measured against.
 
     Args:
@@ -57,11 +57,11 @@ class Softmax(MaskedAttention[tuple[()], History]):
         k: Tensor,
         v: Tensor,
         w: tuple[()],
-        state: History | None,
+        state: KVCache | None,
         *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, History]:
+    ) -> tuple[Tensor, KVCache]:
         """Append the stretch to the keys and values seen so far and attend to all of them."""
-        state = extend(state, k, v, key_mask)
-        out = softmax_attention(q, state.k, state.v, is_causal=True, key_mask=state.seen, scale=self.scale)
+        state = append(state, k, v, key_mask)
+        out = softmax_attention(q, state.k, state.v, is_causal=True, key_mask=state.visible, scale=self.scale)
         return out, state

@@ -9,9 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
-from fast_attention.engine.blocks import stretch
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanisms.dense import biased_keys, rows
 from fast_attention.mechanisms.dense.scores import Scores
@@ -58,7 +57,9 @@ def attend(
     keys = v.shape[-2]
     if attn_mask is None and dropout == 0.0 and rows.pays(v, scores.length()):
         return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
-    took("scores as a whole", "short, traced, on another device, or under an attn_mask or dropout", keys=keys)
+    dispatch.record(
+        "scores as a whole", "short, traced, on another device, or under an attn_mask or dropout", keys=keys
+    )
     return synthesizer_attention(
         v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
     )
@@ -118,7 +119,7 @@ def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -
 
     As products of one more column: ``[relu(q_i), 1] . [W_j, b_j]``, with keys that all sequences share.
     """
-    table = torch.cat([stretch(w.W, keys, axis=-1), stretch(w.b, keys, axis=-1)[:, None]], 1)
+    table = torch.cat([narrow(w.W, keys, axis=-1), narrow(w.b, keys, axis=-1)[:, None]], 1)
     return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
 
 
@@ -132,7 +133,7 @@ def dense_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(relu(q_i) W + b) v``: without a mask, where it pays, by torch's fused kernel."""
     if key_mask is None and rows.pays(v, q.shape[-2]):
-        k, b = stretch(w.W, v.shape[-2], axis=-1).mT, stretch(w.b, v.shape[-2], axis=-1)
+        k, b = narrow(w.W, v.shape[-2], axis=-1).mT, narrow(w.b, v.shape[-2], axis=-1)
         k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
         if biased_keys.serves(q, k, v, is_causal=is_causal):
             return biased_keys.attend(q.relu(), k, v, b, is_causal=is_causal)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fast_attention.engine.blocks import stretch
-from fast_attention.engine.history import History, extend
+from fast_attention.engine.blocks import narrow
+from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import MaskedAttention, Shape, Traits
 from fast_attention.mechanisms.dense import synthesis
@@ -23,7 +23,7 @@ _TABLE = Traits(
 _DENSE = replace(_TABLE, formula="softmax(relu(q_i) W + b) v", reads="qv", cross=False)
 
 
-class _Synthesizer(MaskedAttention[Any, History]):
+class _Synthesizer(MaskedAttention[Any, KVCache]):
     @abstractmethod
     def scores(self, q: Tensor, k: Tensor, w: Any, *, first: int, keys: int) -> Scores:
         """Scores of the queries at positions ``first`` and on, one set for all sequences where q takes no part."""
@@ -39,13 +39,13 @@ class _Synthesizer(MaskedAttention[Any, History]):
 
     @in_float32
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: History | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, History]:
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
         """Append the stretch to the values so far (and to the keys, where they are read) and weigh all of them."""
-        state = extend(state, k if self.traits.reads == "qkv" else k[..., :0], v, key_mask)
+        state = append(state, k if self.traits.reads == "qkv" else k[..., :0], v, key_mask)
         keys = state.v.shape[-2]
         scores = self.scores(q, state.k, w, first=keys - q.shape[-2], keys=keys)
-        return synthesis.attend(state.v, scores, is_causal=True, key_mask=state.seen), state
+        return synthesis.attend(state.v, scores, is_causal=True, key_mask=state.visible), state
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,7 +120,7 @@ class RandomSynthesizer(_Synthesizer):
     def scores(self, q: Tensor, k: Tensor, w: synthesis.Table, *, first: int, keys: int) -> Scores:
         """A part of the table."""
         self.within(max(first + q.shape[-2], keys), w.R.shape[-1])
-        return Scores(R=stretch(stretch(w.R, q.shape[-2], axis=-2, start=first), keys, axis=-1))
+        return Scores(R=narrow(narrow(w.R, q.shape[-2], axis=-2, start=first), keys, axis=-1))
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,7 +146,7 @@ class FactorizedRandomSynthesizer(_Synthesizer):
     def scores(self, q: Tensor, k: Tensor, w: synthesis.Factors, *, first: int, keys: int) -> Scores:
         """A part of the product."""
         self.within(max(first + q.shape[-2], keys), w.R1.shape[-2])
-        return Scores(Q=stretch(w.R1, q.shape[-2], axis=-2, start=first), K=stretch(w.R2, keys, axis=-2))
+        return Scores(Q=narrow(w.R1, q.shape[-2], axis=-2, start=first), K=narrow(w.R2, keys, axis=-2))
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 
 BLOCK = 256  # rows: the triangle on the diagonal is multiplied whole
 
@@ -19,7 +19,9 @@ def affine(
 ) -> Float[Tensor, "*batch rows width"]:
     """``W x + b`` along the tokens, in one pass over the result."""
     if not torch.compiler.is_compiling():
-        took("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
+        dispatch.record(
+            "one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0]
+        )
         if x.device.type == "cpu":  # one product for each sequence: no gradient of W per sequence, to be summed
             return _AFFINE(W, x, b)
     return _affine_plain(W, x, b)
@@ -60,9 +62,11 @@ def lower(
     """``tril(W) x``: token i is mixed out of tokens up to i."""
     if not torch.compiler.is_compiling():
         if W.shape[0] <= 2 * BLOCK or x.device.type != "cpu":
-            took("the whole triangle in one product", "short, or not on a CPU")
+            dispatch.record("the whole triangle in one product", "short, or not on a CPU")
             return _plain(W, x)
-        took("the triangle in blocks of rows", "a row of blocks ends at the diagonal: half the work", block=BLOCK)
+        dispatch.record(
+            "the triangle in blocks of rows", "a row of blocks ends at the diagonal: half the work", block=BLOCK
+        )
     return _LOWER(W, x)
 
 

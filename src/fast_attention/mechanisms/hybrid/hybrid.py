@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.engine.dispatch import took
-from fast_attention.engine.history import History, extend, tail
+from fast_attention.engine import dispatch
+from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -35,7 +35,7 @@ class HybridState(NamedTuple):
     """What decoding keeps: the sums of far keys, the window, and the first tokens with a place below 0."""
 
     far: LinearState
-    near: History
+    near: KVCache
     first: Landmarks
 
 
@@ -125,11 +125,13 @@ class Hybrid(Attention[Any, HybridState]):
         """Blocks of queries, or exact attention where the window covers everything."""
         (left, right), length, keys = self._sides, q.shape[-2], k.shape[-2]
         if not torch.compiler.is_compiling() and left >= keys - 1 and (is_causal or right >= length - 1):
-            took("exact attention", "the window covers everything", left=left, right=right)
+            dispatch.record("exact attention", "the window covers everything", left=left, right=right)
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
-        took("near keys exact, far ones as sums of features", "the window leaves keys out", left=left, right=right)
+        dispatch.record(
+            "near keys exact, far ones as sums of features", "the window leaves keys out", left=left, right=right
+        )
         marks, seen = landmarks(
-            k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0 if is_causal else self.last
+            k, v, append(None, k, v, key_mask).visible, first=self.first, last=0 if is_causal else self.last
         )
         window = Window(smaller(left, keys - 1), smaller(right, length - 1), is_causal)
         return near_and_far(self._scaled(q), k, v, seen, marks, self.far, w, window, keys - length)
@@ -142,17 +144,17 @@ class Hybrid(Attention[Any, HybridState]):
         the sums."""
         phi, left = self.far.per_token(w)[1], self._sides[0]
         held = 0 if state is None else state.first.present.sum(-1, keepdim=True)
-        marks, seen = landmarks(k, v, extend(None, k, v, key_mask).seen, first=self.first, last=0, before=held)
+        marks, seen = landmarks(k, v, append(None, k, v, key_mask).visible, first=self.first, last=0, before=held)
         far = linear.empty(phi(k[..., :1, :]), v) if state is None else state.far
-        near = extend(None if state is None else state.near, k, v, seen)
+        near = append(None if state is None else state.near, k, v, seen)
         start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
         marks = replaced(marks, place=marks.place + start)
         if state is not None:
             marks = joined(state.first, marks, self.first)
         window = Window(left, 0, is_causal=True)
-        out = near_and_far(self._scaled(q), near.k, near.v, near.seen, marks, self.far, w, window, start, far)
+        out = near_and_far(self._scaled(q), near.k, near.v, near.visible, marks, self.far, w, window, start, far)
         if gone := max(keys - left, 0):
-            features = linear.masked_keys(phi, near.k[..., :gone, :], near.seen[..., :gone])
+            features = linear.masked_keys(phi, near.k[..., :gone, :], near.visible[..., :gone])
             far = linear.combine(far, linear.summarise(features, near.v[..., :gone, :]))
         marks = replaced(marks, place=marks.place.masked_fill(marks.present, -1))
-        return out, HybridState(far, tail(near, left), marks)
+        return out, HybridState(far, last(near, left), marks)

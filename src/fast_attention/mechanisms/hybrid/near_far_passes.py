@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from fast_attention.engine.chunks import add_gradients
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.opaque import Opaque
-from fast_attention.engine.stretches import pull_into
 from fast_attention.engine.tracing import exporting, replaced
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, outside, summed
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks
@@ -175,12 +175,12 @@ def _backward(
         into = [q[..., part.rows, :], k[..., part.keys, :], v[..., part.keys, :], mk, mv]
         sums = far_both[..., part.blocks, :, :].zero_()
         above = [gradients[0][..., part.rows, :]]
-        pull_into(function, _local(x, part, beyond), x.leaves, above, [*into, sums], learned)
+        add_gradients(function, _local(x, part, beyond), x.leaves, above, [*into, sums], learned)
     found, first = torch.autograd.grad(beyond.both, coarse, far_both)
     for part in key_stretches(x.q, x.k, plan):
         held = [x.k[..., part.keys, :], x.v[..., part.keys, :]]
         above, into = [found[..., part.blocks, :, :]], [k[..., part.keys, :], v[..., part.keys, :]]
-        pull_into(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)
+        add_gradients(_sums_of(part, plan, far, x.seen), held, x.leaves, above, into, learned)
     return q, k, v, None, mk, mv, None, first, None, *learned
 
 

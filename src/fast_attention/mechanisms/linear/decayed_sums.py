@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import room
+from fast_attention.engine import dispatch, overflow
 from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.chunked import Step, scan
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.tracing import replaced, traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.mechanisms.linear import linear, linear_paths
@@ -94,10 +93,10 @@ def _directed(
     tokens, step = [q, k, v, log_decay[..., None], mask], _step(phi, normalize, eps, strict)
     size = max(LEAST, NUMBERS // max(state.k.numel(), 1))
     if traced() or not q.is_cpu or q.shape[-2] <= size or not _alike(*tokens):
-        took("blocks side by side", "traced, short, or not on a CPU", block=BLOCK)
+        dispatch.record("blocks side by side", "traced, short, or not on a CPU", block=BLOCK)
         (numerator, denominator), after = step(tokens, (), state)
     else:
-        took("chunks that hand on a state", "a long sequence", chunk=size, block=BLOCK)
+        dispatch.record("chunks that hand on a state", "a long sequence", chunk=size, block=BLOCK)
         (numerator, denominator), after = scan(step, tokens, (), state, size=size)
     return (numerator, denominator), DecayedState(*after)
 
@@ -112,7 +111,7 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
         before = DecayedState(*state)
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
         queries, top = phi(q), torch.maximum(before.top, linear_paths.log_unit(keys))
-        unit, less = (-top).exp(), room.factor(queries, 1.0, rows=True)
+        unit, less = (-top).exp(), overflow.factor(queries, 1.0, rows=True)
         fading = (before.top - top).exp()
         before = DecayedState(before.kv * fading[..., None], before.k * fading, top, before.log_decay)
         own = keys.values * unit[..., None]

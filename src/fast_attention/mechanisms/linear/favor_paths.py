@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.tracing import traced
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.linear import favor_causal, favor_whole, linear
@@ -29,16 +29,16 @@ def attend(
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
     why = _against(lift, q, k, heads, is_causal=is_causal)
     if why:
-        took("features of the whole sequence at once", why)
+        dispatch.record("features of the whole sequence at once", why)
         return _plain(q, k, v, key_mask, *heads, lift=lift, is_causal=is_causal)
     extra = q.shape[-2] - k.shape[-2] if is_causal else 0
     if extra > 0:  # the first queries see nothing
         return F.pad(attend(lift, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask), (0, 0, extra, 0))
     lead, flat = _flat(q, k, v, heads, key_mask)
     if is_causal:
-        took("features chunk by chunk, with a running state", "causal", chunk=chunk_of(lift, heads.rows))
+        dispatch.record("features chunk by chunk, with a running state", "causal", chunk=chunk_of(lift, heads.rows))
     else:
-        took("features block by block", "every query sees all keys", block=favor_whole.BLOCK)
+        dispatch.record("features block by block", "every query sees all keys", block=favor_whole.BLOCK)
     out = (CAUSAL if is_causal else WHOLE)(*flat, lift=lift)
     return out.reshape(*lead, *out.shape[-2:])
 

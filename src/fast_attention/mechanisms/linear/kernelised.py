@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
@@ -27,9 +27,11 @@ def feature_attention(
     """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps made of ``weights``: chunk after chunk."""
     why = feature_chunks.against(maps, weights, q, k, v)
     if not why:
-        took("features chunk by chunk, with a running state", "autograd follows any map through one chunk at a time")
+        dispatch.record(
+            "features chunk by chunk, with a running state", "autograd follows any map through one chunk at a time"
+        )
         return feature_chunks.attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
-    took("features, then two products", why)
+    dispatch.record("features, then two products", why)
     queries, keys = maps(*weights)
     return linear_paths.plain(queries(q), linear.masked_keys(keys, k, key_mask), v, is_causal=is_causal, eps=eps)
 

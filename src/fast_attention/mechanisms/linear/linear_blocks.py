@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fast_attention.engine.room import told
+from fast_attention.engine.overflow import nan_if_infinite
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Relu, SoftmaxMap
@@ -122,7 +122,7 @@ def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor, *, s
 
     ``denominator`` becomes what was divided by: infinity where the result is zero.
     """
-    denominator.copy_(told(denominator.add_(eps) if eps else denominator))
+    denominator.copy_(nan_if_infinite(denominator.add_(eps) if eps else denominator))
     if not safe:
         info = torch.finfo(denominator.dtype)
         denominator.masked_fill_(denominator.abs() < info.tiny / info.eps, float("inf"))

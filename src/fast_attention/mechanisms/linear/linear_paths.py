@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import room
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch, overflow
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features, Logs
 from fast_attention.feature_maps.features import Identity
@@ -32,10 +31,10 @@ def attend(
 ) -> Float[Tensor, "*batch length values"]:
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
     if not _direct_passes(q, k, v):
-        took("plain sums", "traced, or not on a CPU")
+        dispatch.record("plain sums", "traced, or not on a CPU")
         return _within_room(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
     out = _direct(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
-    return out if room.fits(out) else _within_room(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+    return out if overflow.finite(out) else _within_room(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
 
 
 def _within_room(
@@ -51,8 +50,10 @@ def plain(queries: Features | Logs, keys: Features | Logs, v: Tensor, *, is_caus
         return linear.normalise(linear.attend(queries.free, keys, v, is_causal=is_causal))
     assert isinstance(keys, Features)
     assert isinstance(queries, Features)
-    less, smaller = room.factor(keys.values, 2.0**28), room.factor(v, 2.0**28)
-    q = queries.values * room.factor(queries.values, 2.0**40, rows=True)  # so much more than eps that it is no matter
+    less, smaller = overflow.factor(keys.values, 2.0**28), overflow.factor(v, 2.0**28)
+    q = queries.values * overflow.factor(
+        queries.values, 2.0**40, rows=True
+    )  # so much more than eps that it is no matter
     sums = linear.attend(q, Features(keys.values * less), v * smaller, is_causal=is_causal)
     return linear.normalise(Sums(sums.numerator, sums.denominator + eps * less)) / smaller
 
@@ -63,7 +64,7 @@ def _direct(
     if not isinstance(phi, Elementwise):
         keys, queries = linear.masked_keys(phi.features, k, key_mask), phi.features(q)
         if _scaled(keys):
-            took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
+            dispatch.record("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
             return linear.normalise(linear.attend(queries.free, keys, v, is_causal=is_causal))
         assert isinstance(keys, Features)
         assert isinstance(queries, Features)
@@ -71,12 +72,12 @@ def _direct(
     length, extra = q.shape[-2], k.shape[-2] - q.shape[-2]
     few = SHORT if is_causal else PAIRS
     if max(length, length + extra) <= few:
-        took("all pairs at once", f"no more than {few} tokens")
+        dispatch.record("all pairs at once", f"no more than {few} tokens")
         return linear_short.attention(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
     if not is_causal:
-        took("one state, blocks in cache", "every query sees every key", chunk=linear_whole.CHUNK)
+        dispatch.record("one state, blocks in cache", "every query sees every key", chunk=linear_whole.CHUNK)
         return linear_whole.attention(q, k, v, key_mask, phi=phi, eps=eps)
-    took("chunked causal sums, blocks in cache", "causal", chunk=linear_causal.CHUNK)
+    dispatch.record("chunked causal sums, blocks in cache", "causal", chunk=linear_causal.CHUNK)
     if extra < 0:  # the first queries see nothing
         out = _direct(q[..., -extra:, :], k, v, key_mask, phi=phi, eps=eps, is_causal=True)
         return F.pad(out, (0, 0, -extra, 0))
@@ -101,9 +102,9 @@ def advance(
     """Outputs of a stretch that follows ``state``, and the state after it."""
     if _direct_passes(q, k, v) and (state is None or state.top.count_nonzero().item() == 0):
         out, after = _advance(q, k, v, key_mask, state, phi=phi, eps=eps)
-        if room.fits(out):
+        if overflow.finite(out):
             return out, after
-    took("plain sums", "traced, not on a CPU, or in units of large keys", chunk=linear.CHUNK)
+    dispatch.record("plain sums", "traced, not on a CPU, or in units of large keys", chunk=linear.CHUNK)
     return streamed(phi.features(q), linear.masked_keys(phi.features, k, key_mask), v, state, eps=eps)
 
 
@@ -114,16 +115,16 @@ def _advance(
     if length <= SHORT or not isinstance(phi, Elementwise):
         keys, queries = linear.masked_keys(lambda x: _features(phi, x), k, key_mask), _features(phi, q)
         if _scaled(keys):
-            took("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
+            dispatch.record("plain sums", "every key has a scale of its own", chunk=linear.CHUNK)
             return streamed(queries, keys, v, state)
         assert isinstance(keys, Features)
         assert isinstance(queries, Features)
         if length <= SHORT:
-            took("one masked product", f"no more than {SHORT} tokens")
+            dispatch.record("one masked product", f"no more than {SHORT} tokens")
             sums, state = linear_short.advance(queries.values, keys.values, v, state)
             return _quotient(sums, eps, phi, queries.values), state
         q, k, key_mask, phi = queries.values, keys.values, None, Identity()
-    took("chunked causal sums, blocks in cache", "a long stretch", chunk=linear_causal.CHUNK)
+    dispatch.record("chunked causal sums, blocks in cache", "a long stretch", chunk=linear_causal.CHUNK)
     kv, z = (None, None) if state is None else state[:2]
     out, kv, z = linear_causal.attention(q, k, v, key_mask, kv, z, phi=phi, eps=eps)
     return out, LinearState(kv, z, torch.zeros_like(z[..., :1]))
@@ -142,7 +143,7 @@ def streamed(
     top = torch.maximum(before.top, log_unit(keys))
     fading, unit = (before.top - top).exp(), (-top).exp()
     before = LinearState(before.kv * fading[..., None], before.k * fading, top)
-    less = room.factor(queries.values, 1.0, rows=True)
+    less = overflow.factor(queries.values, 1.0, rows=True)
     sums, state = linear.advance(queries.values * less, Features(keys.values * unit[..., None]), v, before)
     return linear.normalise(Sums(sums.numerator, sums.denominator + eps * unit * less[..., 0])), state
 
@@ -160,14 +161,14 @@ def found(queries: Features | Logs, state: LinearState, *, eps: float = 0.0) -> 
     """Outputs of queries that see all of a state, in units in which no sum overflows."""
     if isinstance(queries, Logs):
         return linear.normalise(linear.read(queries, state))
-    less = room.factor(queries.values, 1.0, rows=True)
+    less = overflow.factor(queries.values, 1.0, rows=True)
     sums = linear.read(queries.values * less, state)
     return linear.normalise(Sums(sums.numerator, sums.denominator + eps * (-state.top).exp() * less[..., 0]))
 
 
 def log_unit(keys: Features) -> Tensor:
     """The logarithm (..., 1) of a unit in which a stretch of keys and many more have room; 0 for ordinary ones."""
-    return -room.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
+    return -overflow.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
 
 
 def _direct_passes(q: Tensor, k: Tensor, v: Tensor) -> bool:

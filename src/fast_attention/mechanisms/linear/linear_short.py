@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import room
+from fast_attention.engine import overflow
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.mechanisms.linear import linear
@@ -91,7 +91,7 @@ def advance(
 def quotient(sums: Sums, eps: float, *, safe: bool) -> Float[Tensor, "rows length values"]:
     """Numerators over denominators plus ``eps``, zeros where that is too small; ``safe``: it never is."""
     numerator, denominator = sums
-    denominator = room.told(denominator + eps if eps else denominator)
+    denominator = overflow.nan_if_infinite(denominator + eps if eps else denominator)
     if safe:
         return numerator / denominator
     info = torch.finfo(denominator.dtype)

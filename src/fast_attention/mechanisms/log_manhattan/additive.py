@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.chunks import chunks
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.scan import prefix_sums
-from fast_attention.engine.stretches import stretches
 from fast_attention.mechanisms.aft import pool
 from fast_attention.mechanisms.log_manhattan import additive_passes
 from fast_attention.mechanisms.log_manhattan.additive_passes import How
@@ -61,10 +60,12 @@ def attend(
     """
     how = How(part, normalized, is_causal)
     if torch.compiler.is_compiling() or not (fixed and _even(q, k, v, is_causal=is_causal)):
-        took("whole tensors at a time", "no CPU, unequal lengths when causal, or a map with something to learn")
+        dispatch.record(
+            "whole tensors at a time", "no CPU, unequal lengths when causal, or a map with something to learn"
+        )
         return _plain(q, k, v, key_mask, how=how)
     name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every query sees the same keys")
-    took(f"{name}, stretch by stretch", why, stretch=stretches(v)[0].stop)
+    dispatch.record(f"{name}, stretch by stretch", why, stretch=chunks(v)[0].stop)
     return _RULE(q, k, v, key_mask, how=how)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import masks
+from fast_attention.engine.chunks import RunningSum, chunks, sum_to_width, visible_counts, vjp
 from fast_attention.engine.scan import accumulate_
-from fast_attention.engine.stretches import Total, counts, narrow, pulled, stretches
 
 
 class How(NamedTuple):
@@ -30,18 +30,18 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs; kept: the sums over all keys, or those before every stretch, a row for each."""
     out = v.new_empty((*q.shape[:-1], v.shape[-1]))
-    total, befores = Total(), []
-    count = counts(key_mask, v, is_causal=how.is_causal)
+    total, befores = RunningSum(), []
+    count = visible_counts(key_mask, v, is_causal=how.is_causal)
     if how.is_causal:
-        for now in stretches(v):
+        for now in chunks(v):
             rows = torch.cat(_terms(how.part(k[..., now, :]), v, key_mask, now), -1)
             befores.append(total.carry_(rows))
             _read(how.part(q[..., now, :]), rows, count[..., now, :], out[..., now, :], how)
         return out, (torch.cat(befores, -2),) if keep else ()
-    for now in stretches(v):
+    for now in chunks(v):
         total.add(*_terms(how.part(k[..., now, :]), v, key_mask, now))
     rows = total.row(v)
-    for now in stretches(q):
+    for now in chunks(q):
         _read(how.part(q[..., now, :]), rows, count, out[..., now, :], how)
     return out, (rows,)
 
@@ -52,12 +52,12 @@ def backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of queries, keys and values."""
     q, k, v, key_mask = inputs
-    (rows,), total = kept, Total()
+    (rows,), total = kept, RunningSum()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    count = counts(key_mask, v, is_causal=how.is_causal)
+    count = visible_counts(key_mask, v, is_causal=how.is_causal)
     if how.is_causal:
-        for place, now in reversed(list(enumerate(stretches(v)))):
-            b, back = pulled(how.part, k[..., now, :])
+        for place, now in reversed(list(enumerate(chunks(v)))):
+            b, back = vjp(how.part, k[..., now, :])
             plain, b, _ = _terms(b, v, key_mask, now, weighed=False)
             sums = torch.cat([plain, b], -1)
             sums[..., :1, :] += rows[..., place : place + 1, : sums.shape[-1]]
@@ -67,12 +67,12 @@ def backward(
             total.carry_(sent, backwards=True)
             _keys(plain, b, sent, back, key_mask, now, (dk, dv))
         return dq, dk, dv, None
-    for now in stretches(q):
+    for now in chunks(q):
         o, g = outputs[0][..., now, :], gradients[0][..., now, :]
         total.add(*_queries(q[..., now, :], o, g, rows, count, dq[..., now, :], how))
     sent = total.row(v)
-    for now in stretches(v):
-        b, back = pulled(how.part, k[..., now, :])
+    for now in chunks(v):
+        b, back = vjp(how.part, k[..., now, :])
         plain, b, _ = _terms(b, v, key_mask, now, weighed=False)
         _keys(plain, b, sent, back, key_mask, now, (dk, dv))
     return dq, dk, dv, None
@@ -102,13 +102,13 @@ def _queries(q: Tensor, o: Tensor, g: Tensor, sums: Tensor, count: Tensor, dq: T
     """``a d``, ``d`` and ``-o d``; writes the gradient of the queries, that of a being ``d (P - n o)``."""
     width = o.shape[-1]
     plain, parts = sums[..., :width], sums[..., width : sums.shape[-1] - (width if not how.is_causal else 0)]
-    a, back = pulled(how.part, q)
+    a, back = vjp(how.part, q)
     if not how.normalized:
-        dq.copy_(back(narrow(g * plain, a.shape[-1])))
+        dq.copy_(back(sum_to_width(g * plain, a.shape[-1])))
         return a * g, g, torch.zeros_like(parts).expand(*g.shape[:-1], -1)
     d = g / _divisor(a, count, parts)
-    dq.copy_(back(narrow(torch.addcmul(plain, o, count, value=-1).mul_(d), a.shape[-1])))
-    return a * d, d, narrow(o * d, parts.shape[-1]).neg_()
+    dq.copy_(back(sum_to_width(torch.addcmul(plain, o, count, value=-1).mul_(d), a.shape[-1])))
+    return a * d, d, sum_to_width(o * d, parts.shape[-1]).neg_()
 
 
 def _keys(
@@ -118,7 +118,7 @@ def _keys(
     """Writes the gradients of keys and values: ``v D + E`` of b and ``C + b D``, C, D, E the sums of the three."""
     width = v.shape[-1]
     first, second, third = sent.split([width, width, b.shape[-1]], -1)
-    db = narrow(v * second, b.shape[-1]).add_(third)
+    db = sum_to_width(v * second, b.shape[-1]).add_(third)
     dk, dv = found[0][..., now, :], torch.addcmul(first, b, second, out=found[1][..., now, :])
     if key_mask is not None:
         hidden = ~key_mask[..., now][..., None]

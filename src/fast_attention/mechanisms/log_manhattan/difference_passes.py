@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import masks
+from fast_attention.engine.chunks import RunningSum, chunks, first_visible, sum_to_width, visible_counts, vjp
 from fast_attention.engine.scan import accumulate_
-from fast_attention.engine.stretches import Total, counts, first_seen, narrow, pulled, stretches
 
 
 class How(NamedTuple):
@@ -31,21 +31,21 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs; kept: the l that all others are relative to, and P over all keys or before every stretch."""
     out, anchor = torch.empty_like(v, memory_format=torch.contiguous_format), _anchor(k, key_mask, how)
-    total, weighed, befores, width = Total(), Total(), [], v.shape[-1]
+    total, weighed, befores, width = RunningSum(), RunningSum(), [], v.shape[-1]
     share = _share(key_mask, v, how)
     if how.is_causal:
-        for now in stretches(v):
+        for now in chunks(v):
             h, l, x = _terms(how.both(k[..., now, :]), anchor, v, key_mask, now)
             rows = torch.cat([x, l * x], -1)
             befores.append(total.carry_(rows)[..., :width])
             related = torch.addcmul(rows[..., width:], l, rows[..., :width], value=-1)
             torch.addcmul(related.mul_(_at(share, now)), h, x, out=out[..., now, :])
         return out, (anchor, torch.cat(befores, -2)) if keep else ()
-    for now in stretches(v):
+    for now in chunks(v):
         total.add(_values(v, key_mask, now))
     plain = total.row(v)
     slope = plain * share
-    for now in stretches(v):
+    for now in chunks(v):
         h, l, x = _terms(how.both(k[..., now, :]), anchor, v, key_mask, now)
         o = out[..., now, :]
         torch.mul(h, x, out=o).addcmul_(l, slope, value=-1)
@@ -59,12 +59,12 @@ def backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of keys and values."""
     k, v, key_mask = inputs
-    (anchor, plain), g, total = kept, gradients[0], Total()
+    (anchor, plain), g, total = kept, gradients[0], RunningSum()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     share, width = _share(key_mask, v, how), v.shape[-1]
     if how.is_causal:
-        for place, now in reversed(list(enumerate(stretches(v)))):
-            (h, l), back = pulled(how.both, k[..., now, :])
+        for place, now in reversed(list(enumerate(chunks(v)))):
+            (h, l), back = vjp(how.both, k[..., now, :])
             h, l, x = _terms((h, l), anchor, v, key_mask, now)
             mine = g[..., now, :] * _at(share, now)
             sent = torch.cat([mine, mine * l], -1)
@@ -75,11 +75,11 @@ def backward(
             _write(h, l, x, g[..., now, :], sent[..., :width], mine, seen, back, dk[..., now, :], dv[..., now, :])
             dv[..., now, :].sub_(sent[..., width:])
     else:
-        for now in stretches(v):
+        for now in chunks(v):
             total.add(g[..., now, :])
-        sent, moment = total.row(v).mul_(share), Total()
-        for now in stretches(v):
-            (h, l), back = pulled(how.both, k[..., now, :])
+        sent, moment = total.row(v).mul_(share), RunningSum()
+        for now in chunks(v):
+            (h, l), back = vjp(how.both, k[..., now, :])
             h, l, x = _terms((h, l), anchor, v, key_mask, now)
             g_now = g[..., now, :]
             _write(h, l, x, g_now, sent, g_now, plain * share, back, dk[..., now, :], dv[..., now, :])
@@ -95,7 +95,7 @@ def _write(
     """Writes the gradients of the keys and of the values, these but for M."""
     torch.mul(h, g, out=dv).addcmul_(l, sent)
     dl = (x * sent).addcmul_(mine, seen, value=-1)
-    dk.copy_(back(narrow(x * g, h.shape[-1]), narrow(dl, l.shape[-1])))
+    dk.copy_(back(sum_to_width(x * g, h.shape[-1]), sum_to_width(dl, l.shape[-1])))
 
 
 def _terms(
@@ -110,14 +110,14 @@ def _values(v: Tensor, key_mask: Tensor | None, now: slice) -> Tensor:
 
 
 def _anchor(k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
-    return how.both(first_seen(k, key_mask))[1]
+    return how.both(first_visible(k, key_mask))[1]
 
 
 def _share(key_mask: Tensor | None, v: Tensor, how: How) -> Tensor:
     """The c, a row for each token or one for all."""
     if not how.mean:
         return v.new_ones((1, 1))
-    return counts(key_mask, v, is_causal=how.is_causal).clamp_(min=1.0).reciprocal_()
+    return visible_counts(key_mask, v, is_causal=how.is_causal).clamp_(min=1.0).reciprocal_()
 
 
 def _at(share: Tensor, now: slice) -> Tensor:

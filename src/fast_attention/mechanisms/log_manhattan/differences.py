@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.chunks import chunks, first_visible
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.scan import prefix_sums
-from fast_attention.engine.stretches import first_seen, stretches
 from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.positive import Positive
 from fast_attention.mechanisms.log_manhattan import difference_passes
@@ -62,7 +61,7 @@ def running(
     earlier: Differences | None = None,
 ) -> Differences:
     """The sums up to every key, as many rows as keys; ``own`` comes with each key, and the first one's is kept."""
-    anchor, first = first_seen(masks.drop(l, key_mask), key_mask), first_seen(masks.drop(own, key_mask), key_mask)
+    anchor, first = first_visible(masks.drop(l, key_mask), key_mask), first_visible(masks.drop(own, key_mask), key_mask)
     if earlier is not None:
         known = earlier.number > 0
         anchor, first = torch.where(known, earlier.anchor, anchor), torch.where(known, earlier.first, first)
@@ -79,7 +78,7 @@ def summarised(
     key_mask: Mask | None,
 ) -> Differences:
     """The sums over all keys, one row."""
-    anchor, first = first_seen(masks.drop(l, key_mask), key_mask), first_seen(masks.drop(own, key_mask), key_mask)
+    anchor, first = first_visible(masks.drop(l, key_mask), key_mask), first_visible(masks.drop(own, key_mask), key_mask)
     parts = (y.sum(-2, keepdim=True) for y in (seen(l[..., :1], key_mask), x, (l - anchor) * x))
     return Differences(anchor, first, *parts)
 
@@ -115,10 +114,10 @@ def attend(
     """``h_i v_i + sum_j (l_j - l_i) v_j`` with h of ``feature_map``; the sum over the number of keys with ``mean``."""
     how = How(feature_map.both, mean, is_causal)
     if torch.compiler.is_compiling() or not (feature_map.fixed and _even(k, v)):
-        took("whole tensors at a time", "no CPU, or a map with something to learn")
+        dispatch.record("whole tensors at a time", "no CPU, or a map with something to learn")
         return _plain(k, v, key_mask, how=how)
     name, why = ("prefix sums", "causal") if is_causal else ("sums over all keys", "every token sees the same keys")
-    took(f"{name}, stretch by stretch", why, stretch=stretches(v)[0].stop)
+    dispatch.record(f"{name}, stretch by stretch", why, stretch=chunks(v)[0].stop)
     return _RULE(k, v, key_mask, how=how)
 
 

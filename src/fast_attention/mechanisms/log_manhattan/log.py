@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.dispatch import took
+from fast_attention.engine import dispatch
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -124,11 +124,13 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
         if self.score == "logdot":
-            took("linear attention's plain form", "its fast passes take no map of this family")
+            dispatch.record("linear attention's plain form", "its fast passes take no map of this family")
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
             return linear_paths.plain(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
-            took("a sum for each past" if is_causal else "one sum for all queries", "the softmax cancels the queries")
+            dispatch.record(
+                "a sum for each past" if is_causal else "one sum for all queries", "the softmax cancels the queries"
+            )
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
             made = pool.mean(rows, v.shape[-1])
             return pool.aligned(made, q.shape[-2]) if is_causal else made.expand(*q.shape[:-1], -1).contiguous()

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import decayed_sums, spread
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.log_manhattan import sorted_passes
@@ -48,9 +48,9 @@ def over_all(
 ) -> Float[Tensor, "*batch length width"]:
     """``sums`` over all pairs of tokens in any order; time O(n log n), memory O(n)."""
     if _known(l, x, sums):
-        took("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
+        dispatch.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
         return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
-    took("sorted and sorted back", "no CPU, causal, or log keys so far apart that sums need a running unit")
+    dispatch.record("sorted and sorted back", "no CPU, causal, or log keys so far apart that sums need a running unit")
     return _all_plain(l, x, sums)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.lsh.hash_blocks import LOG2E, Lanes, Pairs, Round, put
@@ -37,9 +37,9 @@ _OPAQUE = Opaque(_parts, lambda q, v, *others: (torch.empty_like(v, memory_forma
 
 def _chosen(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Tokens:
     if q.device.type != "cpu":
-        took("banded products over sorted tokens", "one call for all of a round", chunk=rules.size)
+        dispatch.record("banded products over sorted tokens", "one call for all of a round", chunk=rules.size)
         return hashed_softmax(q, v, bucket, rules=rules)
-    took(
+    dispatch.record(
         "chunks of hashed tokens, gathered once a round",
         "on a CPU, where they stay in cache",
         chunk=rules.size,

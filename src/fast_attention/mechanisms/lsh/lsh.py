@@ -11,9 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.bounds import bounded
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.lsh.hash_attention import hashed_attention
@@ -82,7 +81,7 @@ def _advance(
         return out, remember(keys, v, held, number=number, size=m.bucket_size)
     outs, owned = [], False  # a state is a value: the caller's stays as it is
     tokens = zip(*(x.split(1, -2) for x in (m.scale * q, keys, v)), bucket.split(1, -1), seen.split(1, -1), strict=True)
-    took("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
+    dispatch.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
     for a, k, b, h, s in tokens:
         out, memory = step(a, k, b, h, s, memory, distinct=m.correct_duplicates)
         outs.append(out)

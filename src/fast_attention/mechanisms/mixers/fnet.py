@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Traits
 from fast_attention.value import one_of
@@ -30,10 +30,10 @@ def fourier_mix(
     Re Y[-m, -n]`` gives the rest.
     """
     if _brief(x):
-        took("FFT over channels and tokens", "short: fewer steps count for more than half of the spectrum")
+        dispatch.record("FFT over channels and tokens", "short: fewer steps count for more than half of the spectrum")
     else:
         half = x.shape[-1] // 2 + 1
-        took("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
+        dispatch.record("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
     return _MIX(x, norm=norm)
 
 

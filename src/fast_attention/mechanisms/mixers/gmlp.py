@@ -10,10 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
-from fast_attention.engine.blocks import stretch
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.blocks import narrow
 from fast_attention.engine.bounds import bounded
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.dense.triangular import affine, lower
@@ -59,7 +58,7 @@ def gated_mlp(
     kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
     gate = masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
     W = spatial_weights(w.W, x.shape[-2])
-    b = stretch(w.b, x.shape[-2], axis=0)
+    b = narrow(w.b, x.shape[-2], axis=0)
     gate = lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
     if w.tiny is not None:
         gate = gate + tiny_attention(x, w.tiny, is_causal=is_causal, key_mask=key_mask)
@@ -69,7 +68,7 @@ def gated_mlp(
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
     """The corner of W for ``length`` tokens; of a Toeplitz matrix W_ij = W[j - i + n - 1]."""
     if W.ndim == 2:
-        return stretch(stretch(W, length, axis=0), length, axis=1)
+        return narrow(narrow(W, length, axis=0), length, axis=1)
     place = torch.arange(length, device=W.device)
     return W[place - place[:, None] + (W.shape[0] - 1) // 2]
 
@@ -78,7 +77,7 @@ def tiny_attention(
     x: Float[Tensor, "*batch length width"], w: TinyAttention, *, is_causal: bool, key_mask: Tensor | None
 ) -> Float[Tensor, "*batch length half"]:
     """``softmax(q k^T / sqrt(a)) v O``: one head of width a, from the block's input."""
-    took("a small head with all its scores at once", "added to the gate, under a mask", width=w.O.shape[0])
+    dispatch.record("a small head with all its scores at once", "added to the gate, under a mask", width=w.O.shape[0])
     q, k, v = (x @ w.QKV).chunk(3, -1)
     q, k = bounded(q), bounded(k)
     mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)

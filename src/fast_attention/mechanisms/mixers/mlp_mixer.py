@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine import masks
-from fast_attention.engine.blocks import stretch
+from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
 from fast_attention.mechanisms.dense.triangular import affine, lower
@@ -41,13 +41,13 @@ def token_mlp(
     paper): both matrices lower triangular, hidden unit h being that of token h; needs as many units as tokens.
     """
     length = x.shape[-2]
-    x, W1, W2 = masks.drop(x, key_mask), stretch(w.W1, length, axis=1), stretch(w.W2, length, axis=0)
+    x, W1, W2 = masks.drop(x, key_mask), narrow(w.W1, length, axis=1), narrow(w.W2, length, axis=0)
     if is_causal:  # units of tokens that are not there stay out of sight
-        W1, b1, W2 = (stretch(part, length, axis=axis) for part, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
+        W1, b1, W2 = (narrow(part, length, axis=axis) for part, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
         hidden = F.gelu(lower(W1, x) + b1[:, None])
-        return lower(W2, hidden) + stretch(w.b2, length, axis=0)[:, None]
+        return lower(W2, hidden) + narrow(w.b2, length, axis=0)[:, None]
     hidden = F.gelu(affine(W1, x, w.b1))
-    return affine(W2, hidden, stretch(w.b2, length, axis=0))
+    return affine(W2, hidden, narrow(w.b2, length, axis=0))
 
 
 @dataclass(frozen=True, repr=False)

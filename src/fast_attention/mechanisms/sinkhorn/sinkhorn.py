@@ -10,11 +10,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import join, split
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import fused_attention
-from fast_attention.engine.history import History, extend
+from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.sinkhorn.sorted_blocks import masked_blocks, sorted_softmax
@@ -54,10 +53,12 @@ def sinkhorn_attention(
     queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
     plain = torch.compiler.is_compiling() or key_mask is not None  # a traced length is a symbol: never ask it
     if not plain and (is_causal or k.shape[-2] % block_size == 0):
-        took("softmax in tiles over own and sorted block", "no sorted place is masked", block=block_size)
+        dispatch.record("softmax in tiles over own and sorted block", "no sorted place is masked", block=block_size)
         out = sorted_softmax(queries, S[..., first:, :], keys, values, first=first, is_causal=is_causal)
     else:
-        took("products over own and sorted block", "masked places are sorted too, or tracing", block=block_size)
+        dispatch.record(
+            "products over own and sorted block", "masked places are sorted too, or tracing", block=block_size
+        )
         out = masked_blocks(queries, S[..., first:, :], keys, values, seen, first=first, is_causal=is_causal)
     return join(out, length + lead)[..., lead:, :]
 
@@ -86,12 +87,16 @@ def sortcut_attention(
     S = ((held.cumsum(-1)[..., None, :] == wanted) & held[..., None, :]).to(S.dtype) @ S
     best = sort_blocks(S, keys, values, seen)
     if not torch.compiler.is_compiling() and key_mask is None and k.shape[-2] % block_size == 0:
-        took("fused softmax over the kept blocks", "no sorted place is masked", block=block_size, budget=budget)
+        dispatch.record(
+            "fused softmax over the kept blocks", "no sorted place is masked", block=block_size, budget=budget
+        )
         kept, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
         return fused_attention(q, kept, content)
-    took("products over the kept blocks", "masked places are sorted too, or tracing", block=block_size, budget=budget)
+    dispatch.record(
+        "products over the kept blocks", "masked places are sorted too, or tracing", block=block_size, budget=budget
+    )
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.share.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.seen.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)
@@ -150,11 +155,11 @@ class Sinkhorn(_Sorting):
         )  # fmt: skip
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: SortNet, state: History | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, History]:
+        self, q: Tensor, k: Tensor, v: Tensor, w: SortNet, state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
         """Append the stretch to all keys and values so far and attend from its own blocks."""
-        state = extend(state, k, v, key_mask)
-        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.seen), state
+        state = append(state, k, v, key_mask)
+        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.visible), state
 
 
 @dataclass(frozen=True, repr=False)

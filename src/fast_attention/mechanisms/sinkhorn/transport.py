@@ -9,10 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
-from fast_attention.engine.blocks import split, split_mask, stretch
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.blocks import narrow, split, split_mask
 from fast_attention.engine.bounds import no_less
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.tracing import traced
 
 SMALLEST = 1e-12  # share of a row, above which balancing may multiply: all factors lie within float32's range then
@@ -57,9 +56,11 @@ def soft_permutation(
     if iterations > 0 and not traced():
         S = scores.softmax(-1)
         if bool(mask.all()) and bool((S.detach() > SMALLEST).all()):
-            took("balancing by factors", "every block takes part, and no score is extreme", rounds=iterations)
+            dispatch.record(
+                "balancing by factors", "every block takes part, and no score is extreme", rounds=iterations
+            )
             return _balanced(S, iterations)
-        took("balancing by logarithms", "a block is masked, or a score is extreme", rounds=iterations)
+        dispatch.record("balancing by logarithms", "a block is masked, or a score is extreme", rounds=iterations)
     scores = scores - _log_sum(scores, mask, -1)
     for rounds in range(iterations):
         if rounds > 0:
@@ -111,7 +112,7 @@ def block_permutation(
         summary = F.pad(summary, (0, 0, 1, 0))[..., :-1, :].cumsum(-2) + keys[..., 0, :]
         count = F.pad(seen.sum(-1), (1, 0))[..., :-1].cumsum(-1) + seen[..., 0]
         summary = summary / count.clamp_min(1)[..., None]
-    scores = summary @ stretch(P, blocks, axis=-1) / temperature
+    scores = summary @ narrow(P, blocks, axis=-1) / temperature
     if is_causal:
         place = torch.arange(blocks, device=keys.device)
         return soft_permutation(scores, held[..., None, :] & (place < place[:, None]), iterations=0)

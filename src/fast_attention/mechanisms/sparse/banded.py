@@ -7,10 +7,9 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import count, fill, join
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.precision import in_float32
@@ -126,14 +125,16 @@ def banded_softmax(
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if attn_mask is None and dropout == 0.0 and q.is_cpu and 0 not in (*q.shape, *k.shape):
-        took(
+        dispatch.record(
             "softmax in tiles",
             "only keys near a block of queries are seen",
             rows=min(len(band), ROWS),
             keys=band.shape[1],
         )
         return _OPAQUE(q, k, v, band, key_mask, behind, front, float(factor))[0]
-    took("softmax in blocks", "a mask of the caller's, dropout or another device", rows=len(band), keys=band.shape[1])
+    dispatch.record(
+        "softmax in blocks", "a mask of the caller's, dropout or another device", rows=len(band), keys=band.shape[1]
+    )
     return _plain(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor)
 
 

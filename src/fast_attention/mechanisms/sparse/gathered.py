@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import join, split, split_mask
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.dispatch import took
 from fast_attention.engine.fused import fused_attention, takes_flash
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.precision import in_float32
@@ -72,9 +72,9 @@ def _chosen(
     settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "scale": factor}
     sizes = {"rows": size, "choices": table.shape[-1]}
     if not q.is_cpu:
-        took("softmax in blocks", "tiles are for the CPU", **sizes)
+        dispatch.record("softmax in blocks", "tiles are for the CPU", **sizes)
         return _plain(q, k, v, table, key_mask, start=start, stop=stop, **settings)
-    took("softmax in tiles", "every block of queries reads a few blocks of keys", **sizes)
+    dispatch.record("softmax in tiles", "every block of queries reads a few blocks of keys", **sizes)
     if (start == 0 and stop == table.shape[-2]) or takes_flash(q, k, v, scale=factor):
         return _tiled(q, k, v, table, key_mask, start=start, stop=stop, **settings)
     out = _tiled(q, k, v, table, key_mask, start=0, stop=table.shape[-2], **settings)

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.dispatch import took
-from fast_attention.engine.history import History, extend, tail
+from fast_attention.engine import dispatch
+from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.dense import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most, reach, smaller
@@ -48,7 +48,9 @@ def local_attention(
         )
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
     if block is None and attn_mask is None and dropout == 0.0 and covers_most(q, keys, left + right + 1):
-        took("exact attention with the window as mask", "the window covers most keys, and tiles would leave out few")
+        dispatch.record(
+            "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
+        )
         seen = reach(length, keys - length, 0, left=left, right=right, device=q.device)
         return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=seen, scale=scale)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
@@ -110,7 +112,7 @@ _TRAITS = Traits(
 
 
 @dataclass(frozen=True, repr=False)
-class Local(MaskedAttention[tuple[()], History]):
+class Local(MaskedAttention[tuple[()], KVCache]):
     """A sliding window: query i sees the keys from i - left to i + right.
 
     Args:
@@ -141,17 +143,19 @@ class Local(MaskedAttention[tuple[()], History]):
         )  # fmt: skip
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: History | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, History]:
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
         """Attend to the window before the stretch and the stretch; keep the last ``left`` tokens."""
         left = self.window[0] if isinstance(self.window, tuple) else self.window
-        near = extend(state, k, v, key_mask)
-        out = local_attention(q, near.k, near.v, window=(left, 0), is_causal=True, key_mask=near.seen, scale=self.scale)
-        return out, tail(near, left)
+        near = append(state, k, v, key_mask)
+        out = local_attention(
+            q, near.k, near.v, window=(left, 0), is_causal=True, key_mask=near.visible, scale=self.scale
+        )
+        return out, last(near, left)
 
 
 @dataclass(frozen=True, repr=False)
-class BlockLocal(MaskedAttention[tuple[()], History]):
+class BlockLocal(MaskedAttention[tuple[()], KVCache]):
     """Neighbouring blocks: a query sees its own block, ``before`` blocks before it and ``after`` blocks after it.
 
     Args:
@@ -185,10 +189,10 @@ class BlockLocal(MaskedAttention[tuple[()], History]):
         )  # fmt: skip
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: History | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, History]:
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
         """Attend to the blocks before the stretch and the stretch; keep what the next token's block may see."""
-        near = extend(state, k, v, key_mask)
-        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.seen)
+        near = append(state, k, v, key_mask)
+        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.visible)
         total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
-        return out, tail(near, total - max(total // self.block_size - self.before, 0) * self.block_size)
+        return out, last(near, total - max(total // self.block_size - self.before, 0) * self.block_size)

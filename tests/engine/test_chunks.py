@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import catalogue
-from fast_attention.engine import scan, stretches
-from fast_attention.engine.dispatch import followed
+from fast_attention.engine import chunks, dispatch, scan
 from fast_attention.mechanisms.dense import rectified
 from fast_attention.mechanisms.log_manhattan import sorted_passes
 from tests.cases import qkv, some_keys
@@ -66,8 +65,8 @@ def masked(n: int, mask: bool) -> Tensor | None:
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SIGNED)
-def test_stretches_equal_the_plain_form(name: str, is_causal: bool, mask: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(stretches, "NUMBERS", 1)
+def test_chunks_equal_the_plain_form(name: str, is_causal: bool, mask: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(chunks, "NUMBERS", 1)
     m: Any = catalogue.parse(name)
     for n in LENGTHS:
         q, k, v = qkv(n, scale=2.0)
@@ -83,9 +82,9 @@ def test_stretches_equal_the_plain_form(name: str, is_causal: bool, mask: bool, 
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_stretches_of_other_sizes(is_causal: bool, monkeypatch: Any) -> None:
+def test_chunks_of_other_sizes(is_causal: bool, monkeypatch: Any) -> None:
     """Fewer keys than queries and more, values of another width, no batch axis, more than one."""
-    monkeypatch.setattr(stretches, "NUMBERS", 1)
+    monkeypatch.setattr(chunks, "NUMBERS", 1)
     for name, sizes in (
         ("LogAttention(score='sum')", ((130, 300), (300, 130))),
         ("Manhattan(key_dim=1)", ((300, 300),)),
@@ -98,15 +97,15 @@ def test_stretches_of_other_sizes(is_causal: bool, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["LogAttention()", "Manhattan(feature_map=PositiveExp())", "Manhattan()"])
-def test_stretches_at_any_scale(name: str, monkeypatch: Any) -> None:
+def test_chunks_at_any_scale(name: str, monkeypatch: Any) -> None:
     """Finite in float32 for inputs 100 times as large; the path is the one that explains itself."""
-    monkeypatch.setattr(stretches, "NUMBERS", 1)
+    monkeypatch.setattr(chunks, "NUMBERS", 1)
     m: Any = catalogue.parse(name)
     for is_causal in (False, True):
         x = [(100 * y.float()).requires_grad_() for y in qkv(300)]
-        with followed() as steps:
+        with dispatch.recorded() as steps:
             out = m(*x, is_causal=is_causal)
-        assert any("stretch by stretch" in step.what and step.sizes == {"stretch": 128} for step in steps)
+        assert any("stretch by stretch" in step.path and step.sizes == {"stretch": 128} for step in steps)
         out.sum().backward()
         assert bool(out.isfinite().all())
         assert all(bool(y.grad.isfinite().all()) for y in x if y.grad is not None)

@@ -1,4 +1,4 @@
-"""A long sequence in stretches that stay in a core's cache, and what such loops need: carried sums, local gradients."""
+"""Cuts long sequences into chunks that stay in a core's cache: running sums, and gradients of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from fast_attention.engine.scan import accumulate_
 
-NUMBERS = 1 << 18  # per stretch and tensor: a megabyte in float32, half of it a core's
-TOKENS = 128  # at least, so that scans inside a stretch have rows to walk side by side
+NUMBERS = 1 << 18  # per chunk and tensor: a megabyte in float32, half of it a core's
+TOKENS = 128  # at least, so that scans inside a chunk have rows to walk side by side
 
 
-def stretches(x: Float[Tensor, "*batch length width"]) -> list[slice]:
+def chunks(x: Float[Tensor, "*batch length width"]) -> list[slice]:
     """Slices of the sequence axis that hold about ``NUMBERS`` numbers each."""
     length = x.shape[-2]
     size = max(TOKENS, NUMBERS * length // max(x.numel(), 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def counts(
+def visible_counts(
     key_mask: Bool[Tensor, "*#batch2 keys"] | None, like: Float[Tensor, "*batch keys width"], *, is_causal: bool
 ) -> Float[Tensor, "*#batch2 rows 1"]:
     """Keys that may be seen: all of them, one row, or for every token those up to it."""
@@ -34,30 +34,30 @@ def counts(
     return numbers[..., None].to(like)
 
 
-def first_seen(
+def first_visible(
     x: Float[Tensor, "*batch keys width"], key_mask: Bool[Tensor, "*#batch2 keys"] | None
 ) -> Float[Tensor, "*batch 1 width"]:
     """The row of the first key that may be seen, the first row where there is none."""
     if key_mask is None:
         return x[..., :1, :]
-    place = key_mask.to(torch.int8).argmax(-1, keepdim=True)[..., None]
-    return x.gather(-2, place.expand(*x.shape[:-2], 1, x.shape[-1]))
+    position = key_mask.to(torch.int8).argmax(-1, keepdim=True)[..., None]
+    return x.gather(-2, position.expand(*x.shape[:-2], 1, x.shape[-1]))
 
 
-class Total:
-    """A sum over the stretches: each adds its own to what is carried in float64, so that none of them is lost."""
+class RunningSum:
+    """A sum over chunks, carried in float64, so that none of them is lost."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
 
     def add(self, *terms: Float[Tensor, "*batch length #width"]) -> None:
-        """Add the sums over a stretch of terms that stand side by side."""
+        """Add the sums over a chunk of terms that stand side by side."""
         sums = [x.sum(-2, keepdim=True) for x in terms]
         part = (sums[0] if len(sums) == 1 else torch.cat(sums, -1)).double()
         self._sum = part if self._sum is None else self._sum.add_(part)
 
     def carry_(self, x: Float[Tensor, "*batch length width"], *, backwards: bool = False) -> Tensor:
-        """Turn ``x`` into its prefix sums (``backwards``: suffix sums) behind all stretches before; returns those."""
+        """Turn ``x`` into its prefix sums (``backwards``: suffix sums) behind all chunks before; returns those."""
         edge = x[..., -1:, :] if backwards else x[..., :1, :]
         before = torch.zeros_like(edge) if self._sum is None else self._sum.to(x.dtype, copy=True)
         self.add(x)
@@ -71,7 +71,7 @@ class Total:
         return self._sum.to(like.dtype, copy=True)
 
 
-def pulled(function: Callable[[Tensor], Any], z: Tensor) -> tuple[Any, Callable[..., Tensor]]:
+def vjp(function: Callable[[Tensor], Any], z: Tensor) -> tuple[Any, Callable[..., Tensor]]:
     """``function(z)`` and its pullback: the gradient with respect to z from those of the result (or results)."""
     with torch.enable_grad():
         z = z.detach().requires_grad_()
@@ -84,7 +84,7 @@ def pulled(function: Callable[[Tensor], Any], z: Tensor) -> tuple[Any, Callable[
     return (tuple(part.detach() for part in y) if isinstance(y, tuple) else y.detach()), pullback
 
 
-def pull_into(
+def add_gradients(
     function: Callable[..., Any],
     held: Sequence[Tensor],
     weights: Sequence[Tensor | None],
@@ -113,6 +113,6 @@ def pull_into(
             goal.add_(gradient)
 
 
-def narrow(x: Float[Tensor, "*batch length width"], width: int) -> Tensor:
+def sum_to_width(x: Float[Tensor, "*batch length width"], width: int) -> Tensor:
     """Summed over the channels where one weight served them all."""
     return x.sum(-1, keepdim=True) if width == 1 and x.shape[-1] > 1 else x

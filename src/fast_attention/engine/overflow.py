@@ -27,11 +27,11 @@ def factor(x: Float[Tensor, "*sizes"], room: float, *, rows: bool = False) -> Te
     return torch.exp2(-above.masked_fill(~above.isfinite(), 0.0))
 
 
-def told(sums: Tensor) -> Tensor:
+def nan_if_infinite(sums: Tensor) -> Tensor:
     """What is divided by, with NaN where it overflowed: a finite number over infinity would be a silent zero."""
     return sums if traced() else sums.fmod(float("inf"))
 
 
-def fits(out: Tensor) -> bool:
-    """Whether all of ``out``, quotients by what ``told`` gave, is finite, by its sum: a false alarm costs time."""
+def finite(out: Tensor) -> bool:
+    """Whether all of ``out`` is finite, by its sum: a false alarm costs time."""
     return math.isfinite(out.sum().item())
