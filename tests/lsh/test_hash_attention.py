@@ -32,7 +32,7 @@ def test_chunks_are_the_plain_form(kind: str, length: int, masked: bool, scale: 
     bucket = torch.where(seen[:, None, None, :], bucket, rules.number)
     q, v = q.requires_grad_(), v.requires_grad_()
     found = []
-    for form in (hashed_attention(q, v, bucket, rules), hashed_softmax(q, v, bucket, rules=rules)):
+    for form in (hashed_attention(q, v, bucket, **vars(rules)), hashed_softmax(q, v, bucket, rules=rules)):
         out = form.masked_fill(~seen[:, None, :, None], 0.0)
         found.append((out, *torch.autograd.grad(out.sin().sum(), (q, v))))
     for ours, theirs in zip(*found, strict=True):
@@ -45,7 +45,7 @@ def test_one_gradient_alone_and_twice() -> None:
     q, _, v = qkv(40)
     bucket = buckets(q, torch.randn(2, 2, 8, 4, dtype=q.dtype), (8,))
     v.requires_grad_()
-    (ours,) = torch.autograd.grad(hashed_attention(q, v, bucket, rules).square().sum(), v, create_graph=True)
+    (ours,) = torch.autograd.grad(hashed_attention(q, v, bucket, **vars(rules)).square().sum(), v, create_graph=True)
     (again,) = torch.autograd.grad(ours.square().sum(), v)
     assert again.isfinite().all()
     (theirs,) = torch.autograd.grad(hashed_softmax(q, v, bucket, rules=rules).square().sum(), v)

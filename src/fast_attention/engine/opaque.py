@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile`` takes as one operation each: nothing inside is traced, fused or compiled.
+"""Makes a function one operation for ``torch.compile``: nothing inside is traced, fused or compiled.
 
 Loops over chunks become dozens of kernels, each with seconds of a C++ compiler, and run no faster than the same loops
 do eagerly, which may look at numbers besides.
@@ -6,9 +6,11 @@ do eagerly, which may look at numbers besides.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, library
@@ -17,11 +19,51 @@ from torch._C import DispatchKey
 from fast_attention.engine.tracing import exporting
 
 Function = Callable[..., tuple[Tensor, ...]]
-GIVEN = "Tensor[] tensors, int[] there, SymInt[] sizes, float[] factors"
+Decorated = TypeVar("Decorated", bound=Callable[..., Tensor])
+ARGUMENTS = "Tensor[] tensors, int[] present, SymInt[] sizes, float[] factors"
+
+
+def opaque(empty: Callable[..., Tensor]) -> Callable[[Decorated], Decorated]:
+    """Make the decorated function, ``(*tensors, **numbers) -> Tensor``, one operation for the compiler.
+
+    Tensors are positional and may be None; numbers (annotated bool, int or float) are keywords without defaults.
+
+    Args:
+        empty: Takes the same arguments and returns an uninitialised output: for the compiler, which asks for sizes.
+    """
+
+    def decorate(function: Decorated) -> Decorated:
+        named = [x for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        named.sort(key=lambda x: x.annotation == "float")  # whole numbers first
+        names, flags = [x.name for x in named], {x.name for x in named if x.annotation == "bool"}
+
+        def called(form: Callable[..., Tensor]) -> Function:
+            def with_numbers(*arguments: Any) -> tuple[Tensor]:
+                tensors, numbers = arguments[: -len(names)], zip(names, arguments[-len(names) :], strict=True)
+                return (form(*tensors, **{name: bool(x) if name in flags else x for name, x in numbers}),)
+
+            return functools.wraps(function)(with_numbers)
+
+        operation = Opaque(called(function), called(empty))
+
+        @functools.wraps(function)
+        def wrapped(*tensors: Any, **numbers: Any) -> Tensor:
+            if not _compiled(tensors):
+                return function(*tensors, **numbers)
+            return operation(*tensors, *(numbers[name] for name in names))[0]
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
+
+
+def like_queries(q: Tensor, k: Tensor, v: Tensor, *others: Any, **numbers: Any) -> Tensor:
+    """An uninitialised row of values for each query: what ``opaque`` needs to know of most attentions."""
+    return v.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 class Opaque:
-    """A function of tensors, one operation for the compiler; its backward pass runs the function again.
+    """A function of tensors as one operation for the compiler; its backward pass runs the function again.
 
     Args:
         function: ``(*tensors, *numbers) -> outputs``: a tensor may be None; whole numbers come before others.
@@ -38,56 +80,61 @@ class Opaque:
     def _register(self, name: str, empty: Function) -> Callable[..., list[Tensor]]:
         function = self.function
 
-        def forward(tensors: Any, there: Any, sizes: Any, factors: Any) -> list[Tensor]:
+        def forward(tensors: Any, present: Any, sizes: Any, factors: Any) -> list[Tensor]:
             with torch.autocast("cpu", enabled=False):
-                return _apart(function(*_placed(tensors, there), *sizes, *factors), tensors)
+                return _unshared(function(*_with_none(tensors, present), *sizes, *factors), tensors)
 
-        def backward(gradients: Any, tensors: Any, there: Any, sizes: Any, factors: Any) -> list[Tensor]:
+        def backward(gradients: Any, tensors: Any, present: Any, sizes: Any, factors: Any) -> list[Tensor]:
             with _recording(), torch.autocast("cpu", enabled=False):
                 leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-                outputs = function(*_placed(leaves, there), *sizes, *factors)
-                return _apart(_pulled(outputs, gradients, leaves), gradients)
+                outputs = function(*_with_none(leaves, present), *sizes, *factors)
+                return _unshared(_gradients(outputs, gradients, leaves), gradients)
 
-        def saved(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
             tensors, *ctx.numbers = inputs
             ctx.save_for_backward(*tensors)
 
-        def gradient(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+        def vjp(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
             none = [None if numbers else [] for numbers in ctx.numbers]  # an empty list passes for one of tensors
-            return pulled(gradients, list(ctx.saved_tensors), *ctx.numbers), *none
+            return backward_operation(gradients, list(ctx.saved_tensors), *ctx.numbers), *none
 
         custom = library.custom_op
-        pulled = custom(
-            f"{name}_backward", backward, mutates_args=(), schema=f"(Tensor[] gradients, {GIVEN}) -> Tensor[]"
+        backward_operation = custom(
+            f"{name}_backward", backward, mutates_args=(), schema=f"(Tensor[] gradients, {ARGUMENTS}) -> Tensor[]"
         )
-        pulled.register_fake(lambda gradients, tensors, *numbers: [x.new_empty(x.shape) for x in tensors])
-        operation = custom(name, forward, mutates_args=(), schema=f"({GIVEN}) -> Tensor[]")
+        backward_operation.register_fake(lambda gradients, tensors, *numbers: [x.new_empty(x.shape) for x in tensors])
+        operation = custom(name, forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
         operation.register_fake(
-            lambda tensors, there, sizes, factors: list(empty(*_placed(tensors, there), *sizes, *factors))
+            lambda tensors, present, sizes, factors: list(empty(*_with_none(tensors, present), *sizes, *factors))
         )
-        operation.register_autograd(gradient, setup_context=saved)
+        operation.register_autograd(vjp, setup_context=save)
         return operation
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The outputs."""
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if not torch.compiler.is_compiling() or exporting() or not tensors[0].is_cpu:
+        if not _compiled(arguments):
             return self.function(*arguments)
-        there = [int(x is not None) for x in arguments if x is None or isinstance(x, Tensor)]
-        numbers = arguments[len(there) :]
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        present = [int(x is not None) for x in arguments if x is None or isinstance(x, Tensor)]
+        numbers = arguments[len(present) :]
         factors = [x for x in numbers if isinstance(x, float)]
         whole = numbers[: len(numbers) - len(factors)]
         sizes = [int(x) if isinstance(x, bool) else x for x in whole]  # beside an open size no bool passes for a number
-        return tuple(self._operation(tensors, there, sizes, factors))
+        return tuple(self._operation(tensors, present, sizes, factors))
 
 
-def _pulled(outputs: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+def _compiled(arguments: Sequence[Any]) -> bool:
+    """Whether the operation serves; the first argument is a tensor."""
+    return torch.compiler.is_compiling() and not exporting() and arguments[0].is_cpu
+
+
+def _gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of all leaves, zeros for those that have none."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     wanted = [x for x in leaves if x.requires_grad]
-    ends, given = [y for y, _ in pairs], [g for _, g in pairs]
-    found = iter(torch.autograd.grad(ends, wanted, given, allow_unused=True, materialize_grads=True))
-    return [next(found) if x.requires_grad else torch.zeros_like(x) for x in leaves]
+    ends, grad_out = [y for y, _ in pairs], [g for _, g in pairs]
+    grad_in = iter(torch.autograd.grad(ends, wanted, grad_out, allow_unused=True, materialize_grads=True))
+    return [next(grad_in) if x.requires_grad else torch.zeros_like(x) for x in leaves]
 
 
 @contextmanager
@@ -101,21 +148,21 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def _placed(tensors: Sequence[Tensor], there: Sequence[int]) -> list[Tensor | None]:
-    """The tensors, and None where none is."""
+def _with_none(tensors: Sequence[Tensor], present: Sequence[int]) -> list[Tensor | None]:
+    """The tensors, and None where none was given."""
     following = iter(tensors)
-    return [next(following) if present else None for present in there]
+    return [next(following) if given else None for given in present]
 
 
-def _apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, contiguous and in memory of their own."""
+def _unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, contiguous and each in memory of its own, as operations must return them."""
     taken = {x.untyped_storage().data_ptr() for x in inputs}
-    found = []
+    copies = []
     for x in outputs:
-        own = x.detach().contiguous()
-        if (place := own.untyped_storage().data_ptr()) in taken:
-            own = own.clone(memory_format=torch.contiguous_format)
-            place = own.untyped_storage().data_ptr()
-        taken.add(place)
-        found.append(own)
-    return found
+        copy = x.detach().contiguous()
+        if (address := copy.untyped_storage().data_ptr()) in taken:
+            copy = copy.clone(memory_format=torch.contiguous_format)
+            address = copy.untyped_storage().data_ptr()
+        taken.add(address)
+        copies.append(copy)
+    return copies

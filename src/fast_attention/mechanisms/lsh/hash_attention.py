@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.opaque import Opaque
+from fast_attention.engine.opaque import opaque
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.lsh.hash_blocks import LOG2E, Lanes, Pairs, Round, put
 from fast_attention.mechanisms.lsh.hash_chunks import Order, ordered
@@ -19,30 +19,24 @@ from fast_attention.mechanisms.lsh.hashing import Codes, Rules, Tokens, hashed_s
 TOKENS = 8192  # lanes (batch times heads) are taken together up to so many tokens, and two at least, for two threads
 
 
-def hashed_attention(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Tokens:
+@opaque(lambda q, v, *others, **numbers: torch.empty_like(v, memory_format=torch.contiguous_format))
+def hashed_attention(
+    q: Tokens, v: Tokens, bucket: Codes,
+    *, number: int, size: int, ranked: bool, across: bool, is_causal: bool, distinct: bool, scale: float,
+) -> Tokens:  # fmt: skip
     """Softmax over the union of what every token reaches by its buckets (..., H, rounds, L); ``v`` where that is empty.
 
-    Bucket ``rules.number`` holds what is masked: it neither is seen nor gets an output that means anything.
+    Bucket ``number`` holds what is masked: it neither is seen nor gets an output that means anything. Numbers as in
+    ``Rules``.
     """
-    numbers = (rules.number, rules.size, rules.ranked, rules.across, rules.is_causal, rules.distinct, rules.scale)
-    return _OPAQUE(q, v, bucket, *numbers)[0]
-
-
-def _parts(q: Tensor, v: Tensor, bucket: Tensor, *numbers: Any) -> tuple[Tensor]:
-    return (_chosen(q, v, bucket, Rules(*numbers)),)
-
-
-_OPAQUE = Opaque(_parts, lambda q, v, *others: (torch.empty_like(v, memory_format=torch.contiguous_format),))
-
-
-def _chosen(q: Tokens, v: Tokens, bucket: Codes, rules: Rules) -> Tokens:
+    rules = Rules(number, size, ranked, across, is_causal, distinct, scale)
     if q.device.type != "cpu":
-        dispatch.record("banded products over sorted tokens", "one call for all of a round", chunk=rules.size)
+        dispatch.record("banded products over sorted tokens", "one call for all of a round", chunk=size)
         return hashed_softmax(q, v, bucket, rules=rules)
     dispatch.record(
         "chunks of hashed tokens, gathered once a round",
         "on a CPU, where they stay in cache",
-        chunk=rules.size,
+        chunk=size,
         rounds=bucket.shape[-2],
     )
     return _HASHED(q, v, bucket, rules=rules)

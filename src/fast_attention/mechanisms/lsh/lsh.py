@@ -17,7 +17,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.lsh.hash_attention import hashed_attention
 from fast_attention.mechanisms.lsh.hash_memory import LOG, HashMemory, flushed, remember, step
-from fast_attention.mechanisms.lsh.hashing import SHORTEST, Rules, buckets
+from fast_attention.mechanisms.lsh.hashing import SHORTEST, buckets
 from fast_attention.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
@@ -58,8 +58,10 @@ def lsh_attention(
     bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
     if key_mask is not None:
         bucket = torch.where(key_mask[..., None, :], bucket, number)
-    rules = Rules(number, bucket_size, ranked, attend_across_buckets, is_causal, correct_duplicates, scale)
-    out = hashed_attention(q, v, bucket.int(), rules)
+    out = hashed_attention(
+        q, v, bucket.int(), number=number, size=bucket_size, ranked=ranked, across=attend_across_buckets,
+        is_causal=is_causal, distinct=correct_duplicates, scale=float(scale),
+    )  # fmt: skip
     return out if key_mask is None else out.masked_fill(~key_mask[..., None], 0.0)
 
 
