@@ -90,10 +90,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         if not isinstance(self.feature_map, Positive):
             raise ValueError(f"{self!r}: feature_map must be a positive map such as PositiveSoftplus()")
         if self.score == "logdot" and self.normalize != "softmax":
-            raise ValueError(
-                f"{self!r}: log(h(q) . h(k)) does not fall apart into a query's and a key's part, so that only "
-                'normalize="softmax", which undoes the logarithm, takes linear time'
-            )
+            why = "log(h(q) . h(k)) does not fall apart into a query's and a key's part, so that only"
+            raise ValueError(f'{self!r}: {why} normalize="softmax", which undoes the logarithm, takes linear time')
         if self.temperature != 1.0 and (self.score == "logdot" or self.normalize != "softmax"):
             raise ValueError(f'{self!r}: a temperature needs normalize="softmax" and score="channel" or "sum"')
         at_least(self, "temperature", self.temperature, 1e-6)
@@ -128,9 +126,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
             return linear_paths.plain(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
-            dispatch.record(
-                "a sum for each past" if is_causal else "one sum for all queries", "the softmax cancels the queries"
-            )
+            path = "a sum for each past" if is_causal else "one sum for all queries"
+            dispatch.record(path, "the softmax cancels the queries")
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
             made = pool.mean(rows, v.shape[-1])
             return pool.aligned(made, q.shape[-2]) if is_causal else made.expand(*q.shape[:-1], -1).contiguous()
