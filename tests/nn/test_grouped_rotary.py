@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as exact
 
 from fast_attention import Attention, MultiheadAttention, Rotary, TokenMixer, Unsupported, catalogue, decoding
-from fast_attention.nn.positions import rotate, turned
+from fast_attention.nn.positions import rotate, rotate_by
 
 EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
 ATTENTIONS: list[Any] = [mechanism for mechanism in EVERY if isinstance(mechanism, Attention)]
@@ -122,7 +122,7 @@ def test_groups_that_do_not_divide_are_named() -> None:
 # ----------------------------------------------------------------------------------------------------- rotary positions
 
 
-def llamas(rotary: Rotary, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def llamas(rotary: Rotary, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (B, H, L, E) as transformers' Llama turns them."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     names = ("rope_theta", "rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -133,19 +133,21 @@ def llamas(rotary: Rotary, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor
         hidden_size=q.shape[-1], num_attention_heads=1, rope_parameters=settings,
         max_position_embeddings=rotary.original_max_position_embeddings or 64,
     )  # fmt: skip
-    cosine, sine = llama.LlamaRotaryEmbedding(config)(q, places)
+    cosine, sine = llama.LlamaRotaryEmbedding(config)(q, positions)
     return llama.apply_rotary_pos_emb(q, k, cosine, sine)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own words on its settings
 @pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
 @pytest.mark.parametrize("start", [0, 37])
-def test_queries_and_keys_are_turned_as_llama_turns_them(rotary: Rotary, start: int) -> None:
+def test_queries_and_keys_are_rotated_as_llama_rotates_them(rotary: Rotary, start: int) -> None:
     q, k = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 40, 16)
     rows = [torch.arange(40) + start, torch.randint(0, 80, (40,))]
-    places = torch.stack(rows)
-    waves = rotary.waves(places, 16)
-    for got, wanted in zip((turned(q, waves), turned(k, waves)), llamas(rotary, q, k, places), strict=True):
+    positions = torch.stack(rows)
+    sin_cos = rotary.sin_cos(positions, 16)
+    for got, wanted in zip(
+        (rotate_by(q, sin_cos), rotate_by(k, sin_cos)), llamas(rotary, q, k, positions), strict=True
+    ):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=5e-5)
 
 
@@ -162,26 +164,26 @@ def test_a_whole_layer_is_llamas_with_the_same_weights() -> None:
     with torch.no_grad():
         ours.in_proj.weight.copy_(torch.cat([getattr(theirs, f"{part}_proj").weight for part in "qkv"]))
         ours.out_proj.weight.copy_(theirs.o_proj.weight)
-    x, places = tokens("cpu", 2, 9), torch.arange(9).expand(2, -1) + 5
-    waves = llama.LlamaRotaryEmbedding(config)(x, places)
-    wanted = theirs(x, waves, attention_mask=None, is_causal=True)[0]
-    torch.testing.assert_close(ours(x, is_causal=True, positions=places), wanted, rtol=1e-5, atol=1e-6)
+    x, positions = tokens("cpu", 2, 9), torch.arange(9).expand(2, -1) + 5
+    sin_cos = llama.LlamaRotaryEmbedding(config)(x, positions)
+    wanted = theirs(x, sin_cos, attention_mask=None, is_causal=True)[0]
+    torch.testing.assert_close(ours(x, is_causal=True, positions=positions), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rotary", [True, *SCALED], ids=repr)
 @pytest.mark.parametrize("mechanism", ["Softmax()", "FavorPlus()", "Local(window=3)", "Hybrid()"])
-def test_decoding_keeps_the_places(mechanism: str, rotary: Any, device: torch.device) -> None:
+def test_decoding_keeps_the_positions(mechanism: str, rotary: Any, device: torch.device) -> None:
     mixer = seeded(TokenMixer, 16, 2, mechanism, rotary=rotary, num_kv_heads=1, device=device)
     x = tokens(device, 3, 11)
-    for places in (
+    for positions in (
         None,
         torch.arange(11, device=device) + 4,
         torch.arange(11, device=device) + torch.tensor([[0], [3], [9]], device=device),
     ):
-        wanted, state, outs, at = mixer(x, is_causal=True, positions=places), None, [], 0
+        wanted, state, outs, at = mixer(x, is_causal=True, positions=positions), None, [], 0
         for size in (4, 1, 1, 5):
             # Places are given for the first stretch only: the state goes on from there.
-            first = None if places is None or at else places[..., :size]
+            first = None if positions is None or at else positions[..., :size]
             out, state = mixer.decode(x[:, at : at + size], state, positions=first)
             state = decoding.select(state, torch.arange(3, device=device))
             outs.append(out)
@@ -189,11 +191,11 @@ def test_decoding_keeps_the_places(mechanism: str, rotary: Any, device: torch.de
         torch.testing.assert_close(torch.cat(outs, 1), wanted, rtol=1e-8, atol=1e-9)
 
 
-def test_beams_take_their_places_along(device: torch.device) -> None:
+def test_beams_take_their_positions_along(device: torch.device) -> None:
     mixer = seeded(TokenMixer, 16, 2, rotary=True, device=device)
     x, swap = tokens(device, 2, 6), torch.tensor([1, 0], device=device)
-    places = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]], device=device)
-    _, state = mixer.decode(x[:, :4], positions=places)
+    positions = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]], device=device)
+    _, state = mixer.decode(x[:, :4], positions=positions)
     straight, _ = mixer.decode(x[:, 4:], state)
     crossed, _ = mixer.decode(x[swap][:, 4:], decoding.select(state, swap))
     torch.testing.assert_close(crossed[swap], straight)
@@ -210,7 +212,7 @@ def test_a_dynamic_base_decodes_as_far_as_it_was_trained() -> None:
 
 
 @pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
-def test_a_module_turns_as_a_mixer_does_or_refuses(mechanism: Any, device: torch.device) -> None:
+def test_a_module_rotates_as_a_mixer_does_or_refuses(mechanism: Any, device: torch.device) -> None:
     if not mechanism.traits.rotary:
         for kind in (MultiheadAttention, TokenMixer):
             with pytest.raises(Unsupported, match=f"{type(mechanism).__name__}.*rotary"):
@@ -227,8 +229,8 @@ def test_a_module_turns_as_a_mixer_does_or_refuses(mechanism: Any, device: torch
             at = slice(16 * "qkv".index(part), 16 * "qkv".index(part) + 16)
             module.in_proj_weight[at], module.in_proj_bias[at] = rows, bias
     x = tokens(device, 2, 7)
-    places = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [9, 9, 3, 0, 1, 70, 5]], device=device)
-    for given in (None, places, places[1]):
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [9, 9, 3, 0, 1, 70, 5]], device=device)
+    for given in (None, positions, positions[1]):
         got = module(x, x, x, need_weights=False, positions=given)[0]
         torch.testing.assert_close(got, mixer(x, positions=given), rtol=1e-9, atol=1e-10)
 
@@ -238,13 +240,13 @@ def test_queries_stand_at_the_end_of_the_keys(device: torch.device) -> None:
     x = tokens(device, 2, 7)
     wanted = ours(x, x, x, is_causal=True, need_weights=False)[0][:, 4:]
     torch.testing.assert_close(ours(x[:, 4:], x, x, is_causal=True, need_weights=False)[0], wanted)
-    places = torch.arange(7, device=device)
-    given: Any = {"positions": places[4:] + 50, "key_positions": (places + 50).expand(2, -1)}
+    positions = torch.arange(7, device=device)
+    given: Any = {"positions": positions[4:] + 50, "key_positions": (positions + 50).expand(2, -1)}
     torch.testing.assert_close(ours(x[:, 4:], x, x, is_causal=True, need_weights=False, **given)[0], wanted)
     assert (
-        ours(x[:, 4:], x, x, is_causal=True, positions=places[:3], key_positions=places)[0] - wanted
+        ours(x[:, 4:], x, x, is_causal=True, positions=positions[:3], key_positions=positions)[0] - wanted
     ).abs().max() > 1e-3
-    one = ours(x[0], x[0], x[0], is_causal=True, need_weights=False, positions=places)[0]
+    one = ours(x[0], x[0], x[0], is_causal=True, need_weights=False, positions=positions)[0]
     torch.testing.assert_close(one[4:], wanted[0])
 
 
@@ -273,7 +275,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: TokenMixer(6, 2, rotary=True), "the heads' width 3 is odd"),
     (lambda: MultiheadAttention(6, 2, rotary=True), "the heads' width 3 is odd"),
     (lambda: TokenMixer(8, 2, rotary="yes"), "rotary is True, False or a Rotary.*'yes'"),
-    (lambda: MultiheadAttention(8, 2, rotary=True, add_zero_attn=True), "append keys that have no place"),
+    (lambda: MultiheadAttention(8, 2, rotary=True, add_zero_attn=True), "append keys that have no position"),
     (lambda: TokenMixer(8, 2)(torch.randn(1, 3, 8), positions=torch.arange(3)), "build it with rotary=True"),
     (lambda: TokenMixer(8, 2).decode(torch.randn(1, 3, 8), positions=torch.arange(3)), "build it with rotary=True"),
     (lambda: TokenMixer(8, 2, "FNet")(torch.randn(1, 3, 8), positions=torch.arange(3)), "build it with rotary=True"),
@@ -290,7 +292,7 @@ def test_mistakes_are_named(call: Any, said: str) -> None:
         call()
 
 
-def test_one_sided_places_are_refused() -> None:
+def test_one_sided_positions_are_refused() -> None:
     ours, x, y = MultiheadAttention(8, 2, rotary=True, batch_first=True), torch.randn(1, 3, 8), torch.randn(1, 5, 8)
     with pytest.raises(ValueError, match="give both: positions of the 3 queries and key_positions of the 5 keys"):
         ours(x, y, y, positions=torch.arange(3))

@@ -15,17 +15,15 @@ from fast_attention.value import one_of
 
 
 class Bound(nn.Module):
-    """A mechanism with its weights.
+    """A mechanism and its weights as a module: learned weights are parameters, drawn or fixed ones are buffers.
 
-    Learned weights are parameters, drawn or fixed ones are buffers; both are in the ``state_dict``, so a saved model
-    keeps its random features. Call it as the mechanism itself: ``bound(q, k, v, is_causal=, key_mask=)`` for an
-    attention, ``bound(x, is_causal=, key_mask=)`` for a mixer.
+    Both are in the ``state_dict``, so a saved model keeps its random features. Call it as the mechanism itself:
+    ``bound(q, k, v, is_causal=, key_mask=)`` for an attention, ``bound(x, is_causal=, key_mask=)`` for a mixer.
 
     Args:
         mechanism: A mechanism, or its name or repr.
         shape: Heads, width per head and, for mechanisms with ``traits.bounded``, the longest sequence.
-        tied: Another ``Bound`` of an equal mechanism and shape whose weights are shared rather than made anew
-            (Linformer's layerwise sharing).
+        tied: Another ``Bound`` of an equal mechanism and shape, to share its weights (Linformer's layerwise sharing).
         compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works and that pays: the
             first call with new sizes takes seconds. ``fast_attention.explain`` tells what ran.
 
@@ -47,7 +45,7 @@ class Bound(nn.Module):
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
         if self.mechanism.traits.bounded and shape.max_len < 1:
-            raise ValueError(f"{self.mechanism!r} is cut for a longest sequence: give Shape(..., max_len=...)")
+            raise ValueError(f"{self.mechanism!r} has weights for a longest sequence: give Shape(..., max_len=...)")
         if tied is not None and (tied.mechanism, tied.shape) != (self.mechanism, shape):
             raise ValueError(f"tied weights are of {tied.mechanism!r}, {tied.shape}; not {self.mechanism!r}, {shape}")
         weights: Any = self.mechanism.weights(shape) if tied is None else tied.w
@@ -68,10 +66,10 @@ class Bound(nn.Module):
             return None
         if layout is Tensor:
             return getattr(self, prefix)
-        kind, names, parts = layout
+        kind, names, subtrees = layout
         values = [
-            self._assemble(part, f"{prefix}_{name}" if prefix else name)
-            for name, part in zip(names, parts, strict=True)
+            self._assemble(subtree, f"{prefix}_{name}" if prefix else name)
+            for name, subtree in zip(names, subtrees, strict=True)
         ]
         return tuple(values) if kind is tuple else kind(*values)
 
@@ -89,12 +87,12 @@ class Bound(nn.Module):
         Raises:
             ValueError: They are not of this module's kind and sizes.
         """
-        own, others = dict(_leaves(self.w)), dict(_leaves(weights))
-        sizes, given = ({name: tuple(t.shape) for name, t in tree.items()} for tree in (own, others))
-        if type(weights) is not type(self.w) or sizes != given:
-            raise ValueError(f"{self.mechanism!r}, {self.shape} has weights {sizes}; got {given}")
-        for name, tensor in others.items():
-            own[name].copy_(tensor)
+        current, given = dict(_leaves(self.w)), dict(_leaves(weights))
+        sizes, given_sizes = ({name: tuple(t.shape) for name, t in tree.items()} for tree in (current, given))
+        if type(weights) is not type(self.w) or sizes != given_sizes:
+            raise ValueError(f"{self.mechanism!r}, {self.shape} has weights {sizes}; got {given_sizes}")
+        for name, tensor in given.items():
+            current[name].copy_(tensor)
 
     def forward(
         self,
@@ -112,11 +110,11 @@ class Bound(nn.Module):
         """
         self._check(inputs)
         if self.fusion == "off" or torch.compiler.is_compiling():
-            return self._called(inputs, is_causal, key_mask, attn_mask, dropout)
+            return self._call(inputs, is_causal, key_mask, attn_mask, dropout)
         with fusing(self.fusion):
-            return self._called(inputs, is_causal, key_mask, attn_mask, dropout)
+            return self._call(inputs, is_causal, key_mask, attn_mask, dropout)
 
-    def _called(
+    def _call(
         self,
         inputs: tuple[Tensor, ...],
         is_causal: bool,
@@ -168,17 +166,17 @@ class Bound(nn.Module):
             raise ValueError(f"x has width {first.shape[-1]} and this module was built for {shape.width} ({shape})")
 
     def _check_heads(self, inputs: tuple[Tensor, ...]) -> None:
-        """Heads of all three, and the width of what is read to find the keys, must be those of the weights."""
+        """Raise unless q, k and v have the weights' heads, and q and k, where they are read, the weights' width."""
         heads, width, reads = self.shape.heads, self.shape.head_dim, self.mechanism.traits.reads
         for name, x in zip("qkv", inputs, strict=True):
             if not isinstance(x, Tensor) or x.ndim < 3:
-                continue  # the gate says what is wrong
+                continue  # the mechanism's validation says what is wrong
             got = (x.shape[-3], x.shape[-1] if name in reads and name != "v" else width)
             if got != (heads, width):
-                turned = x.shape[-2] == heads and x.shape[-3] != heads
+                transposed = x.shape[-2] == heads and x.shape[-3] != heads
                 raise ValueError(
                     f"{name} has (heads, width) {(x.shape[-3], x.shape[-1])} and this module was built for {self.shape}"
-                    + (f": its shape is {tuple(x.shape)}, did you mean {name}.transpose(1, 2)?" if turned else "")
+                    + (f": its shape is {tuple(x.shape)}, did you mean {name}.transpose(1, 2)?" if transposed else "")
                 )
 
 
@@ -186,15 +184,15 @@ def _leaves(weights: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(weights, Tensor):
         yield prefix, weights
     elif weights is not None:
-        for name, part in zip(_names(weights), weights, strict=True):
-            yield from _leaves(part, f"{prefix}_{name}" if prefix else name)
+        for name, subtree in zip(_names(weights), weights, strict=True):
+            yield from _leaves(subtree, f"{prefix}_{name}" if prefix else name)
 
 
 def _layout(weights: Any) -> Any:
     """The tree of NamedTuples around the tensors, without the tensors."""
     if weights is None or isinstance(weights, Tensor):
         return None if weights is None else Tensor
-    return type(weights), _names(weights), tuple(_layout(part) for part in weights)
+    return type(weights), _names(weights), tuple(_layout(subtree) for subtree in weights)
 
 
 def _names(weights: Any) -> tuple[str, ...]:

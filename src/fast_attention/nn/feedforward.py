@@ -1,4 +1,4 @@
-"""``ChunkedFeedForward``: the position-wise layer a stretch of tokens at a time (Kitaev et al. 2020, section 3)."""
+"""``ChunkedFeedForward``: the position-wise layer, in chunks to save memory (Kitaev et al. 2020, section 3)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fast_attention.engine.tracing import exporting
 
 
 class ChunkedFeedForward(nn.Module):
-    """``W2 dropout(activation(W1 x + b1)) + b2``, token by token, so that cutting the sequence changes nothing.
+    """``W2 dropout(activation(W1 x + b1)) + b2`` for each token by itself, in ``chunks`` chunks of the sequence.
 
-    With ``chunks`` > 1 only one stretch of the widened tokens is alive at a time: memory for them falls to
-    1 / ``chunks``, in training too, where each stretch is computed again in the backward pass (arXiv 2001.04451).
+    Only one chunk of the widened tokens is held at a time: memory for them falls to 1 / ``chunks``, in training too,
+    where each chunk is computed again in the backward pass (arXiv 2001.04451). The outputs are the same.
 
     Args:
         embed_dim: Width E of the tokens.
         hidden_dim: Width in between; None means ``4 * embed_dim``.
-        chunks: Number of stretches; they need not divide the length.
+        chunks: Number of chunks; it need not divide the length.
         activation: Applied to the widened tokens, entry by entry.
         dropout: Probability of dropping a widened entry while training.
         bias: Whether both maps have biases.
@@ -58,18 +58,18 @@ class ChunkedFeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*batch length embed"]) -> Float[Tensor, "*batch length embed"]:
         """Tokens (..., L, E) to tokens (..., L, E)."""
         if self.chunks == 1:
-            return self._stretch(x)
-        # Chunk i holds tokens i, i + chunks, ...: tokens know no neighbours, and these shapes export at any length.
-        stretches = blocks.split(x, self.chunks).unbind(-2)
+            return self._chunk(x)
+        # Chunk i holds tokens i, i + chunks, ...: each is computed alone, and these shapes export at any length.
+        parts = blocks.split(x, self.chunks).unbind(-2)
         if torch.is_grad_enabled() and not exporting():
             random = self.training and self.dropout > 0.0
-            again = functools.partial(checkpoint, self._stretch, use_reentrant=False, preserve_rng_state=random)
-            out = [again(stretch) for stretch in stretches]
+            recomputed = functools.partial(checkpoint, self._chunk, use_reentrant=False, preserve_rng_state=random)
+            out = [recomputed(part) for part in parts]
         else:
-            out = [self._stretch(stretch) for stretch in stretches]
+            out = [self._chunk(part) for part in parts]
         return blocks.join(torch.stack(out, -2), x.shape[-2])
 
-    def _stretch(self, x: Tensor) -> Tensor:
+    def _chunk(self, x: Tensor) -> Tensor:
         hidden = F.dropout(self.activation(self.widen(x)), self.dropout, self.training)
         return self.narrow(hidden)
 

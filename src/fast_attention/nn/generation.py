@@ -1,5 +1,4 @@
-"""Text from a decoder, token by token: greedy, sampled or by beams, with the mechanisms' states or, where a mechanism
-cannot stream, by recomputation."""
+"""Generates tokens from a decoder, one at a time: greedy, sampled or by beam search."""
 
 from __future__ import annotations
 
@@ -41,19 +40,19 @@ class Sampling(Value):
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
         if self.top_k:
-            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
+            threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+            logits = logits.masked_fill(logits < threshold, float("-inf"))
         if self.top_p < 1.0:
             ranked, order = logits.sort(-1, descending=True)
-            shares = ranked.softmax(-1)
-            beyond = shares.cumsum(-1) - shares >= self.top_p  # the first token always stays
-            hidden = torch.zeros_like(beyond).scatter(-1, order, beyond)
-            logits = logits.masked_fill(hidden, float("-inf"))
+            probabilities = ranked.softmax(-1)
+            excluded = probabilities.cumsum(-1) - probabilities >= self.top_p  # the first token always stays
+            masked = torch.zeros_like(excluded).scatter(-1, order, excluded)
+            logits = logits.masked_fill(masked, float("-inf"))
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[..., 0]
 
 
-class _Reader:
-    """Logits after the next tokens: from a state, or from all tokens so far where a mechanism cannot stream."""
+class _Decoder:
+    """Feeds tokens to a model: with its decoding state or, where a mechanism cannot stream, with all tokens so far."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.state, self.past = model, None, None
@@ -67,7 +66,7 @@ class _Reader:
         return self.model(self.past)[:, -1]
 
     def select(self, index: Tensor) -> None:
-        """Go on with these sequences."""
+        """Keep these sequences of the batch, in this order."""
         if self.state is not None:
             self.state = decoding.select(self.state, index)
         if self.past is not None:
@@ -81,20 +80,20 @@ def stream(
     sampling: Sampling = Sampling(temperature=0.0),
     seed: int = 0,
 ) -> Iterator[list[int | None]]:
-    """New tokens without end, one per prompt at a time; None for a prompt that is still being read.
+    """Yield new tokens without end, one per prompt at a time; None for a prompt that is still being read.
 
-    Prompts of unequal length go side by side without padding: where a longer prompt still has tokens, these are read
+    Prompts of unequal lengths are one batch without padding: where a longer prompt has tokens left, these are read
     instead of chosen ones. So every mechanism gives what it gives for one prompt alone.
     """
-    reader, generator, place, given = *_start(model, prompts, seed), len(min(prompts, key=len)), prompts
+    (reader, generator), position = _start(model, prompts, seed), len(min(prompts, key=len))
     with torch.no_grad():
-        logits = reader.read(torch.tensor([list(prompt[:place]) for prompt in given], device=_device(model)))
+        logits = reader.read(torch.tensor([list(prompt[:position]) for prompt in prompts], device=_device(model)))
         while True:
             chosen = sampling.choose(logits, generator).tolist()
-            reading = [place < len(prompt) for prompt in given]
-            tokens = [p[place] if more else c for p, c, more in zip(given, chosen, reading, strict=True)]
+            reading = [position < len(prompt) for prompt in prompts]
+            tokens = [p[position] if more else c for p, c, more in zip(prompts, chosen, reading, strict=True)]
             yield [None if more else c for c, more in zip(chosen, reading, strict=True)]
-            place += 1
+            position += 1
             logits = reader.read(torch.tensor(tokens, device=_device(model))[:, None])
 
 
@@ -115,7 +114,7 @@ def generate(
         prompts: Lists of tokens, of any lengths of at least one.
         new_tokens: Tokens to add to each.
         sampling: How tokens are chosen; the likeliest by default.
-        beams: Above 1, the likeliest of so many sequences that are followed side by side; ``sampling`` is not used.
+        beams: Beam width; above 1 the likeliest sequence of the search is returned and ``sampling`` is not used.
         stop: A token that ends a sequence (and is its last).
         seed: For sampling.
 
@@ -128,52 +127,54 @@ def generate(
     at_least(Sampling, "new_tokens", new_tokens, 1)
     if beams > 1:
         return [_search(model, prompt, new_tokens, beams, stop) for prompt in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(model, prompts, sampling=sampling, seed=seed):
-        for made, token in zip(found, tokens, strict=True):
-            if token is not None and len(made) < new_tokens and not (made and made[-1] == stop):
-                made.append(token)
-        if all(len(made) == new_tokens or (made and made[-1] == stop) for made in found):
-            return found
+    results: list[list[int]] = [[] for _ in prompts]
+    for step_tokens in stream(model, prompts, sampling=sampling, seed=seed):
+        for continuation, token in zip(results, step_tokens, strict=True):
+            if token is not None and len(continuation) < new_tokens and not (continuation and continuation[-1] == stop):
+                continuation.append(token)
+        if all(
+            len(continuation) == new_tokens or (continuation and continuation[-1] == stop) for continuation in results
+        ):
+            return results
     raise AssertionError("a stream never ends")
 
 
 @torch.no_grad()
 def _search(model: Model, prompt: Sequence[int], new_tokens: int, beams: int, stop: int | None) -> list[int]:
-    """The likeliest continuation among ``beams``; finished ones compete by their probability as they are."""
+    """The likeliest continuation by beam search; finished ones compete by their probability, whatever their length."""
     reader, _ = _start(model, [prompt], 0)
     scores = reader.read(torch.tensor([list(prompt)], device=_device(model))).log_softmax(-1)
-    made: list[list[int]] = [[]]
-    ended: list[tuple[float, list[int]]] = []
-    kept: list[tuple[float, int, list[int]]] = []
+    sequences: list[list[int]] = [[]]
+    finished: list[tuple[float, list[int]]] = []
+    active: list[tuple[float, int, list[int]]] = []
     for step in range(new_tokens):
         top = scores.flatten().topk(min(2 * beams, scores.numel()))
         rows, tokens = top.indices // scores.shape[-1], top.indices % scores.shape[-1]
-        kept = []
+        active = []
         for score, row, token in zip(top.values.tolist(), rows.tolist(), tokens.tolist(), strict=True):
-            line = [*made[row], token]
+            sequence = [*sequences[row], token]
             if token == stop:
-                ended.append((score, line))
-            elif len(kept) < beams:
-                kept.append((score, row, line))
-        made = [line for _, _, line in kept]
-        best = max((score for score, _ in ended), default=float("-inf"))
-        if not kept or step == new_tokens - 1 or best >= kept[0][0]:
+                finished.append((score, sequence))
+            elif len(active) < beams:
+                active.append((score, row, sequence))
+        sequences = [sequence for _, _, sequence in active]
+        best = max((score for score, _ in finished), default=float("-inf"))
+        if not active or step == new_tokens - 1 or best >= active[0][0]:
             break
-        reader.select(torch.tensor([row for _, row, _ in kept], device=scores.device))
-        so_far = torch.tensor([score for score, _, _ in kept], device=scores.device)[:, None]
-        now = torch.tensor([[line[-1]] for line in made], device=scores.device)
-        scores = so_far + reader.read(now).log_softmax(-1)
-    ended += [(score, line) for score, _, line in kept]
-    return max(ended, key=lambda pair: pair[0])[1]
+        reader.select(torch.tensor([row for _, row, _ in active], device=scores.device))
+        total = torch.tensor([score for score, _, _ in active], device=scores.device)[:, None]
+        newest = torch.tensor([[sequence[-1]] for sequence in sequences], device=scores.device)
+        scores = total + reader.read(newest).log_softmax(-1)
+    finished += [(score, sequence) for score, _, sequence in active]
+    return max(finished, key=lambda pair: pair[0])[1]
 
 
-def _start(model: Model, prompts: Sequence[Sequence[int]], seed: int) -> tuple[_Reader, Any]:
+def _start(model: Model, prompts: Sequence[Sequence[int]], seed: int) -> tuple[_Decoder, Any]:
     if not model.config.causal or model.config.head != "tokens":
         raise ValueError("generate needs a decoder: ModelConfig(causal=True, head='tokens')")
     if not prompts or not all(prompts):
         raise ValueError("generate needs prompts of at least one token each")
-    return _Reader(model.eval()), torch.Generator(_device(model)).manual_seed(seed)
+    return _Decoder(model.eval()), torch.Generator(_device(model)).manual_seed(seed)
 
 
 def _device(model: Model) -> torch.device:

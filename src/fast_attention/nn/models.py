@@ -24,7 +24,7 @@ Reads = Literal["", "bytes", "residues"]
 
 @dataclass(frozen=True, repr=False)
 class ModelConfig(Value):
-    """Everything that makes a model but its numbers; plain values, saved as ``config.json``.
+    """The settings of a model, plain values that are saved as ``config.json``.
 
     Args:
         vocab_size: Kinds of tokens.
@@ -36,11 +36,11 @@ class ModelConfig(Value):
         max_len: Longest sequence for learned positions and for mechanisms with ``traits.bounded``.
         positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` (mechanisms with ``traits.rotary``) or ``"none"``.
         causal: A decoder, whose outputs see the past only, rather than an encoder.
-        head: ``"tokens"`` predicts a token at each place, ``"classes"`` one class for the sequence.
+        head: ``"tokens"`` predicts a token at each position, ``"classes"`` one class for the sequence.
         classes: Number of classes.
         dropout: Probability of dropping a number behind each sublayer while training.
-        reversible: Reversible blocks, whose activations are made again in the backward pass.
-        chunks: Stretches of the feed-forward layers (``ChunkedFeedForward``).
+        reversible: Reversible blocks, whose activations are computed again in the backward pass.
+        chunks: Chunks of the feed-forward layers (``ChunkedFeedForward``).
         tied: Whether the head for tokens shares the embedding's weights.
         reads: What the tokens are: ``"bytes"`` of text, ``"residues"`` of proteins, or "" for a task's own numbers.
     """
@@ -66,8 +66,8 @@ class ModelConfig(Value):
         names = [self.mechanism] if not isinstance(self.mechanism, list | tuple) else list(self.mechanism)
         if not names:
             raise ValueError("ModelConfig(mechanism=()): name at least one mechanism")
-        spelled = tuple(repr(catalogue.parse(name)) for name in names)
-        object.__setattr__(self, "mechanism", spelled[0] if len(spelled) == 1 else spelled)
+        expressions = tuple(repr(catalogue.parse(name)) for name in names)
+        object.__setattr__(self, "mechanism", expressions[0] if len(expressions) == 1 else expressions)
         for setting in ("vocab_size", "width", "layers", "heads", "max_len", "chunks"):
             at_least(self, setting, getattr(self, setting), 1)
         one_of(self, "positions", self.positions, Positions)
@@ -94,7 +94,7 @@ class ModelConfig(Value):
 
 
 class Mixing(nn.Module):
-    """Norm, then tokens mixed, then dropout: the first half of a block."""
+    """The first half of a block: norm, token mixing, dropout."""
 
     def __init__(self, config: ModelConfig, mechanism: str) -> None:
         super().__init__()
@@ -105,17 +105,17 @@ class Mixing(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, *, is_causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-        """Tokens (B, L, E) to what is added to them."""
+        """The residual (B, L, E) of tokens (B, L, E)."""
         out = self.mixer(self.norm(x), is_causal=is_causal, key_mask=key_mask)
         return F.dropout(out, self.dropout, self.training)
 
     def decode(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The same for the next stretch of tokens."""
+        """The residual of new tokens (B, N, E), and the state after them."""
         return self.mixer.decode(self.norm(x), state)
 
 
 class Widening(nn.Module):
-    """Norm, feed-forward, dropout: the second half of a block."""
+    """The second half of a block: norm, feed-forward layer, dropout."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,12 +124,12 @@ class Widening(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, L, E) to what is added to them."""
+        """The residual (B, L, E) of tokens (B, L, E)."""
         return F.dropout(self.feed(self.norm(x)), self.dropout, self.training)
 
 
 class Block(nn.Module):
-    """``x + mixing(x)``, then ``x + widening(x)``."""
+    """A pre-norm transformer block: ``x + mixing(x)``, then ``x + widening(x)``."""
 
     def __init__(self, f: Mixing, g: Widening) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 
 class ModelState(NamedTuple):
-    """What a decoder remembers: the tokens so far, and the state of each layer."""
+    """A decoder's state: how many tokens it has read, and the state of each layer."""
 
     length: Tensor
     layers: tuple[Any, ...]
@@ -163,8 +163,8 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        added = config.positions in ("learned", "sinusoidal")
-        self.places = PositionTable(config.positions, config.width, config.max_len) if added else None
+        has_table = config.positions in ("learned", "sinusoidal")
+        self.places = PositionTable(config.positions, config.width, config.max_len) if has_table else None
         halves = [(Mixing(config, name), Widening(config)) for name in config.mechanisms]
         for mixing, _ in halves:
             mechanism = mixing.mixer.mechanism
@@ -182,18 +182,18 @@ class Model(nn.Module):
             self.out.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """Small normal weights, smaller where layers add up; the mechanisms' own weights are left as they were made."""
-        deep = 0.02 / math.sqrt(2 * self.config.layers)
+        """Draw small normal weights, smaller where residuals add up; the mechanisms' own weights stay as drawn."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding) and ".attention" not in name:
-                nn.init.normal_(module.weight, std=deep if name.endswith(("out_proj", "narrow")) else 0.02)
+                nn.init.normal_(module.weight, std=residual_std if name.endswith(("out_proj", "narrow")) else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
     def hidden(
         self, tokens: Int[Tensor, "batch length"], key_mask: Bool[Tensor, "batch length"] | None = None
     ) -> Float[Tensor, "batch length width"]:
-        """The tokens' vectors behind the last block."""
+        """The tokens' vectors after the last block and norm."""
         x = self.embedding(tokens)
         x = x if self.places is None else self.places(x)
         if isinstance(self.blocks, ReversibleSequence):
@@ -206,7 +206,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "batch length"], key_mask: Bool[Tensor, "batch length"] | None = None
     ) -> Float[Tensor, "..."]:
-        """Logits: of the next or masked token at each place (B, L, vocabulary), or of the classes (B, classes).
+        """Logits: of the next or masked token at each position (B, L, vocabulary), or of the classes (B, classes).
 
         Args:
             tokens: Whole numbers (B, L) below ``vocab_size``.
@@ -218,9 +218,9 @@ class Model(nn.Module):
         return self.out(x)
 
     def decode(
-        self, tokens: Int[Tensor, "batch stretch"], state: ModelState | None = None
-    ) -> tuple[Float[Tensor, "batch stretch vocab"], ModelState]:
-        """Logits after each token of the next stretch; any split of a sequence gives the same.
+        self, tokens: Int[Tensor, "batch new"], state: ModelState | None = None
+    ) -> tuple[Float[Tensor, "batch new vocab"], ModelState]:
+        """Logits after each of one or more new tokens, and the state; any split of a sequence gives the same logits.
 
         Raises:
             Unsupported: A layer's mechanism cannot stream.
@@ -229,18 +229,18 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         x = x if self.places is None else self.places(x, start)
         blocks: Any = self.blocks.blocks if isinstance(self.blocks, ReversibleSequence) else self.blocks
-        other, after = x, []
+        other_stream, states = x, []
         for i, block in enumerate(blocks):
-            source = other if self.config.reversible else x
-            mixed, kept = block.f.decode(source, None if state is None else state.layers[i])
-            after.append(kept)
+            source = other_stream if self.config.reversible else x
+            mixed, layer_state = block.f.decode(source, None if state is None else state.layers[i])
+            states.append(layer_state)
             x = x + mixed
             if self.config.reversible:
-                other = other + block.g(x)
+                other_stream = other_stream + block.g(x)
             else:
                 x = x + block.g(x)
-        x = (x + other) / 2 if self.config.reversible else x
-        return self.out(self.norm(x)), ModelState(torch.tensor(start + tokens.shape[-1]), tuple(after))
+        x = (x + other_stream) / 2 if self.config.reversible else x
+        return self.out(self.norm(x)), ModelState(torch.tensor(start + tokens.shape[-1]), tuple(states))
 
     @property
     def streams(self) -> bool:
@@ -249,5 +249,5 @@ class Model(nn.Module):
 
 
 def _mean(x: Tensor, key_mask: Tensor) -> Tensor:
-    seen = key_mask[..., None]
-    return x.masked_fill(~seen, 0.0).sum(-2) / seen.sum(-2).clamp(min=1)
+    visible = key_mask[..., None]
+    return x.masked_fill(~visible, 0.0).sum(-2) / visible.sum(-2).clamp(min=1)

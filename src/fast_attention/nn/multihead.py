@@ -14,16 +14,16 @@ from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
-from fast_attention.nn.torch_masks import Seen
+from fast_attention.nn.positions import Rotary, check_positions, rotary_for, rotate_by
+from fast_attention.nn.torch_masks import Masks
 
 
 class MultiheadAttention(nn.Module):
-    """A drop-in for ``torch.nn.MultiheadAttention``: its arguments, masks, results, initial values, checkpoint names.
+    """A drop-in replacement of ``torch.nn.MultiheadAttention``: its arguments, masks, results and checkpoint names.
 
     With ``Softmax()`` it computes what torch's module computes, but for queries that may see nothing: those get zeros
     here and NaN there. It also serves as attention of torch's transformer layers, in training and in evaluation:
-    their fused path, which would bypass any replacement, stands aside for the hook set here.
+    their fused path, which would bypass any replacement, is switched off by a hook set here.
 
     Checkpoints: the names are torch's; the mechanism's own weights, where it has any, are called ``attention.*``. A
     checkpoint of torch's module has none of those: load it with ``strict=False`` and find only them in
@@ -45,7 +45,7 @@ class MultiheadAttention(nn.Module):
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
             Each serves as many queries' heads in a row; the mechanism sees it repeated.
-        rotary: Turn queries and keys by their places (mechanisms with ``traits.rotary``): True for
+        rotary: Rotate queries and keys by their positions (mechanisms with ``traits.rotary``): True for
             ``nn.positions.Rotary()``, or one with another base or scaling.
         compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
 
@@ -95,15 +95,15 @@ class MultiheadAttention(nn.Module):
         self.appended = int(add_bias_kv) + int(add_zero_attn)
         self._build_projections(bias, add_bias_kv, device, dtype)
         self.attention = self._bind(catalogue.parse(mechanism), max_len, rotary, compile).to(device=device, dtype=dtype)
-        # A hook is torch's own sign that a module must really be called: its layers then take no fused short cut.
-        self.register_forward_pre_hook(_stand_aside)
+        # torch's layers take no fused short cut around a module that has a hook.
+        self.register_forward_pre_hook(_do_nothing)
 
     def _build_projections(self, bias: bool, bias_kv: bool, device: Any, dtype: torch.dtype | None) -> None:
         """Parameters under torch's names, drawn in torch's order, so that equal seeds give equal values."""
         width, packed, grouped = self.embed_dim, self._qkv_same_embed_dim, self.num_kv_heads * self.head_dim
 
-        def drawn(wanted: bool, *size: int, draw: Any = nn.init.xavier_uniform_) -> nn.Parameter | None:
-            return nn.Parameter(draw(torch.empty(*size, device=device, dtype=dtype))) if wanted else None
+        def drawn(needed: bool, *size: int, draw: Any = nn.init.xavier_uniform_) -> nn.Parameter | None:
+            return nn.Parameter(draw(torch.empty(*size, device=device, dtype=dtype))) if needed else None
 
         self.out_proj = nn.Linear(width, width, bias=bias, device=device, dtype=dtype)
         self.in_proj_weight = drawn(packed, width + 2 * grouped, width)
@@ -126,7 +126,7 @@ class MultiheadAttention(nn.Module):
             raise mechanism.refuse(f"attention dropout (dropout={self.dropout!r}; build it with dropout=0.0)", "mask")
         self.rotary = rotary_for(mechanism, rotary, self.head_dim)
         if self.rotary is not None and self.appended:
-            raise ValueError("add_bias_kv and add_zero_attn append keys that have no place: not beside rotary")
+            raise ValueError("add_bias_kv and add_zero_attn append keys that have no position: leave rotary=False")
         shape = Shape(self.num_heads, self.head_dim, max_len + self.appended if max_len else 0)
         return Bound(mechanism, shape, compile=compile)
 
@@ -157,9 +157,9 @@ class MultiheadAttention(nn.Module):
             average_attn_weights: Whether the attention matrix is averaged over heads.
             is_causal: Without ``attn_mask``: query i sees keys up to i + S - L. Beside an ``attn_mask`` it is a hint
                 and the mask decides, except in compiled code, where the hint is believed if L = S.
-            positions: With ``rotary``: places of the queries, (L) or (N, L); None for S - L, S - L + 1, ...: the last
-                query stands where the last key stands.
-            key_positions: Places of the keys, (S) or (N, S); None for 0, 1, ..., or for ``positions`` where L = S.
+            positions: With ``rotary``: positions of the queries, (L) or (N, L); None for S - L, S - L + 1, ...: the
+                last query has the last key's position.
+            key_positions: Those of the keys, (S) or (N, S); None for 0, 1, ..., or for ``positions`` where L = S.
 
         Returns:
             Outputs in the shape of ``query``, and the attention matrix (N, L, S), or (N, num_heads, L, S) if not
@@ -169,26 +169,26 @@ class MultiheadAttention(nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
-        alike, same = query is key, query is key and key is value
+        key_is_query, one_tensor = query is key, query is key and key is value
         if query.is_nested:
-            plain = same and attn_mask is None and key_padding_mask is None
-            plain = plain and positions is None and key_positions is None
-            return self._nested(query, plain, need_weights, average_attn_weights, is_causal)
+            unmasked = one_tensor and attn_mask is None and key_padding_mask is None
+            unmasked = unmasked and positions is None and key_positions is None
+            return self._nested(query, unmasked, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched = query.dim() == 3
         query, key, value = (self._batch_major(x) for x in (query, key, value))
-        key, value = query if alike else key, query if same else value
+        key, value = query if key_is_query else key, query if one_tensor else value
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
-        q, k, v = self._project(*torch_masks.tamed(query, key, value, key_padding_mask))
-        q, k = self._turned(q, k, positions, key_positions)
+        q, k, v = self._project(*torch_masks.zero_padding(query, key, value, key_padding_mask))
+        q, k = self._rotate(q, k, positions, key_positions)
         mechanism = self.attention.mechanism
-        seen = torch_masks.read(q, k.shape[-2], attn_mask, key_padding_mask, is_causal, mechanism)
+        visible = torch_masks.convert(q, k.shape[-2], attn_mask, key_padding_mask, is_causal, mechanism)
         if self.appended:
-            seen = torch_masks.lengthen(seen, q.shape[-2], k.shape[-2], self.appended, like=q)
+            visible = torch_masks.append_keys(visible, q.shape[-2], k.shape[-2], self.appended, like=q)
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         k, v = heads.repeated(self.num_heads, k=k, v=v)
-        out, weights = self._attend(q, k, v, seen, need_weights)
+        out, weights = self._attend(q, k, v, visible, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -207,8 +207,8 @@ class MultiheadAttention(nn.Module):
             parts = F.linear(query, packed, bias).split(widths, -1)
         else:
             b_q, b_k, b_v = (None, None, None) if bias is None else bias.split(widths)
-            apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            w_q, w_k, w_v = apart if packed is None else packed.split(widths)
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            w_q, w_k, w_v = separate if packed is None else packed.split(widths)
             v = F.linear(value, w_v, b_v)
             # What the mechanism never reads is not computed: anything of the right length stands in for it.
             k = F.linear(key, w_k, b_k) if "k" in reads else v
@@ -216,38 +216,41 @@ class MultiheadAttention(nn.Module):
             parts = (q, k, v)
         return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in parts)
 
-    def _turned(self, q: Tensor, k: Tensor, places: Tensor | None, others: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned by their places, where the module has rotary positions."""
-        length, keys = q.shape[-2], k.shape[-2]
+    def _rotate(self, q: Tensor, k: Tensor, at: Tensor | None, keys_at: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys rotated by their positions, where the module has rotary positions."""
+        batch, length, keys = len(q), q.shape[-2], k.shape[-2]
         if self.rotary is None:
-            if places is not None or others is not None:
-                raise ValueError("positions are given and this module turns nothing by them: build it with rotary=True")
+            if at is not None or keys_at is not None:
+                raise ValueError("positions are given and this module has no use for them: build it with rotary=True")
             return q, k
-        if length != keys and (places is None) != (others is None):
+        if length != keys and (at is None) != (keys_at is None):
             raise ValueError(f"give both: positions of the {length} queries and key_positions of the {keys} keys")
-        if places is None and others is None:
-            places = torch.arange(keys - length, keys, device=q.device)
-            others = places if length == keys else torch.arange(keys, device=q.device)
-        places, others = others if places is None else places, places if others is None else others
-        assert places is not None
-        assert others is not None
-        both = checked(places, "positions", (len(q),), length), checked(others, "key_positions", (len(q),), keys)
-        if places is others:
-            waves = self.rotary.waves(places, self.head_dim)
-            return turned(q, waves), turned(k, waves)
-        # One reckoning for both: a scaling may depend on the last place of all.
-        line = torch.cat([x.expand(len(q), -1) for x in both] if places.ndim != others.ndim else both, -1)
-        sine, cosine = (x.split((length, keys), -2) for x in self.rotary.waves(line, self.head_dim))
-        return turned(q, (sine[0], cosine[0])), turned(k, (sine[1], cosine[1]))
+        if at is None and keys_at is None:
+            at = torch.arange(keys - length, keys, device=q.device)
+            keys_at = at if length == keys else torch.arange(keys, device=q.device)
+        at, keys_at = keys_at if at is None else at, at if keys_at is None else keys_at
+        assert at is not None
+        assert keys_at is not None
+        check_positions(at, "positions", (batch,), length)
+        check_positions(keys_at, "key_positions", (batch,), keys)
+        if at is keys_at:
+            sin_cos = self.rotary.sin_cos(at, self.head_dim)
+            return rotate_by(q, sin_cos), rotate_by(k, sin_cos)
+        # Angles of both in one call: a scaling may depend on the largest position of all.
+        both = [x.expand(batch, -1) for x in (at, keys_at)] if at.ndim != keys_at.ndim else [at, keys_at]
+        sine, cosine = (x.split((length, keys), -2) for x in self.rotary.sin_cos(torch.cat(both, -1), self.head_dim))
+        return rotate_by(q, (sine[0], cosine[0])), rotate_by(k, (sine[1], cosine[1]))
 
     def _append(self, x: Tensor, learned: Tensor | None) -> Tensor:
-        """The learned key or value, then that of zeros, behind the sequence (N, H, S, E)."""
+        """The sequence (N, H, S, E) with the learned key or value and then one of zeros appended."""
         if learned is not None:
             row = learned.to(x.dtype).view(1, self.num_kv_heads, 1, self.head_dim)
             x = torch.cat([x, row.expand(x.shape[0], -1, -1, -1)], -2)
         return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, need_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Masks, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         mechanism, width, weights = self.attention.mechanism, v.shape[-1], None
         if need_weights:
             if not mechanism.traits.matrix:
@@ -255,13 +258,13 @@ class MultiheadAttention(nn.Module):
             # A [v, I] = [A v, A]: outputs and matrix of one pass, hence of the same dropped weights.
             identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
             v = torch.cat([v, identity.expand(*v.shape[:-1], -1)], -1)
-        out = self.attention(q, k, v, **seen._asdict(), dropout=self.dropout if self.training else 0.0)
+        out = self.attention(q, k, v, **visible._asdict(), dropout=self.dropout if self.training else 0.0)
         if need_weights:
             out, weights = out[..., :width], out[..., width:]
         return self.out_proj(out.transpose(1, 2).flatten(-2)), weights
 
     def _nested(self, x: Tensor, plain: bool, *options: bool) -> tuple[Tensor, Tensor | None]:
-        """torch's ``TransformerEncoder`` packs padded batches into nested tensors when it evaluates."""
+        """Attend in a nested tensor, into which torch's ``TransformerEncoder`` packs padded batches in evaluation."""
         if not plain or not self.batch_first:
             raise ValueError("nested tensors are taken as query = key = value, with batch_first=True, without masks")
         need_weights, average, is_causal = options
@@ -280,11 +283,11 @@ class MultiheadAttention(nn.Module):
                 raise ValueError(f"{name} has width {x.shape[-1]} and this module was built for {width}")
 
     def extra_repr(self) -> str:
-        """The sizes, and what is not torch's."""
-        said = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+        """The sizes, grouped heads and rotary positions."""
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
         grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
-        return said + grouped + ("" if self.rotary is None else f", rotary={self.rotary!r}")
+        return sizes + grouped + ("" if self.rotary is None else f", rotary={self.rotary!r}")
 
 
-def _stand_aside(module: nn.Module, inputs: Any) -> None:
-    """Change nothing."""
+def _do_nothing(module: nn.Module, inputs: Any) -> None:
+    """The hook that keeps torch's layers from their fused path."""

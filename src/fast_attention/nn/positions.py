@@ -1,4 +1,4 @@
-"""Where a token stands: learned tables, sinusoids, and rotary positions, which turn queries and keys by their place."""
+"""Position encodings: learned tables, sinusoids, and rotary positions, which rotate queries and keys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RopeType = Literal["default", "linear", "dynamic", "yarn"]
 
 
 def _rates(base: float | Tensor, width: int, device: torch.device) -> Float[Tensor, "pairs"]:
-    """Angle from one place to the next of each pair of channels, ((width + 1) // 2,), in float64."""
-    exact = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
-    return torch.exp(-exact * (base.log() if isinstance(base, Tensor) else math.log(base)))
+    """The angle from one position to the next for each pair of channels, ((width + 1) // 2,), in float64."""
+    fractions = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
+    return torch.exp(-fractions * (base.log() if isinstance(base, Tensor) else math.log(base)))
 
 
-def _exact(device: torch.device) -> torch.device:
-    """Where angles are reckoned, in float64: in float32 a place in the millions has none."""
+def _angle_device(device: torch.device) -> torch.device:
+    """The device for angles, which are computed in float64: float32 is too coarse for positions in the millions."""
     return torch.device("cpu") if device.type == "mps" else device  # which knows no float64
 
 
@@ -34,24 +34,25 @@ def sinusoids(
     start: int = 0,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Float[Tensor, "length width"]:
-    """Sines of the even and cosines of the odd channels (arXiv 1706.03762, section 3.5), from place ``start`` on."""
-    places = torch.arange(length, device=_exact(device)) + start
-    angles = places[:, None] * _rates(10_000.0, width, _exact(device))
+    """Sines of the even and cosines of the odd channels (arXiv 1706.03762, section 3.5), from position ``start`` on."""
+    positions = torch.arange(length, device=_angle_device(device)) + start
+    angles = positions[:, None] * _rates(10_000.0, width, _angle_device(device))
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :width]
 
 
 @dataclass(frozen=True, repr=False)
 class Rotary(Value):
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs turned by angles that grow with place.
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864, Eq. 34): channel pairs rotated in proportion to the position.
 
     The settings are those of transformers' ``rope_parameters``, under the same names: ``Rotary(**rope_parameters)``.
 
     Args:
-        rope_theta: The base: pair i of n turns by ``rope_theta ** (-i / n)`` from one place to the next.
-        rope_type: How sequences longer than in training are read. ``"default"``: as they are. ``"linear"``: all places
-            divided by ``factor`` (Chen et al. 2023, arXiv 2306.15595). ``"dynamic"``: NTK-aware, a base that grows with
-            the sequence beyond ``original_max_position_embeddings``; earlier outputs then change with the length, and
-            decoding ends there. ``"yarn"``: slow pairs divided, fast ones left (Peng et al. 2023, arXiv 2309.00071).
+        rope_theta: The base: pair i of n rotates by ``rope_theta ** (-i / n)`` from one position to the next.
+        rope_type: How sequences longer than in training are read. ``"default"``: as they are. ``"linear"``: all
+            positions divided by ``factor`` (Chen et al. 2023, arXiv 2306.15595). ``"dynamic"``: NTK-aware, a base that
+            grows with the sequence beyond ``original_max_position_embeddings``; earlier outputs then change with the
+            length, and decoding ends there. ``"yarn"``: slow pairs divided, fast ones left (Peng et al. 2023, arXiv
+            2309.00071).
         factor: How many times longer sequences may be.
         original_max_position_embeddings: The longest sequence of training, for ``"dynamic"`` and ``"yarn"``.
         beta_fast: Turns in the longest sequence of training from which on ``"yarn"`` leaves a pair as it is.
@@ -81,50 +82,50 @@ class Rotary(Value):
         if self.rope_type == "default" and self.factor != 1.0:
             raise ValueError(f"{self!r}: factor needs a rope_type: 'linear', 'dynamic' or 'yarn'")
 
-    def waves(self, places: Int[Tensor, "*batch length"], width: int) -> tuple[Tensor, Tensor]:
-        """Sines and cosines of the angles at places (L) or (..., L), for heads of ``width``: (..., 1, L, width / 2)."""
-        places = places.to(_exact(places.device))
-        rates, size = self._rates(places, width)
-        angles = places[..., None, :, None] * rates
+    def sin_cos(self, positions: Int[Tensor, "*batch length"], width: int) -> tuple[Tensor, Tensor]:
+        """Sines and cosines at positions (L) or (..., L), for heads of ``width``: (..., 1, L, width / 2)."""
+        positions = positions.to(_angle_device(positions.device))
+        rates, size = self._rates(positions, width)
+        angles = positions[..., None, :, None] * rates
         return angles.sin() * size, angles.cos() * size
 
-    def decodes(self, places: Int[Tensor, "*batch stretch"]) -> None:
-        """Raise ``Unsupported`` where the next tokens would turn the keys before them anew."""
+    def check_decoding(self, positions: Int[Tensor, "*batch stretch"]) -> None:
+        """Raise ``Unsupported`` where new tokens would change the rotation of the keys before them."""
         trained = self.original_max_position_embeddings
-        if self.rope_type == "dynamic" and places.numel() and int(places.max()) >= trained:
+        if self.rope_type == "dynamic" and positions.numel() and int(positions.max()) >= trained:
             raise Unsupported(
-                f"{self!r} cannot decode token {int(places.max()) + 1}: beyond {trained} every new token turns all "
-                "keys before it anew. What would work: rope_type 'yarn' or 'linear', or a pass over the whole sequence"
+                f"{self!r} cannot decode token {int(positions.max()) + 1}: beyond {trained} every new token "
+                "changes the rotation of all keys. What would work: rope_type 'yarn' or 'linear', or one pass over all"
             )
 
-    def _rates(self, places: Tensor, width: int) -> tuple[Tensor, float]:
-        plain, trained = _rates(self.rope_theta, width, places.device), self.original_max_position_embeddings
+    def _rates(self, positions: Tensor, width: int) -> tuple[Tensor, float]:
+        rates, trained = _rates(self.rope_theta, width, positions.device), self.original_max_position_embeddings
         if self.rope_type == "linear":
-            return plain / self.factor, 1.0
-        if self.rope_type == "dynamic" and places.numel():
-            over = ((places.max() + 1) / trained).double().clamp(min=1.0)
-            grown = self.rope_theta * (self.factor * over - self.factor + 1) ** (width / max(width - 2, 1))
-            return _rates(grown, width, places.device), 1.0
+            return rates / self.factor, 1.0
+        if self.rope_type == "dynamic" and positions.numel():
+            excess = ((positions.max() + 1) / trained).double().clamp(min=1.0)
+            base = self.rope_theta * (self.factor * excess - self.factor + 1) ** (width / max(width - 2, 1))
+            return _rates(base, width, positions.device), 1.0
         if self.rope_type != "yarn":
-            return plain, 1.0
-        low, high = (self._pair(turns, width) for turns in (self.beta_fast, self.beta_slow))
+            return rates, 1.0
+        low, high = (self._pair_of(turns, width) for turns in (self.beta_fast, self.beta_slow))
         first, last = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-        pairs = torch.arange(width // 2, device=places.device, dtype=torch.float64)
+        pairs = torch.arange(width // 2, device=positions.device, dtype=torch.float64)
         slow = ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
         size = 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
-        return plain * (1 - slow) + plain / self.factor * slow, size
+        return rates * (1 - slow) + rates / self.factor * slow, size
 
-    def _pair(self, turns: float, width: int) -> float:
-        """The pair that turns so often in the longest sequence of training (arXiv 2309.00071, Eq. 17 on)."""
+    def _pair_of(self, turns: float, width: int) -> float:
+        """The pair that makes ``turns`` turns in the longest sequence of training (arXiv 2309.00071, Eq. 17 on)."""
         ratio = self.original_max_position_embeddings / (2 * math.pi * max(turns, 1e-9))
         return width * math.log(ratio) / (2 * math.log(self.rope_theta))
 
 
-def turned(
-    x: Float[Tensor, "*batch length width"], waves: tuple[Tensor, Tensor]
+def rotate_by(
+    x: Float[Tensor, "*batch length width"], sin_cos: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "*batch length width"]:
-    """Channel i and channel i + width / 2 of queries or keys turned by the angles of these sines and cosines."""
-    sine, cosine = (wave.to(x) for wave in waves)
+    """Queries or keys with channels i and i + width / 2 rotated by the angles of these sines and cosines."""
+    sine, cosine = (wave.to(x) for wave in sin_cos)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
@@ -132,50 +133,50 @@ def turned(
 def rotate(x: Float[Tensor, "*batch length width"], start: int | Tensor = 0) -> Float[Tensor, "*batch length width"]:
     """Queries or keys with ``Rotary()`` positions.
 
-    ``rotate(q) . rotate(k)`` depends on the places only through their difference.
+    ``rotate(q) . rotate(k)`` depends on the positions only through their difference.
 
     Args:
         x: Queries or keys, an even width; channel i is paired with channel i + width / 2.
-        start: Place of the first token; a tensor broadcastable to x's leading axes for sequences that start apart.
+        start: Position of the first token; a tensor broadcastable to x's leading axes for sequences that start apart.
     """
     if x.shape[-1] % 2:
-        raise ValueError(f"rotary positions turn pairs of channels; the width {x.shape[-1]} is odd")
-    places = torch.arange(x.shape[-2], device=x.device)
-    places = places + (start.to(x.device)[..., None] if isinstance(start, Tensor) else start)
-    sine, cosine = Rotary().waves(places, x.shape[-1])
-    return turned(x, (sine[..., 0, :, :], cosine[..., 0, :, :]))
+        raise ValueError(f"rotary positions rotate pairs of channels; the width {x.shape[-1]} is odd")
+    positions = torch.arange(x.shape[-2], device=x.device)
+    positions = positions + (start.to(x.device)[..., None] if isinstance(start, Tensor) else start)
+    sine, cosine = Rotary().sin_cos(positions, x.shape[-1])
+    return rotate_by(x, (sine[..., 0, :, :], cosine[..., 0, :, :]))
 
 
-def rotary_for(mechanism: Mechanism[Any, Any], wanted: bool | Rotary, width: int) -> Rotary | None:
+def rotary_for(mechanism: Mechanism[Any, Any], rotary: bool | Rotary, width: int) -> Rotary | None:
     """The rotary positions of a module's heads of ``width``.
 
     Raises:
         Unsupported: ``traits.rotary`` denies them.
         ValueError: The width is odd.
     """
-    if not isinstance(wanted, bool | Rotary):
-        raise ValueError(f"rotary is True, False or a Rotary(...); got {wanted!r}")
-    if wanted is False:
+    if not isinstance(rotary, bool | Rotary):
+        raise ValueError(f"rotary is True, False or a Rotary(...); got {rotary!r}")
+    if rotary is False:
         return None
     if not mechanism.traits.rotary:
         raise mechanism.refuse("rotary positions", "rotary")
     if width % 2:
-        raise ValueError(f"rotary positions turn pairs of channels; the heads' width {width} is odd")
-    return Rotary() if wanted is True else wanted
+        raise ValueError(f"rotary positions rotate pairs of channels; the heads' width {width} is odd")
+    return Rotary() if rotary is True else rotary
 
 
-def checked(positions: Tensor, name: str, lead: tuple[int, ...], length: int) -> Int[Tensor, "*batch length"]:
-    """Places (L) or (..., L) given by a caller.
+def check_positions(positions: Tensor, name: str, lead: tuple[int, ...], length: int) -> Int[Tensor, "*batch length"]:
+    """A caller's positions (L) or (..., L), as they are.
 
     Raises:
         ValueError: They are no whole numbers, or of another shape.
     """
     shape = tuple(positions.shape)
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise ValueError(f"{name} must be whole numbers, the place of each token; got {positions.dtype}")
+        raise ValueError(f"{name} must be whole numbers, the position of each token; got {positions.dtype}")
     if shape != (length,) and shape != (*lead, length):
         raise ValueError(
-            f"{name} has shape {shape}; it must be {(*lead, length)} or {(length,)}: a place for each token"
+            f"{name} has shape {shape}; it must be {(*lead, length)} or {(length,)}: a position for each token"
         )
     return positions
 

@@ -1,7 +1,7 @@
-"""Reversible residual blocks (Gomez et al. 2017; Kitaev et al. 2020): depth that costs no activation memory.
+"""Reversible residual blocks (Gomez et al. 2017; Kitaev et al. 2020), whose activation memory does not grow with depth.
 
-The backward pass rebuilds each block's inputs from its outputs, so that a sequence of blocks keeps two tensors for
-the backward pass, whatever its depth, and pays with one more evaluation of every function.
+The backward pass computes each block's inputs from its outputs: a sequence of blocks keeps two tensors for it,
+whatever its depth, and every function is evaluated once more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fast_attention.engine.tracing import exporting
 
 
 class Reversible(nn.Module):
-    """``y1 = x1 + F(x2)``, ``y2 = x2 + G(y1)`` (arXiv 2001.04451, Eq. 8), which can be turned round.
+    """An invertible residual block: ``y1 = x1 + F(x2)``, ``y2 = x2 + G(y1)`` (arXiv 2001.04451, Eq. 8).
 
     Args:
         f: A token mixer with its norm, called as ``f(x, is_causal=..., key_mask=...)`` (``TokenMixer`` is one).
@@ -60,7 +60,7 @@ class Reversible(nn.Module):
 
 
 class ReversibleSequence(nn.Module):
-    """Reversible blocks one after another; the streams start as two copies of the tokens and end as their mean.
+    """A sequence of reversible blocks; the two streams start as copies of the tokens and end as their mean.
 
     Gradients are those of the ordinary graph. Dropout, random numbers drawn in the blocks and autocast are replayed.
     Works under ``DistributedDataParallel``. Under ``torch.compile`` the training pass stays in eager code (a graph
@@ -83,11 +83,11 @@ class ReversibleSequence(nn.Module):
     ) -> Float[Tensor, "*batch length embed"]:
         """Tokens (..., L, E) to tokens (..., L, E); both keywords go to every ``f``."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        recorded = torch.is_grad_enabled() and not exporting()
-        if recorded and (x.requires_grad or parameters):
+        needs_graph = torch.is_grad_enabled() and not exporting()
+        if needs_graph and (x.requires_grad or parameters):
             # Disabled here, at the call: as a decorator it would import the compiler together with this package.
-            rebuilt: Any = torch.compiler.disable(_rebuilt, reason="rebuilding needs the random numbers of eager code")
-            y1, y2 = rebuilt(tuple(self.blocks), is_causal, key_mask, x, parameters)
+            run: Any = torch.compiler.disable(_run, reason="rebuilding needs the random numbers of eager code")
+            y1, y2 = run(tuple(self.blocks), is_causal, key_mask, x, parameters)
         else:
             y1, y2 = x, x
             for block in self.blocks:
@@ -95,15 +95,15 @@ class ReversibleSequence(nn.Module):
         return (y1 + y2) / 2
 
 
-def _rebuilt(
+def _run(
     blocks: tuple[Any, ...], is_causal: bool, key_mask: Tensor | None, x: Tensor, parameters: list[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
-    return _Rebuilding.apply(blocks, is_causal, key_mask, x, x, *parameters)  # type: ignore[return-value]
+    return _ReversibleFunction.apply(blocks, is_causal, key_mask, x, x, *parameters)  # type: ignore[return-value]
 
 
-class _Rebuilding(torch.autograd.Function):
-    """All blocks as one node. The parameters are among its inputs, so that their gradients travel autograd's ordinary
-    way and whoever listens to them (``DistributedDataParallel``, hooks) hears them once.
+class _ReversibleFunction(torch.autograd.Function):
+    """All blocks as one node of autograd's graph. The parameters are among its inputs, so that hooks on their gradients
+    (``DistributedDataParallel``'s too) run once.
     """
 
     @staticmethod
@@ -117,12 +117,12 @@ class _Rebuilding(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
-        ctx.precision, ctx.moments = Precision.now((x1,)), []
+        ctx.precision, ctx.random_states = Precision.now((x1,)), []
         with ctx.precision.again():
             for block in blocks:
-                before_f = Moment.now(x1)
+                before_f = RandomState.read(x1)
                 x1 = x1 + block.f(x2, is_causal=is_causal, key_mask=key_mask)
-                ctx.moments.append((before_f, Moment.now(x1)))
+                ctx.random_states.append((before_f, RandomState.read(x1)))
                 x2 = x2 + block.g(x1)
         ctx.save_for_backward(x1, x2, key_mask, *parameters)
         return x1, x2
@@ -131,53 +131,58 @@ class _Rebuilding(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise RuntimeError("reversible blocks give first derivatives only, hence no create_graph=True")
-        d1, d2 = gradients
+        d1, d2 = gradients  # with respect to the two streams, from outputs to inputs
         y1, y2, key_mask, *_ = ctx.saved_tensors
         options, totals = {"is_causal": ctx.is_causal, "key_mask": key_mask}, dict[int, Tensor]()
         with ctx.precision.again():
-            for block, (before_f, before_g) in zip(reversed(ctx.blocks), reversed(ctx.moments), strict=True):
-                out, d = _pull(block.g, y1, {}, d2, before_g, totals)
-                y2, d1 = y2 - out, d1 + d
-                out, d = _pull(block.f, y2, options, d1, before_f, totals)
-                y1, d2 = y1 - out, d2 + d
+            for block, (before_f, before_g) in zip(reversed(ctx.blocks), reversed(ctx.random_states), strict=True):
+                out, dx = _vjp(block.g, y1, {}, d2, before_g, totals)
+                y2, d1 = y2 - out, d1 + dx
+                out, dx = _vjp(block.f, y2, options, d1, before_f, totals)
+                y1, d2 = y1 - out, d2 + dx
         return None, None, None, d1, d2, *(totals.get(id(parameter)) for parameter in ctx.parameters)
 
 
-def _pull(
-    function: nn.Module, x: Tensor, options: dict[str, Any], d: Tensor, moment: Moment, totals: dict[int, Tensor]
+def _vjp(
+    function: nn.Module,
+    x: Tensor,
+    options: dict[str, Any],
+    grad_out: Tensor,
+    state: RandomState,
+    totals: dict[int, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """``function(x)`` as it was at ``moment``, the gradient of x, and those of the parameters added to ``totals``."""
-    own = {name: parameter for name, parameter in function.named_parameters() if parameter.requires_grad}
-    # Stand-ins, because hooks on a parameter would fire here and a second time behind this node.
-    aliases = {name: parameter.detach().requires_grad_() for name, parameter in own.items()}
+    """``function(x)`` with the random numbers of the forward pass, and the gradient of x; those of the parameters are
+    added to ``totals``."""
+    parameters = {name: parameter for name, parameter in function.named_parameters() if parameter.requires_grad}
+    # Copies, because hooks on a parameter would run here and a second time after this node.
+    aliases = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
     x = x.detach().requires_grad_()
-    with torch.enable_grad(), moment.again():
+    with torch.enable_grad(), state.restored():
         out = functional_call(function, aliases, (x,), options)
-    wanted = (x, *aliases.values())
-    dx, *gradients = torch.autograd.grad(out, wanted, d.to(out.dtype), allow_unused=True)
-    for parameter, gradient in zip(own.values(), gradients, strict=True):
+    dx, *gradients = torch.autograd.grad(out, (x, *aliases.values()), grad_out.to(out.dtype), allow_unused=True)
+    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
         if gradient is not None:
-            known = totals.get(id(parameter))
-            totals[id(parameter)] = gradient if known is None else known + gradient
+            total = totals.get(id(parameter))
+            totals[id(parameter)] = gradient if total is None else total + gradient
     return out.detach(), torch.zeros_like(x) if dx is None else dx
 
 
-class Moment(NamedTuple):
-    """The state of the random number generators at some moment."""
+class RandomState(NamedTuple):
+    """The states of the random number generators of the CPU and of one device."""
 
     device: torch.device
     cpu: Tensor
     accelerator: Tensor | None
 
     @classmethod
-    def now(cls, x: Tensor) -> Moment:
-        """The present, of the CPU's generator and of the device that holds ``x``."""
-        there = None if x.device.type == "cpu" else torch.get_device_module(x.device).get_rng_state(x.device)
-        return cls(x.device, torch.get_rng_state(), there)
+    def read(cls, x: Tensor) -> RandomState:
+        """The present states of the CPU's generator and of the one of the device that holds ``x``."""
+        state = None if x.device.type == "cpu" else torch.get_device_module(x.device).get_rng_state(x.device)
+        return cls(x.device, torch.get_rng_state(), state)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Go back to that moment, and afterwards forward again."""
+    def restored(self) -> Iterator[None]:
+        """Set the generators to these states, and back to what they were at the end of the block."""
         module = torch.get_device_module(self.device)
         with torch.random.fork_rng([] if self.accelerator is None else [self.device], device_type=self.device.type):
             torch.set_rng_state(self.cpu)

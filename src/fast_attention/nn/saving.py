@@ -1,6 +1,6 @@
-"""A model as a folder: ``config.json`` and ``model.safetensors``, written whole or not at all, both with their hashes.
+"""Saves a model as a folder: ``config.json`` and ``model.safetensors``, written whole or not at all, with their hashes.
 
-safetensors reads flipped bits without a word, and one in a number of the settings makes another model.
+The hashes are needed: safetensors reads flipped bits without an error, and a changed setting makes another model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETTINGS, WEIGHTS = "config.json", "model.safetensors"
 
 
 def save(model: Model, folder: str | os.PathLike[str]) -> None:
-    """Write the model: its settings with each mechanism spelt out, and all weights and buffers.
+    """Write a model: its settings with the expression of each mechanism, and all weights and buffers.
 
     Each file is written under a temporary name, synced and renamed; the settings come last.
     """
@@ -31,7 +31,7 @@ def save(model: Model, folder: str | os.PathLike[str]) -> None:
 
 
 def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """The same for a model of which the settings and the state are at hand."""
+    """Write a model that is given as its settings and its state."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
@@ -81,7 +81,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Tensor]
         tensors = load_file(folder / WEIGHTS)
         if config.tied and config.head == "tokens":
             tensors["out.weight"] = tensors["embedding.weight"]
-        _agree(config, tensors)
+        _check_sizes(config, tensors)
         if _digest(settings) != digests.get(SETTINGS):
             raise ValueError(f"{SETTINGS} is not what was written: train or save the model with other settings instead")
     except files.Newer:
@@ -97,13 +97,13 @@ def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def _agree(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+def _check_sizes(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
     """Refuse settings that ask for other weights than there are, before any memory is taken for them."""
     if config.layers > len(tensors):
         raise ValueError(f"config.json asks for {config.layers:,} layers, and there are {len(tensors)} tensors")
     with torch.device("meta"):
-        wanted = Model(config).state_dict()
-    for name in sorted({*wanted} | {*tensors}):
-        asked, held = (tuple(x[name].shape) if name in x else None for x in (wanted, tensors))
-        if asked != held:
-            raise ValueError(f"by config.json {name} has sizes {asked}, and the weights have {held}")
+        expected = Model(config).state_dict()
+    for name in sorted({*expected} | {*tensors}):
+        needed, stored = (tuple(x[name].shape) if name in x else None for x in (expected, tensors))
+        if needed != stored:
+            raise ValueError(f"by config.json {name} has sizes {needed}, and the weights have {stored}")

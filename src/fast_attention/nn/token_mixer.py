@@ -1,4 +1,4 @@
-"""``TokenMixer``: any mechanism as a layer from tokens to tokens."""
+"""``TokenMixer``: any mechanism as a layer from tokens to tokens, with projections."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fast_attention.engine import heads, masks
 from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, checked, rotary_for, turned
+from fast_attention.nn.positions import Rotary, check_positions, rotary_for, rotate_by
 
 
-class Turned(NamedTuple):
-    """The state of a mixer with rotary positions: the next token's place, and the mechanism's own state."""
+class RotaryState(NamedTuple):
+    """The decoding state of a mixer with rotary positions: the next token's position, and the mechanism's state."""
 
-    place: Tensor
+    position: Tensor
     inner: Any
 
 
 class TokenMixer(nn.Module):
-    """Any mechanism, attention or mixer, between the projections it needs and no others.
+    """A layer of any mechanism, attention or mixer, with the projections that it needs and no others.
 
     An attention gets ``in_proj``, one linear map to those of queries, keys and values that it reads
-    (``traits.reads``), side by side in this order, and ``out_proj`` behind it. A mixer gets neither: it is just bound.
+    (``traits.reads``), side by side in this order, and ``out_proj`` after it. A mixer gets neither.
 
     Args:
         embed_dim: Width E of the tokens.
@@ -37,8 +37,8 @@ class TokenMixer(nn.Module):
         bias: Whether the projections have biases.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
             Each serves as many queries' heads in a row; the mechanism, and its state, see it repeated.
-        rotary: Turn queries and keys by their places (mechanisms with ``traits.rotary``): True for ``Rotary()``, or one
-            with another base or scaling.
+        rotary: Rotate queries and keys by their positions (mechanisms with ``traits.rotary``): True for ``Rotary()``,
+            or one with another base or scaling.
         compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
         device: Where the parameters are made.
         dtype: Type of the parameters.
@@ -97,35 +97,35 @@ class TokenMixer(nn.Module):
             attn_mask: Boolean (True = may be seen) or additive, broadcastable to (..., H, L, L); mechanisms with
                 ``traits.mask``.
             dropout: Probability with which an attention weight is dropped; mechanisms with ``traits.mask``.
-            positions: Places of the tokens, (L) or (..., L), with ``rotary``; None for 0, 1, 2, ...
+            positions: Positions of the tokens, (L) or (..., L), with ``rotary``; None for 0, 1, 2, ...
 
         Raises:
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
-        places = None if positions is None else self._places(x, positions)
-        inputs = self._project(x, places, key_mask) if isinstance(self.mechanism, Attention) else (x,)
+        at = None if positions is None else self._positions(x, positions)
+        inputs = self._project(x, at, key_mask) if isinstance(self.mechanism, Attention) else (x,)
         out = self.attention(*inputs, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
-        return self._joined(out) if isinstance(self.mechanism, Attention) else out
+        return self._output(out) if isinstance(self.mechanism, Attention) else out
 
     def decode(
         self,
-        x: Float[Tensor, "*batch stretch embed"],
+        x: Float[Tensor, "*batch new embed"],
         state: Any = None,
         *,
-        key_mask: Bool[Tensor, "*#batch2 stretch"] | None = None,
-        positions: Int[Tensor, "*#batch3 stretch"] | None = None,
-    ) -> tuple[Float[Tensor, "*batch stretch embed"], Any]:
-        """Mix a stretch of one or more new tokens causally; any split of a sequence gives the same outputs.
+        key_mask: Bool[Tensor, "*#batch2 new"] | None = None,
+        positions: Int[Tensor, "*#batch3 new"] | None = None,
+    ) -> tuple[Float[Tensor, "*batch new embed"], Any]:
+        """Mix one or more new tokens causally; any split of a sequence gives the same outputs.
 
         Args:
-            x: The stretch (..., N, E).
-            state: What the previous stretch returned; None at the start.
+            x: The new tokens (..., N, E).
+            state: What the previous call returned; None at the start.
             key_mask: Boolean (..., N), True = may be seen, now and later.
-            positions: Places of the tokens, (N) or (..., N), with ``rotary``; None to go on from the last one.
+            positions: Positions of the tokens, (N) or (..., N), with ``rotary``; None to count on from the last one.
 
         Returns:
-            Outputs (..., N, E) and the state to hand to the next stretch.
+            Outputs (..., N, E) and the state for the next call.
 
         Raises:
             Unsupported: The mechanism cannot stream (``traits.memory`` is None), or the positions cannot.
@@ -133,17 +133,17 @@ class TokenMixer(nn.Module):
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
         if self.rotary is None:
-            places = None if positions is None else self._places(x, positions)
-            out, state = self.attention.decode(*self._project(x, places, key_mask), state, key_mask=key_mask)
-            return self._joined(out), state
-        place, inner = (torch.tensor(0), None) if state is None else state
-        places = self._places(x, positions, place)
-        self.rotary.decodes(places)
-        out, inner = self.attention.decode(*self._project(x, places, key_mask), inner, key_mask=key_mask)
-        return self._joined(out), Turned(places[..., -1] + 1 if x.shape[-2] else place, inner)
+            at = None if positions is None else self._positions(x, positions)
+            out, state = self.attention.decode(*self._project(x, at, key_mask), state, key_mask=key_mask)
+            return self._output(out), state
+        position, inner = (torch.tensor(0), None) if state is None else state
+        at = self._positions(x, positions, position)
+        self.rotary.check_decoding(at)
+        out, inner = self.attention.decode(*self._project(x, at, key_mask), inner, key_mask=key_mask)
+        return self._output(out), RotaryState(at[..., -1] + 1 if x.shape[-2] else position, inner)
 
     def with_mechanism(self, mechanism: Mechanism[Any, Any]) -> TokenMixer:
-        """The same layer with another attention: its projections are copies of this one's, its own weights are drawn.
+        """A copy of this layer with another attention, whose weights are drawn; the projections are copied.
 
         Raises:
             Unsupported: One of the two mixes whole tokens, the new one reads a projection that this layer has not, or
@@ -151,61 +151,59 @@ class TokenMixer(nn.Module):
         """
         for each in (self.mechanism, mechanism):
             if not isinstance(each, Attention):
-                raise Unsupported(
-                    f"{each!r} mixes whole tokens and has no heads: its layer has no projections to go on with"
-                )
-        if missing := [part for part in mechanism.traits.reads if part not in self.mechanism.traits.reads]:
+                raise Unsupported(f"{each!r} mixes whole tokens and has no heads: its layer has no projections to copy")
+        if missing := [name for name in mechanism.traits.reads if name not in self.mechanism.traits.reads]:
             raise Unsupported(
                 f"{mechanism!r} reads {', '.join(missing)}, and a layer of {self.mechanism!r} has no such projection. "
                 f"What would work: a mechanism that reads {', '.join(self.mechanism.traits.reads)}, or fewer of them"
             )
         like, bias = self.in_proj.weight, self.in_proj.bias is not None
-        made = TokenMixer(
+        mixer = TokenMixer(
             self.num_heads * self.head_dim, self.num_heads, mechanism, max_len=self.attention.shape.max_len, bias=bias,
             num_kv_heads=self.num_kv_heads, rotary=self.rotary or False, compile=self.attention.fusion,
             device=like.device, dtype=like.dtype,
         )  # fmt: skip
-        wanted = torch.cat([
-            torch.full((width,), part in mechanism.traits.reads)
-            for part, width in zip(self._read(), self._widths(), strict=True)
+        needed = torch.cat([
+            torch.full((width,), name in mechanism.traits.reads)
+            for name, width in zip(self._projections(), self._widths(), strict=True)
         ])  # fmt: skip
         with torch.no_grad():
-            for name, parameter in made.in_proj.named_parameters():
-                parameter.copy_(self.in_proj.get_parameter(name)[wanted.to(like.device)])
-        made.out_proj.load_state_dict(self.out_proj.state_dict())
-        return made.train(self.training)
+            for name, parameter in mixer.in_proj.named_parameters():
+                parameter.copy_(self.in_proj.get_parameter(name)[needed.to(like.device)])
+        mixer.out_proj.load_state_dict(self.out_proj.state_dict())
+        return mixer.train(self.training)
 
-    def _read(self) -> list[str]:
+    def _projections(self) -> list[str]:
         """The projections that the mechanism reads, in their order in ``in_proj``."""
-        return [part for part in "qkv" if part in self.mechanism.traits.reads]
+        return [name for name in "qkv" if name in self.mechanism.traits.reads]
 
-    def _places(self, x: Tensor, positions: Tensor | None, start: Tensor | None = None) -> Tensor:
-        """The tokens' places (L) or (..., L)."""
+    def _positions(self, x: Tensor, positions: Tensor | None, start: Tensor | None = None) -> Tensor:
+        """The tokens' positions (L) or (..., L)."""
         if positions is None:
-            counted = torch.arange(x.shape[-2], device=x.device)
-            return counted if start is None else start.to(x.device)[..., None] + counted
+            offsets = torch.arange(x.shape[-2], device=x.device)
+            return offsets if start is None else start.to(x.device)[..., None] + offsets
         if self.rotary is None:
-            raise ValueError("positions are given and this module turns nothing by them: build it with rotary=True")
-        return checked(positions, "positions", tuple(x.shape[:-2]), x.shape[-2])
+            raise ValueError("positions are given and this module has no use for them: build it with rotary=True")
+        return check_positions(positions, "positions", tuple(x.shape[:-2]), x.shape[-2])
 
     def _widths(self) -> list[int]:
-        own = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        return [own[part] * self.head_dim for part in self._read()]
+        head_counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        return [head_counts[name] * self.head_dim for name in self._projections()]
 
     def _project(
-        self, x: Tensor, places: Tensor | None = None, key_mask: Tensor | None = None
+        self, x: Tensor, at: Tensor | None = None, key_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if key_mask is not None:
             checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
         x = masks.tame(x, key_mask)
-        parts = zip(self._read(), self.in_proj(x).split(self._widths(), -1), strict=True)
-        named = {part: y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part, y in parts}
+        projected = zip(self._projections(), self.in_proj(x).split(self._widths(), -1), strict=True)
+        named = {name: y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for name, y in projected}
         if self.rotary is not None:
-            waves = self.rotary.waves(self._places(x, None) if places is None else places, self.head_dim)
-            named |= {part: turned(named[part], waves) for part in "qk" if part in named}
-        # What the mechanism never reads has no projection: anything of the right length stands in for it.
+            sin_cos = self.rotary.sin_cos(self._positions(x, None) if at is None else at, self.head_dim)
+            named |= {name: rotate_by(named[name], sin_cos) for name in "qk" if name in named}
+        # What the mechanism never reads has no projection: any tensor of the right length takes its argument.
         k, v = heads.repeated(self.num_heads, k=named.get("k", named["v"]), v=named["v"])
         return named.get("q", v), k, v
 
-    def _joined(self, out: Tensor) -> Tensor:
+    def _output(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(-3, -2).flatten(-2))
