@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fast_attention import Attention, MultiheadAttention, TokenMixer, Unsupported, catalogue
-from fast_attention.mechanisms.sparse.banded import slices
+from fast_attention.engine.blocks import slices
 from tests.cases import bind, qkv, some_keys
 
 DEFAULTS: list[Any] = [catalogue.default(name) for name in catalogue.names()]

@@ -3,7 +3,7 @@
 from tests.faults.fault import LAW, ORACLE, Fault
 
 FAULTS = [
-    Fault("the window is one key short", "mechanisms/sparse/banded.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
+    Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, left)",
           "return out, last(near, left - 1)", LAW + "'decode and Local'"),
     Fault("a block drawn twice counts twice", "mechanisms/sparse/gathered_tiles.py",
@@ -11,8 +11,8 @@ FAULTS = [
     Fault("global rows give nothing to their queries", "mechanisms/sparse/gathered_tiles.py",
           "dq[..., last:, :] = mine[..., :first, :], mine[..., first:, :]",
           "dq[..., last:, :] = 0.0, 0.0", "tests/sparse/test_tiles.py -k global"),
-    Fault("a window over most keys begins one key late", "mechanisms/sparse/local.py", "reach(length, keys - length, 0, left=left",
-          "reach(length, keys - length, 0, left=left - 1", "tests/sparse/test_tiles.py -k most_keys"),
+    Fault("a window over most keys begins one key late", "mechanisms/sparse/local.py", "masks.band(length, keys - length, 0, left=left",
+          "masks.band(length, keys - length, 0, left=left - 1", "tests/sparse/test_tiles.py -k most_keys"),
     Fault("a block after the stretches is left out", "mechanisms/sparse/banded_tiles.py", "range(whole + each * number, count)",
           "range(whole + each * number + 1, count)", "tests/sparse/test_tiles.py"),
     Fault("a tile at the edge forgets how much was cut off", "mechanisms/sparse/banded_tiles.py",

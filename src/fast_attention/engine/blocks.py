@@ -7,6 +7,7 @@ while exporting, blocks are taken by position, and one or two more of them, all 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -68,3 +69,44 @@ def narrow(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
         return x.narrow(axis, start, length)
     place = torch.arange(length, device=x.device) + start
     return x.index_select(axis, place.clamp(max=x.shape[axis] - 1))
+
+
+def smaller(size: int, limit: int) -> int:
+    """The smaller of a setting and a limit that depends on the length; the setting itself where lengths are traced."""
+    return size if torch.compiler.is_compiling() else min(size, limit)
+
+
+def slices(
+    x: Shaped[Tensor, "*batch keys width"], *, block: int, behind: int, ahead: int, number: int, start: int = 0
+) -> Shaped[Tensor, "*batch number span width"]:
+    """Overlapping slices of a sequence, ``span = behind + block + ahead``, without a copy.
+
+    Slice n holds the positions from ``start + n * block - behind`` to ``start + (n + 1) * block - 1 + ahead``.
+    Positions outside the sequence hold 0, or -1 where ``x`` holds integers.
+    """
+    length, span, first = x.shape[-2], behind + block + ahead, start - behind
+    outside = 0 if x.is_floating_point() or x.dtype == torch.bool else -1
+    if exporting():
+        position = positions(number, block, span, first, x.device)
+        taken = x[..., position.clamp(min=0).clamp(max=length - 1), :]
+        return fill(taken, ((position < 0) | (position >= length))[..., None], outside)
+    total = (number - 1) * block + span
+    if first >= length or first + total <= 0:  # wholly outside, which F.pad cannot cut out
+        padded = x.new_full((*x.shape[:-2], total, x.shape[-1]), outside)
+    else:
+        padded = F.pad(x, (0, 0, -first, total + first - length), value=outside)
+    if torch.compiler.is_compiling():  # until torch 2.14, gradients of a compiled unfold are wrong or written elsewhere
+        return _neighbours(padded, block, span, number)
+    return padded.unfold(-2, span, block).transpose(-1, -2)
+
+
+def _neighbours(x: Tensor, block: int, span: int, number: int) -> Tensor:
+    """Slices as ``unfold`` makes them, put together from neighbouring blocks."""
+    blocks = F.pad(x, (0, 0, 0, -span % block)).unflatten(-2, (-1, block))
+    near = [blocks.narrow(-3, ahead, number) for ahead in range(count(span, block))]
+    return torch.cat(near, -2)[..., :span, :]
+
+
+def positions(number: int, step: int, span: int, first: int, device: torch.device) -> Tensor:
+    """(number, span): ``first + n * step + c``."""
+    return torch.arange(number, device=device)[:, None] * step + torch.arange(span, device=device) + first

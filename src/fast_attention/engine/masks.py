@@ -15,6 +15,18 @@ def causal(length: int, keys: int, device: torch.device | None = None) -> Bool[T
     return torch.arange(keys, device=device)[None, :] <= rows
 
 
+def band(
+    block: int, behind: int, ahead: int, *, left: int | None, right: int | None, device: torch.device
+) -> Bool[Tensor, "block span"]:
+    """Which keys of its slice a query sees: from ``left`` positions before it to ``right`` after; None: no limit."""
+    rows = torch.arange(block, device=device)[:, None]
+    distance = torch.arange(behind + block + ahead, device=device)[None, :] - behind - rows
+    mask = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        mask = mask & (distance >= -left)
+    return mask if right is None else mask & (distance <= right)
+
+
 def visible(
     length: int, keys: int, *, is_causal: bool, key_mask: Tensor | None, device: torch.device | None = None
 ) -> Tensor | None:

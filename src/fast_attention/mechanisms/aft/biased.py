@@ -17,13 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.blocks import join, narrow, split
+from fast_attention.engine.blocks import join, narrow, smaller, split
 from fast_attention.engine.bounds import at_most
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, cummax, prefix_sums, running_max
 from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.aft.pool import weighed
-from fast_attention.mechanisms.sparse.banded import smaller
 
 SIDE = 32  # a causal triangle of n tokens is halved down to triangles of at most this many, these to single tokens
 

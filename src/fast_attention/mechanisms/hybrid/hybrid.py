@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import dispatch
+from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
@@ -26,7 +27,6 @@ from fast_attention.mechanisms.linear import linear
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear import LinearState
-from fast_attention.mechanisms.sparse.banded import smaller
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.value import at_least
 

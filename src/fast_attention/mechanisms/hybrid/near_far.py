@@ -15,14 +15,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine.blocks import join, split
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import join, slices, split
 from fast_attention.engine.bounds import no_less
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks
 from fast_attention.mechanisms.hybrid.spans import Plan
-from fast_attention.mechanisms.sparse.banded import reach, slices
 
 
 class Rows(NamedTuple):
@@ -70,8 +70,8 @@ class Sight(NamedTuple):
     def of(plan: Plan, device: torch.device) -> Sight:
         """From where the blocks lie."""
         (left, right, is_causal), rows, ahead = plan.window, plan.block, plan.ahead
-        near = reach(rows, left, ahead, left=left, right=right, device=device)
-        later = ~reach(rows, left, ahead, left=None, right=0, device=device) if is_causal else None
+        near = masks.band(rows, left, ahead, left=left, right=right, device=device)
+        later = ~masks.band(rows, left, ahead, left=None, right=0, device=device) if is_causal else None
         first = torch.arange(plan.number, device=device)[:, None] * rows + plan.start
         return Sight(near, later, first + torch.arange(rows, device=device))
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.engine.blocks import count
+from fast_attention.engine.blocks import count, smaller
 from fast_attention.engine.tracing import exporting
-from fast_attention.mechanisms.sparse.banded import smaller
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
 SCORES = 2**18  # of a head in a stretch: 1 MiB in float32

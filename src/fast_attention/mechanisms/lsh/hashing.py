@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.blocks import count, join
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import count, join, slices, smaller
 from fast_attention.engine.scan import cummax
 from fast_attention.engine.tracing import exporting
-from fast_attention.mechanisms.sparse.banded import reach, slices, smaller
 
 Tokens = Float[Tensor, "*batch heads length width"]
 Codes = Int[Tensor, "*batch heads rounds length"]
@@ -175,8 +175,8 @@ def _one_round(
         mine, theirs = own(code), around(code.masked_fill(code < 0, -3)).mT
         return (mine == theirs) | (mine == theirs + 1)
 
-    before = reach(block, behind, ahead, left=None, right=-1, device=q.device)
-    others = before if is_causal else before | ~reach(block, behind, ahead, left=None, right=0, device=q.device)
+    before = masks.band(block, behind, ahead, left=None, right=-1, device=q.device)
+    others = before if is_causal else before | ~masks.band(block, behind, ahead, left=None, right=0, device=q.device)
     mask = reached(codes[-1]) & others
     for code in codes[:-1]:
         mask = mask & ~reached(code)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
-from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
-from fast_attention.engine.blocks import count, fill, join
+from fast_attention.engine.blocks import count, join, positions, slices
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.opaque import Opaque
@@ -16,11 +15,6 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.sparse import banded_tiles
 from fast_attention.mechanisms.sparse.banded_tiles import ROWS
-
-
-def smaller(size: int, limit: int) -> int:
-    """The smaller of a setting and a limit that depends on the length; the setting itself where lengths are traced."""
-    return size if torch.compiler.is_compiling() else min(size, limit)
 
 
 def covers_most(q: Tensor, keys: int, window: int) -> bool:
@@ -32,54 +26,6 @@ def covers_most(q: Tensor, keys: int, window: int) -> bool:
     if torch.compiler.is_compiling() or not q.is_cpu or q.dtype.itemsize < 4:
         return False
     return q.shape[-2] > ROWS and 3 * keys <= 4 * (window + ROWS)
-
-
-def slices(
-    x: Shaped[Tensor, "*batch keys width"], *, block: int, behind: int, ahead: int, number: int, start: int = 0
-) -> Shaped[Tensor, "*batch number span width"]:
-    """Overlapping slices of a sequence, ``span = behind + block + ahead``, without a copy.
-
-    Slice n holds the positions from ``start + n * block - behind`` to ``start + (n + 1) * block - 1 + ahead``.
-    Positions outside the sequence hold 0, or -1 where ``x`` holds integers.
-    """
-    length, span, first = x.shape[-2], behind + block + ahead, start - behind
-    outside = 0 if x.is_floating_point() or x.dtype == torch.bool else -1
-    if exporting():  # see blocks.py
-        place = _places(number, block, span, first, x.device)
-        taken = x[..., place.clamp(min=0).clamp(max=length - 1), :]
-        return fill(taken, ((place < 0) | (place >= length))[..., None], outside)
-    total = (number - 1) * block + span
-    if first >= length or first + total <= 0:  # wholly outside, which F.pad cannot cut out
-        padded = x.new_full((*x.shape[:-2], total, x.shape[-1]), outside)
-    else:
-        padded = F.pad(x, (0, 0, -first, total + first - length), value=outside)
-    if torch.compiler.is_compiling():  # until torch 2.14, gradients of a compiled unfold are wrong or written elsewhere
-        return _neighbours(padded, block, span, number)
-    return padded.unfold(-2, span, block).transpose(-1, -2)
-
-
-def _neighbours(x: Tensor, block: int, span: int, number: int) -> Tensor:
-    """The same slices of ``x``, put together from neighbouring blocks."""
-    blocks = F.pad(x, (0, 0, 0, -span % block)).unflatten(-2, (-1, block))
-    parts = [blocks.narrow(-3, ahead, number) for ahead in range(count(span, block))]
-    return torch.cat(parts, -2)[..., :span, :]
-
-
-def _places(number: int, step: int, span: int, first: int, device: torch.device) -> Tensor:
-    """(number, span): ``first + n * step + c``."""
-    return torch.arange(number, device=device)[:, None] * step + torch.arange(span, device=device) + first
-
-
-def reach(
-    block: int, behind: int, ahead: int, *, left: int | None, right: int | None, device: torch.device
-) -> Bool[Tensor, "block span"]:
-    """Which keys of its slice a query sees: from ``left`` positions before it to ``right`` after; None: no limit."""
-    rows = torch.arange(block, device=device)[:, None]
-    distance = torch.arange(behind + block + ahead, device=device)[None, :] - behind - rows
-    mask = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        mask = mask & (distance >= -left)
-    return mask if right is None else mask & (distance <= right)
 
 
 def blockwise_softmax(
@@ -152,8 +98,8 @@ def _plain(
     real = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     mask = band & around(real[..., None])[..., None, :, 0]
     if attn_mask is not None:
-        rows = _places(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
-        columns = _places(number, block, span, start - behind, q.device).clamp(min=0).clamp(max=keys - 1)
+        rows = positions(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
+        columns = positions(number, block, span, start - behind, q.device).clamp(min=0).clamp(max=keys - 1)
         whole = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
         mask = masks.merge(whole[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
     queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.dense import softmax_attention
-from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most, reach, smaller
+from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
 from fast_attention.value import at_least
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
@@ -51,10 +52,10 @@ def local_attention(
         dispatch.record(
             "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
         )
-        seen = reach(length, keys - length, 0, left=left, right=right, device=q.device)
+        seen = masks.band(length, keys - length, 0, left=left, right=right, device=q.device)
         return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=seen, scale=scale)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
-    band = reach(block, left, right, left=left, right=right, device=q.device)
+    band = masks.band(block, left, right, left=left, right=right, device=q.device)
     return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale)
 
 
@@ -89,9 +90,9 @@ def block_local_attention(
     behind, ahead = before * block_size, after * block_size
     if not traced and front + length <= block_size:  # one block, and no key after its last query
         rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
-    band = reach(rows, behind, ahead, left=None, right=0 if is_causal else None, device=q.device)
+    band = masks.band(rows, behind, ahead, left=None, right=0 if is_causal else None, device=q.device)
     if several > 1 and rows > block_size:
-        near = reach(several, before, after, left=before, right=after, device=q.device)
+        near = masks.band(several, before, after, left=before, right=after, device=q.device)
         band = band & near.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
     return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=scale)
 
