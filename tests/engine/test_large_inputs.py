@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention import catalogue
 from fast_attention.feature_maps.feature_map import Logs
-from fast_attention.mechanisms.linear import linear, linear_logs
+from fast_attention.mechanisms.linear import linear_state, log_features, reference
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from tests.cases import bind, qkv, some_keys
 
@@ -102,17 +102,17 @@ def test_features_one_by_one_are_the_definition(monkeypatch: pytest.MonkeyPatch,
     scores = (q.logs[:, :, None] + k.logs[:, None]).logsumexp(-1)
     scores = scores.masked_fill(~torch.ones(45, 45, dtype=torch.bool).tril(), -torch.inf)
     expected = torch.cat([torch.zeros(2, 2, 3), scores[:, 2:].softmax(-1) @ v], 1)
-    first = linear.summarise(Logs(k.logs[:, :20]), v[:, :20])
+    first = linear_state.summarise(Logs(k.logs[:, :20]), v[:, :20])
     for traced in (False, True):
         if traced:
-            monkeypatch.setattr(linear_logs, "traced", lambda: True)
-        sums, _ = linear.advance(q, k, v, chunk=chunk)
-        torch.testing.assert_close(linear.normalise(sums), expected, rtol=1e-9, atol=1e-9)
+            monkeypatch.setattr(log_features, "traced", lambda: True)
+        sums, _ = reference.advance(q, k, v, chunk=chunk)
+        torch.testing.assert_close(linear_state.normalise(sums), expected, rtol=1e-9, atol=1e-9)
         rest = (Logs(q.logs[:, 20:]), Logs(k.logs[:, 20:]), v[:, 20:])
-        sums, _ = linear.advance(*rest, first, chunk=chunk)
-        torch.testing.assert_close(linear.normalise(sums), expected[:, 20:], rtol=1e-9, atol=1e-9)
+        sums, _ = reference.advance(*rest, first, chunk=chunk)
+        torch.testing.assert_close(linear_state.normalise(sums), expected[:, 20:], rtol=1e-9, atol=1e-9)
         if chunk == 128:
-            found = linear.normalise(linear.attend(q, k, v, is_causal=True))
+            found = linear_state.normalise(reference.attend(q, k, v, is_causal=True))
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -22,7 +22,7 @@ FAULTS = [
     Fault("the walk of gradients forgets to turn round", "mechanisms/hybrid/far_sums.py",
           "track.back().walk", "Track(*track[1::-1], track.fades).walk", "tests/hybrid/test_hybrid.py -k many_blocks"),
     Fault("what leaves the window is forgotten", "mechanisms/hybrid/hybrid.py",
-          "far = linear.combine(far, linear.summarise(features", "_ = linear.combine(far, linear.summarise(features",
+          "far = linear_state.combine(far, linear_state.summarise(features", "_ = linear_state.combine(far, linear_state.summarise(features",
           "tests/hybrid/test_hybrid.py -k small"),
     Fault("a stretch reads the first stretch's sums", "mechanisms/hybrid/near_far_passes.py",
           "beyond.both[..., part.blocks, :, :]\n", "beyond.both[..., : part.blocks.stop - part.blocks.start, :, :]\n",

@@ -22,7 +22,7 @@ from fast_attention.functional import (
     optimal_damping,
     softmax_attention,
 )
-from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear import linear_state, reference
 from tests.cases import bind, qkv, some_keys
 from tests.oracles.favor import damping_by_search
 
@@ -264,7 +264,7 @@ def test_a_common_scale_of_the_keys_cancels() -> None:
         for is_causal in (False, True):
             moved = Logs(keys.logs + constant)
             a, b = (
-                linear.normalise(linear.attend(positive(q, W), t, v, is_causal=is_causal, chunk=8))
+                linear_state.normalise(reference.attend(positive(q, W), t, v, is_causal=is_causal, chunk=8))
                 for t in (keys, moved)
             )
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -10,36 +10,44 @@ from torch import Tensor
 
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.mechanisms.linear import favor_paths, favor_whole, linear
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
-from fast_attention.mechanisms.linear.favor_sums import chunk_of
+from fast_attention.mechanisms.linear import fast_favor, fast_favor_noncausal, linear_state, reference
+from fast_attention.mechanisms.linear.fast_favor_sums import chunk_of
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 D, M, WIDE = 8, 24, 5
-POSITIVE = Lift("positive")
-Kind = tuple[Lift, bool, bool]  # with or without a number of each feature's own in the exponent, and rows for keys
-EXPONENTIAL: list[Kind] = [(POSITIVE, False, False), (POSITIVE, True, True),
-                           (Lift("hyperbolic"), False, True), (Lift("hyperbolic"), True, False)]  # fmt: skip
-LIFTS: list[Kind] = [*EXPONENTIAL, (Lift("sincos"), False, True)]
+POSITIVE, HYPERBOLIC, SINCOS = (RandomFeatureMap(kind) for kind in ("positive", "hyperbolic", "sincos"))
+# with or without a number of each feature's own in the exponent, and rows for keys
+Kind = tuple[RandomFeatureMap, bool, bool]
+EXPONENTIAL: list[Kind] = [(POSITIVE, False, False), (POSITIVE, True, True), (HYPERBOLIC, False, True),
+                           (HYPERBOLIC, True, False)]  # fmt: skip
+MAPS: list[Kind] = [*EXPONENTIAL, (SINCOS, False, True)]
 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Blocks of 512 tokens, so that the lengths here make several; the test of long sums takes them as they are."""
     if request.node.originalname != "test_very_many_terms":
-        monkeypatch.setattr(favor_whole, "BLOCK", 512)
+        monkeypatch.setattr(fast_favor_noncausal, "BLOCK", 512)
 
 
 def plain(
-    lift: Lift, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None = None
+    phi: RandomFeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Heads,
+    *,
+    is_causal: bool,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """One piece, in operations that autograd follows."""
-    keys = linear.masked_keys(lambda x: lift.plain(x, heads.keys), k, key_mask)
-    return linear.normalise(linear.attend(lift.plain(q, heads).free, keys, v, is_causal=is_causal))
+    keys = reference.masked_keys(lambda x: phi.plain(x, heads.keys), k, key_mask)
+    return linear_state.normalise(reference.attend(phi.plain(q, heads).free, keys, v, is_causal=is_causal))
 
 
-def some_heads(lift: Lift, biased: bool, apart: bool) -> Heads:
+def some_heads(phi: RandomFeatureMap, biased: bool, apart: bool) -> Heads:
     W = draw(2, M, D).double()
-    bias = 3 * torch.randn(2, 1, lift.width(W), dtype=torch.float64) if biased else None
+    bias = 3 * torch.randn(2, 1, phi.width(W), dtype=torch.float64) if biased else None
     return Heads(W, bias, draw(2, M, D).double() if apart else None)
 
 
@@ -50,10 +58,10 @@ def inputs(length: int, keys: int | None = None, scale: float = 1.0, **kind: Any
     return (q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_()
 
 
-def agree(lift: Kind, x: tuple[Tensor, ...], rtol: float = 1e-10, **settings: Any) -> None:
+def agree(phi: Kind, x: tuple[Tensor, ...], rtol: float = 1e-10, **settings: Any) -> None:
     """Outputs and all gradients, those of rows and biases too, within ``rtol`` of the largest number."""
-    kind, heads = lift[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*lift)))
-    ours, theirs = favor_paths.attend(kind, *x, heads, **settings), plain(kind, *x, heads, **settings)
+    kind, heads = phi[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*phi)))
+    ours, theirs = fast_favor.attend(kind, *x, heads, **settings), plain(kind, *x, heads, **settings)
     probe = torch.randn_like(ours)
     leaves = [*x, *(t for t in heads if t is not None)]
     ours, theirs = ((out, *torch.autograd.grad(out, leaves, probe)) for out in (ours, theirs))
@@ -62,25 +70,25 @@ def agree(lift: Kind, x: tuple[Tensor, ...], rtol: float = 1e-10, **settings: An
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lift", LIFTS, ids=str)
+@pytest.mark.parametrize("phi", MAPS, ids=str)
 @pytest.mark.parametrize(("length", "keys"), [(65, 65), (127, 127), (129, 129), (257, 257), (1100, 1100),
                                               (63, 130), (1, 200), (130, 63), (520, 1030)])  # fmt: skip
-def test_blocks(length: int, keys: int, lift: Kind, is_causal: bool) -> None:
+def test_blocks(length: int, keys: int, phi: Kind, is_causal: bool) -> None:
     x = inputs(length, keys)
-    agree(lift, x, is_causal=is_causal, key_mask=None)
-    agree(lift, x, is_causal=is_causal, key_mask=torch.rand(2, 1, keys) < 0.7)
+    agree(phi, x, is_causal=is_causal, key_mask=None)
+    agree(phi, x, is_causal=is_causal, key_mask=torch.rand(2, 1, keys) < 0.7)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lift", EXPONENTIAL, ids=str)
-def test_keys_of_very_different_scales(lift: Kind, is_causal: bool) -> None:
+@pytest.mark.parametrize("phi", EXPONENTIAL, ids=str)
+def test_keys_of_very_different_scales(phi: Kind, is_causal: bool) -> None:
     """Chunks that one unit does not serve go pair by pair, between others that it does."""
     q, k, v = inputs(400)
     factors = torch.ones(400, 1, dtype=torch.float64)
     factors[::37] = 6.0
     factors[200:300] = 0.1
-    agree(lift, (q, (k * factors).detach().requires_grad_(), v), is_causal=is_causal, key_mask=None)
-    agree(lift, inputs(300, scale=6.0), rtol=1e-9, is_causal=is_causal, key_mask=torch.rand(2, 1, 300) < 0.7)
+    agree(phi, (q, (k * factors).detach().requires_grad_(), v), is_causal=is_causal, key_mask=None)
+    agree(phi, inputs(300, scale=6.0), rtol=1e-9, is_causal=is_causal, key_mask=torch.rand(2, 1, 300) < 0.7)
 
 
 def test_keys_that_grow_from_chunk_to_chunk() -> None:
@@ -92,7 +100,7 @@ def test_keys_that_grow_from_chunk_to_chunk() -> None:
                                                     ramp * direction, v))  # fmt: skip
     for is_causal in (False, True):
         outs = (
-            favor_paths.attend(POSITIVE, *x, Heads(W), is_causal=is_causal, key_mask=None),
+            fast_favor.attend(POSITIVE, *x, Heads(W), is_causal=is_causal, key_mask=None),
             plain(POSITIVE, *x, Heads(W), is_causal=is_causal),
         )
         probe = torch.randn_like(outs[0])
@@ -165,20 +173,20 @@ def test_a_trained_projection_gets_its_gradient() -> None:
     assert torch.autograd.grad(favor_attention(q, k, v, W).square().sum(), W)[0].any()
 
 
-@pytest.mark.parametrize("lift", LIFTS, ids=str)
-def test_prefill(lift: Kind) -> None:
+@pytest.mark.parametrize("phi", MAPS, ids=str)
+def test_prefill(phi: Kind) -> None:
     """A long stretch after a state, in chunks: outputs and state of the plain form."""
     q, k, v = (x.detach() for x in inputs(300))
-    kind, heads, mask = lift[0], some_heads(*lift), torch.rand(2, 1, 300) < 0.7
+    kind, heads, mask = phi[0], some_heads(*phi), torch.rand(2, 1, 300) < 0.7
     mask[..., 0] = True
     whole = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask)
     state, outs = None, []
     for at in (slice(0, 70), slice(70, 73), slice(73, 74), slice(74, 300)):
-        out, state = favor_paths.advance(kind, q[..., at, :], k[..., at, :], v[..., at, :], heads, state, mask[..., at])
+        out, state = fast_favor.advance(kind, q[..., at, :], k[..., at, :], v[..., at, :], heads, state, mask[..., at])
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-9)
     assert state is not None
-    expected = linear.summarise(linear.masked_keys(lambda x: kind.plain(x, heads.keys), k, mask), v)
+    expected = linear_state.summarise(reference.masked_keys(lambda x: kind.plain(x, heads.keys), k, mask), v)
     for a, b in zip(state, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -194,8 +202,8 @@ def test_very_many_terms(is_causal: bool) -> None:
 
 
 def test_chunks_by_features() -> None:
-    assert chunk_of(Lift("positive"), torch.zeros(1, 512, 4)) == 64
-    assert chunk_of(Lift("hyperbolic"), torch.zeros(1, 512, 4)) == 128
+    assert chunk_of(RandomFeatureMap("positive"), torch.zeros(1, 512, 4)) == 64
+    assert chunk_of(RandomFeatureMap("hyperbolic"), torch.zeros(1, 512, 4)) == 128
     x = inputs(300)
     W = draw(2, 520, D).double()
     a, b = favor_plus_attention(*x, W, is_causal=True), plain(POSITIVE, *x, Heads(W), is_causal=True)

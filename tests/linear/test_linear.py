@@ -25,7 +25,7 @@ from fast_attention.feature_maps.features import (
     Taylor,
 )
 from fast_attention.functional import linear_attention
-from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear import linear_state, reference
 from tests.cases import bind, qkv, some_keys
 
 MAPS = [EluPlusOne(), Relu(), Relu(offset=1e-3), Identity(), SoftmaxMap(), Exp(), Quadratic(), Taylor()]
@@ -68,9 +68,11 @@ def test_chunked_is_parallel(chunk: int, spread: float | None) -> None:
     """Identity 7 of the specification; with chunk 1 and 1100 tokens the states are combined in two rounds."""
     for length in (1, 5, 67) if chunk > 1 else (67, GROUP, GROUP + 1, 1100):
         q, keys, v = features(length, length, spread=spread)
-        sums, state = linear.advance(q, keys, v, chunk=chunk)
-        torch.testing.assert_close(linear.normalise(sums), masked_product(q, keys, v, True), rtol=1e-11, atol=1e-11)
-        whole = linear.summarise(keys, v)
+        sums, state = reference.advance(q, keys, v, chunk=chunk)
+        torch.testing.assert_close(
+            linear_state.normalise(sums), masked_product(q, keys, v, True), rtol=1e-11, atol=1e-11
+        )
+        whole = linear_state.summarise(keys, v)
         for ours, direct in zip(state, whole, strict=True):
             torch.testing.assert_close(ours, direct, rtol=1e-11, atol=1e-11)
 
@@ -80,7 +82,7 @@ def test_chunked_is_parallel(chunk: int, spread: float | None) -> None:
 def test_alignment(sizes: tuple[int, int], spread: float | None) -> None:
     q, keys, v = features(*sizes, spread=spread)
     for is_causal in (False, True):
-        ours = linear.normalise(linear.attend(q, keys, v, is_causal=is_causal, chunk=4))
+        ours = linear_state.normalise(reference.attend(q, keys, v, is_causal=is_causal, chunk=4))
         torch.testing.assert_close(ours, masked_product(q, keys, v, is_causal), rtol=1e-12, atol=1e-12)
 
 
@@ -109,14 +111,14 @@ def test_units_are_those_of_the_keys_seen(constant: float) -> None:
     results = []
     for added in (0.0, constant):
         scale = keys.log_scale + added * key_mask
-        every = linear.masked_keys(lambda k: Features(k, scale), keys.values, key_mask)
+        every = reference.masked_keys(lambda k: Features(k, scale), keys.values, key_mask)
         outs, state = [], None
         for now in (slice(0, 100), slice(100, 150)):
             stretch = Features(every.values[:, now], every.log_scale[:, now])
-            sums, state = linear.advance(q[:, now], stretch, v[:, now], state, chunk=64)
-            outs.append(linear.normalise(sums))
-        whole = linear.attend(q, every, v, is_causal=False)
-        results.append([*outs, linear.normalise(whole)])
+            sums, state = reference.advance(q[:, now], stretch, v[:, now], state, chunk=64)
+            outs.append(linear_state.normalise(sums))
+        whole = reference.attend(q, every, v, is_causal=False)
+        results.append([*outs, linear_state.normalise(whole)])
     for near, far in zip(*results, strict=True):
         torch.testing.assert_close(far, near, rtol=1e-9, atol=1e-9)
         assert near.any(-1).all(-1).any()
@@ -129,11 +131,11 @@ def test_a_huge_key_leaves_the_rest_of_its_block(factor: float) -> None:
     for place in (0, 40, 99):
         scale = keys.log_scale.clone()
         scale[:, place] += factor
-        sums, _ = linear.advance(q, Features(keys.values, scale), v, chunk=64)
-        same, _ = linear.advance(q, keys, v, chunk=64)
-        assert torch.equal(linear.normalise(sums)[:, :place], linear.normalise(same)[:, :place])
+        sums, _ = reference.advance(q, Features(keys.values, scale), v, chunk=64)
+        same, _ = reference.advance(q, keys, v, chunk=64)
+        assert torch.equal(linear_state.normalise(sums)[:, :place], linear_state.normalise(same)[:, :place])
         exact = masked_product(q.double(), Features(keys.values.double(), scale.double()), v.double(), True)
-        torch.testing.assert_close(linear.normalise(sums).double(), exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(linear_state.normalise(sums).double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("feature_map", MAPS, ids=repr)

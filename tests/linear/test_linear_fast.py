@@ -21,7 +21,7 @@ from fast_attention.feature_maps.features import (
     SoftmaxMap,
     Taylor,
 )
-from fast_attention.mechanisms.linear import linear_causal, linear_paths, linear_short, linear_whole
+from fast_attention.mechanisms.linear import fast_linear, fast_linear_causal, fast_linear_noncausal, fast_linear_short
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 5, 63, 64, 65, 127, 129, 257, 1025, 2500]
@@ -57,9 +57,9 @@ def test_blocks_are_the_plain_form(length: int, phi: FeatureMap) -> None:
     state = torch.rand(2, 2, 8, 5, dtype=torch.float64), torch.rand(2, 2, 8, dtype=torch.float64)
     for key_mask in (None, some_keys(2, length)[:, None]):
         inputs = leaves(q, k, v[..., :5])
-        assert_same(linear_whole.attention, *inputs, key_mask, phi=phi, eps=1e-6)
-        assert_same(linear_causal.attention, *inputs, key_mask, None, None, phi=phi, eps=1e-6)
-        assert_same(linear_causal.attention, *inputs, key_mask, *leaves(*state), phi=phi, eps=0.0)
+        assert_same(fast_linear_noncausal.attention, *inputs, key_mask, phi=phi, eps=1e-6)
+        assert_same(fast_linear_causal.attention, *inputs, key_mask, None, None, phi=phi, eps=1e-6)
+        assert_same(fast_linear_causal.attention, *inputs, key_mask, *leaves(*state), phi=phi, eps=0.0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -70,8 +70,8 @@ def test_all_pairs_are_the_plain_form(phi: FeatureMap, is_causal: bool) -> None:
         q, k, v = (x.abs() if phi == Identity() else x for x in qkv(*sizes))
         inputs = leaves(q, k, v[..., :5])
         for key_mask in (None, some_keys(2, sizes[1])[:, None]):
-            assert_same(linear_short.attention, *inputs, key_mask, phi=phi, eps=1e-6, is_causal=is_causal)
-        out = linear_short.attention(*inputs, None, phi=phi, eps=0.0, is_causal=is_causal)
+            assert_same(fast_linear_short.attention, *inputs, key_mask, phi=phi, eps=1e-6, is_causal=is_causal)
+        out = fast_linear_short.attention(*inputs, None, phi=phi, eps=0.0, is_causal=is_causal)
         first, second = (torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -88,11 +88,11 @@ def test_the_map_in_place_is_the_map() -> None:
 @pytest.mark.parametrize("room", [1, 20_000, 10**6])
 def test_the_size_of_a_block_does_not_matter(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one chunk of one head at a time to everything at once."""
-    monkeypatch.setattr("fast_attention.mechanisms.linear.linear_blocks.ROOM", room)
+    monkeypatch.setattr("fast_attention.mechanisms.linear.fast_linear_chunks.NUMBERS", room)
     inputs = leaves(*qkv(333))
     key_mask = some_keys(2, 333)[:, None]
-    assert_same(linear_whole.attention, *inputs, key_mask, phi=EluPlusOne(), eps=1e-6)
-    assert_same(linear_causal.attention, *inputs, key_mask, None, None, phi=EluPlusOne(), eps=1e-6)
+    assert_same(fast_linear_noncausal.attention, *inputs, key_mask, phi=EluPlusOne(), eps=1e-6)
+    assert_same(fast_linear_causal.attention, *inputs, key_mask, None, None, phi=EluPlusOne(), eps=1e-6)
 
 
 def definition(
@@ -157,7 +157,7 @@ def test_layouts_and_gradients_of_some(is_causal: bool) -> None:
         (gradient,) = torch.autograd.grad(ours.sum(), strided[chosen])
         torch.testing.assert_close(gradient, expected[chosen], rtol=1e-12, atol=1e-12)
         strided[chosen].requires_grad_(False)
-    single = linear_paths.attend(
+    single = fast_linear.attend(
         *(x[0, 0] for x in inputs), None, phi=EluPlusOne(), eps=1e-6, is_causal=is_causal
     )  # fmt: skip
     torch.testing.assert_close(single, out[0, 0])
@@ -223,6 +223,6 @@ def test_the_path_can_be_asked() -> None:
         for is_causal in (False, True):
             with dispatch.recorded() as steps:
                 LinearAttention()(*qkv(length), is_causal=is_causal)
-            seen.append(steps[0].what)
+            seen.append(steps[0].path)
     assert seen[0] == seen[1] == "all pairs at once"
     assert len(set(seen)) == 3

@@ -15,7 +15,7 @@ from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.states import state_sums
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.spans import Plan
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState
 
 
 class FarSums(NamedTuple):
@@ -27,7 +27,7 @@ class FarSums(NamedTuple):
     @staticmethod
     def of(states: LinearState) -> FarSums:
         """From the states of linear attention, one of each stretch."""
-        return FarSums(torch.cat([states.kv, states.k[..., None]], -1), states.top[..., 0])
+        return FarSums(torch.cat([states.kv, states.k[..., None]], -1), states.log_scale[..., 0])
 
     def part(self, start: int, number: int) -> FarSums:
         """Some of the stretches."""

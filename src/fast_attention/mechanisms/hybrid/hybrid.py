@@ -23,10 +23,10 @@ from fast_attention.mechanisms.dense.dense import softmax_attention
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks, joined, landmarks
 from fast_attention.mechanisms.hybrid.near_far_passes import near_and_far
 from fast_attention.mechanisms.hybrid.spans import Window
-from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear import linear_state, reference
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.value import at_least
 
@@ -145,7 +145,7 @@ class Hybrid(Attention[Any, HybridState]):
         phi, left = self.far.per_token(w)[1], self._sides[0]
         held = 0 if state is None else state.first.present.sum(-1, keepdim=True)
         marks, seen = landmarks(k, v, append(None, k, v, key_mask).visible, first=self.first, last=0, before=held)
-        far = linear.empty(phi(k[..., :1, :]), v) if state is None else state.far
+        far = linear_state.empty(phi(k[..., :1, :]), v) if state is None else state.far
         near = append(None if state is None else state.near, k, v, seen)
         start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
         marks = replaced(marks, place=marks.place + start)
@@ -154,7 +154,7 @@ class Hybrid(Attention[Any, HybridState]):
         window = Window(left, 0, is_causal=True)
         out = near_and_far(self._scaled(q), near.k, near.v, near.visible, marks, self.far, w, window, start, far)
         if gone := max(keys - left, 0):
-            features = linear.masked_keys(phi, near.k[..., :gone, :], near.visible[..., :gone])
-            far = linear.combine(far, linear.summarise(features, near.v[..., :gone, :]))
+            features = reference.masked_keys(phi, near.k[..., :gone, :], near.visible[..., :gone])
+            far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :gone, :]))
         marks = replaced(marks, place=marks.place.masked_fill(marks.present, -1))
         return out, HybridState(far, last(near, left), marks)

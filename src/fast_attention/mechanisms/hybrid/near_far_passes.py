@@ -24,9 +24,9 @@ from fast_attention.mechanisms.hybrid.far_sums import FarSums, outside, summed
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks
 from fast_attention.mechanisms.hybrid.near_far import RANKS, Rows, Sight, nearest, rows
 from fast_attention.mechanisms.hybrid.spans import Plan, Stretch, Window, alone, key_stretches, plan, query_stretches
-from fast_attention.mechanisms.linear import linear
+from fast_attention.mechanisms.linear import linear_state, reference
 from fast_attention.mechanisms.linear.kernelised import Kernelised, TokenMap
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState
 
 
 class Far(NamedTuple):
@@ -63,7 +63,7 @@ def near_and_far(
     """
     flat, layout = tree_flatten(w)
     known, leaves, one = Far(far, layout), tuple(flat), k[..., :1, :].detach()
-    beyond = FarSums.of(before or linear.empty(known.maps(leaves)[1](one), v))
+    beyond = FarSums.of(before or linear_state.empty(known.maps(leaves)[1](one), v))
     if alone(q, k, window):
         return nearest(q, k, v, seen, marks, known.maps(leaves)[0](q), beyond)
     both, top = beyond
@@ -94,7 +94,7 @@ class Given(NamedTuple):
 def _plain(*tensors: Any, far: Far, plan: Plan) -> Tensor:
     x = Given.of(tensors)
     maps = far.maps(x.leaves)
-    keys = linear.masked_keys(maps[1], x.k, x.seen)
+    keys = reference.masked_keys(maps[1], x.k, x.seen)
     given = Rows(x.q, x.k, x.v, x.seen, x.marks, maps[0](x.q), keys, x.before)
     return _OPAQUE(*given.flat(), *plan.flat())[0]
 
@@ -120,7 +120,7 @@ def _rows_of(part: Stretch, plan: Plan, far: Far, seen: Tensor, place: Tensor, t
     def function(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor, both: Tensor, *w: Any) -> Tensor:
         marks, beyond = Landmarks(mk, mv, place - part.keys.start), FarSums(both, top[..., part.blocks])
         queries, keys = far.maps(w)
-        whole = Rows(q, k, v, visible, marks, queries(q), linear.masked_keys(keys, k, visible), beyond)
+        whole = Rows(q, k, v, visible, marks, queries(q), reference.masked_keys(keys, k, visible), beyond)
         return torch.stack([rows(head, sight, local) for head in whole.apart()]).unflatten(0, q.shape[:-2])
 
     return function
@@ -131,7 +131,7 @@ def _sums_of(part: Stretch, plan: Plan, far: Far, seen: Tensor) -> Callable[...,
     number, visible = part.blocks.stop - part.blocks.start, _unless_all(seen[..., part.keys])
 
     def function(k: Tensor, v: Tensor, *w: Any) -> FarSums:
-        keys = linear.masked_keys(far.maps(w)[1], k, visible)
+        keys = reference.masked_keys(far.maps(w)[1], k, visible)
         return summed(keys, v, start=part.start, block=plan.block, number=number)
 
     return function

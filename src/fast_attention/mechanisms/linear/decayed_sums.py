@@ -21,7 +21,7 @@ from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.tracing import replaced, traced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
-from fast_attention.mechanisms.linear import linear, linear_paths
+from fast_attention.mechanisms.linear import in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
 
 BLOCK = 64  # tokens whose pairs are taken
@@ -30,11 +30,11 @@ LEAST = 256  # tokens of a chunk
 
 
 class DecayedState(NamedTuple):
-    """Sums over all tokens so far, ``exp(top)`` times ``kv`` and ``k``, and the decay over all of them."""
+    """Sums over all tokens so far, ``exp(log_scale)`` times ``kv`` and ``k``, and the decay over all of them."""
 
     kv: Float[Tensor, "*batch C values"]
     k: Float[Tensor, "*batch C"]
-    top: Float[Tensor, "*batch 1"]
+    log_scale: Float[Tensor, "*batch 1"]
     log_decay: Float[Tensor, "*batch 1"]
 
 
@@ -46,8 +46,8 @@ def attend(
     directed = partial(_directed, phi=phi, normalize=normalize)
     if is_causal:
         return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi), eps=eps)[0], normalize)
-    unit = linear_paths.log_unit(_keys(phi, k, key_mask))  # one for both directions
-    first = replaced(_empty(k, v, phi), top=unit)
+    log_scale = in_range.log_scale(_keys(phi, k, key_mask))  # one for both directions
+    first = replaced(_empty(k, v, phi), log_scale=log_scale)
     left = directed(q, k, v, log_decay, key_mask, first, eps=eps)[0]
     to_next = F.pad(log_decay, (0, 1))[..., 1:].flip(-1)
     mask = None if key_mask is None else key_mask.flip(-1)
@@ -70,18 +70,18 @@ def streamed(
 def summarise(k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap) -> DecayedState:
     """The state after some tokens that nothing precedes."""
     keys = _keys(phi, k, key_mask)
-    top, reached = linear_paths.log_unit(keys), log_decay.double().cumsum(-1)
-    fading = (reached[..., -1:] - reached).exp().to(v.dtype)[..., None]
-    own = keys.values * (-top).exp()[..., None] * fading
-    return DecayedState(own.mT @ v, own.sum(-2), top, reached[..., -1:].to(v.dtype))
+    log_scale, reached = in_range.log_scale(keys), log_decay.double().cumsum(-1)
+    rescale = (reached[..., -1:] - reached).exp().to(v.dtype)[..., None]
+    scaled = keys.values * (-log_scale).exp()[..., None] * rescale
+    return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1:].to(v.dtype))
 
 
 def combine(earlier: DecayedState, later: DecayedState) -> DecayedState:
     """The state of neighbouring tokens; associative."""
-    top = torch.maximum(earlier.top, later.top)
-    a, b = (earlier.top - top + later.log_decay).exp(), (later.top - top).exp()
+    log_scale = torch.maximum(earlier.log_scale, later.log_scale)
+    a, b = (earlier.log_scale - log_scale + later.log_decay).exp(), (later.log_scale - log_scale).exp()
     kv = a[..., None] * earlier.kv + b[..., None] * later.kv
-    return DecayedState(kv, a * earlier.k + b * later.k, top, earlier.log_decay + later.log_decay)
+    return DecayedState(kv, a * earlier.k + b * later.k, log_scale, earlier.log_decay + later.log_decay)
 
 
 def _directed(
@@ -110,13 +110,13 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
         q, k, v, log_decay, mask = tokens
         before = DecayedState(*state)
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
-        queries, top = phi(q), torch.maximum(before.top, linear_paths.log_unit(keys))
-        unit, less = (-top).exp(), overflow.factor(queries, 1.0, rows=True)
-        fading = (before.top - top).exp()
-        before = DecayedState(before.kv * fading[..., None], before.k * fading, top, before.log_decay)
-        own = keys.values * unit[..., None]
-        sums, after = _advance(queries * less, own, v, log_decay[..., 0], before, strict=strict)
-        scale = unit[..., None] * less
+        queries, log_scale = phi(q), torch.maximum(before.log_scale, in_range.log_scale(keys))
+        factor, less = (-log_scale).exp(), overflow.factor(queries, 1.0, rows=True)
+        rescale = (before.log_scale - log_scale).exp()
+        before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
+        scaled = keys.values * factor[..., None]
+        sums, after = _advance(queries * less, scaled, v, log_decay[..., 0], before, strict=strict)
+        scale = factor[..., None] * less
         if normalize:
             return (sums.numerator, sums.denominator[..., None] + eps * scale), after
         return (sums.numerator / scale, sums.denominator[..., None]), after
@@ -132,26 +132,26 @@ def _advance(
     size = BLOCK if torch.compiler.is_compiling() else min(BLOCK, length)
     q, k, v, steps = split(q, size), split(k, size), split(v, size), split_row(log_decay.double(), size)
     reached = steps.cumsum(-1)
-    hidden = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(0 if strict else 1)
-    decay = (reached[..., :, None] - reached[..., None, :]).masked_fill(hidden, float("-inf")).exp().to(v.dtype)
-    within, over = (q @ k.mT) * decay, reached[..., -1]
-    own = k * (over[..., None] - reached).exp().to(v.dtype)[..., None]
-    levels = torch.cat([torch.zeros_like(over[..., :1]), -over.cumsum(-1)], -1)
-    kv, z = prefixes(LinearState(*before[:3]), own.mT @ v, own.sum(-2), levels)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(0 if strict else 1)
+    decay = (reached[..., :, None] - reached[..., None, :]).masked_fill(later, float("-inf")).exp().to(v.dtype)
+    pairs, total = (q @ k.mT) * decay, reached[..., -1]
+    k = k * (total[..., None] - reached).exp().to(v.dtype)[..., None]
+    logs = torch.cat([torch.zeros_like(total[..., :1]), -total.cumsum(-1)], -1)
+    kv, z = prefixes(LinearState(*before[:3]), k.mT @ v, k.sum(-2), logs)
     q = q * reached.exp().to(v.dtype)[..., None]
-    numerator = join(within @ v + q @ kv[..., :-1, :, :], length)
-    found = (q @ z[..., :-1, :, None])[..., 0]
-    denominator = join((within.sum(-1) + found)[..., None], length)[..., 0]
-    total = before.log_decay - levels[..., -1:].to(v.dtype)
-    return Sums(numerator, denominator), DecayedState(kv[..., -1, :, :], z[..., -1, :], before.top, total)
+    numerator = join(pairs @ v + q @ kv[..., :-1, :, :], length)
+    before_chunk = (q @ z[..., :-1, :, None])[..., 0]
+    denominator = join((pairs.sum(-1) + before_chunk)[..., None], length)[..., 0]
+    log_decay = before.log_decay - logs[..., -1:].to(v.dtype)
+    return Sums(numerator, denominator), DecayedState(kv[..., -1, :, :], z[..., -1, :], before.log_scale, log_decay)
 
 
 def _finished(numerator: Tensor, denominator: Tensor, normalize: bool) -> Tensor:
-    return linear.normalise(Sums(numerator, denominator[..., 0])) if normalize else numerator
+    return linear_state.normalise(Sums(numerator, denominator[..., 0])) if normalize else numerator
 
 
 def _keys(phi: FeatureMap, k: Tensor, key_mask: Tensor | None) -> Features:
-    return linear.masked_keys(lambda x: Features(phi(x)), k, key_mask)
+    return reference.masked_keys(lambda x: Features(phi(x)), k, key_mask)
 
 
 def _empty(k: Tensor, v: Tensor, phi: FeatureMap) -> DecayedState:

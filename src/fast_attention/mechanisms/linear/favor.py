@@ -17,10 +17,10 @@ from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import favor_paths, linear
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
-from fast_attention.mechanisms.linear.linear import LinearState, Sums
+from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least, one_of
 
 
@@ -45,17 +45,19 @@ def favor_attention(
     gets zeros.
     """
     if phase is None and clamp is None:
-        return favor_paths.attend(Lift("sincos"), q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+        return fast_favor.attend(
+            RandomFeatureMap("sincos"), q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask
+        )
     phi = _map(projection, phase)
-    keys = linear.masked_keys(phi, k, key_mask)
-    sums = linear.attend(phi(q).values, keys, v, is_causal=is_causal)
+    keys = reference.masked_keys(phi, k, key_mask)
+    sums = reference.attend(phi(q).values, keys, v, is_causal=is_causal)
     if clamp is not None:
         assert keys.log_scale is not None
         largest = keys.log_scale.amax(-1, keepdim=True)
         if is_causal:
             largest = F.pad(cummax(keys.log_scale, -1), (q.shape[-2] - k.shape[-2], 0))
         sums = _clamped(sums, largest, projection, phase, clamp)
-    return linear.normalise(sums)
+    return linear_state.normalise(sums)
 
 
 def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Features]:
@@ -154,11 +156,11 @@ class Favor(Kernelised[TrigonometricWeights]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         phi = _map(*w)
-        keys = linear.masked_keys(phi, k, key_mask)
-        sums, after = linear.advance(phi(q).values, keys, v, state)
+        keys = reference.masked_keys(phi, k, key_mask)
+        sums, after = reference.advance(phi(q).values, keys, v, state)
         if self.clamp is not None:
             assert keys.log_scale is not None
             largest = keys.log_scale.cummax(-1).values
-            largest = largest if state is None else torch.maximum(largest, state.top)
+            largest = largest if state is None else torch.maximum(largest, state.log_scale)
             sums = _clamped(sums, largest, *w, self.clamp)
-        return linear.normalise(sums), after
+        return linear_state.normalise(sums), after

@@ -13,10 +13,10 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import favor_paths
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear import fast_favor
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map, feature_attention
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least, one_of
 
 
@@ -39,8 +39,8 @@ def favor_plus_attention(
     Stabilised by a running maximum, without any epsilon: no key moves a query before it. A query that sees nothing
     gets zeros.
     """
-    lift = Lift("hyperbolic" if hyperbolic else "positive")
-    return favor_paths.attend(lift, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
+    phi = RandomFeatureMap("hyperbolic" if hyperbolic else "positive")
+    return fast_favor.attend(phi, q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask)
 
 
 @in_float32
@@ -135,16 +135,16 @@ class FavorPlus(Kernelised[Projection]):
         return Projection(draw(shape.heads, self.num_features, shape.head_dim, **settings))
 
     @property
-    def _lift(self) -> Lift:
-        return Lift(self.features)
+    def _lift(self) -> RandomFeatureMap:
+        return RandomFeatureMap(self.features)
 
     def maps(self, w: Projection) -> tuple[Map, Map]:
         """One map for both; the factors that its own normaliser cancels are with the queries."""
         if isinstance(self.kernel, FeatureMap):
             phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
             return phi, phi
-        lift, heads = self._lift, Heads(w.projection)
-        return (lambda x: lift.whole(x, heads)), (lambda x: lift.plain(x, heads))
+        phi, heads = self._lift, Heads(w.projection)
+        return (lambda x: phi.whole(x, heads)), (lambda x: phi.plain(x, heads))
 
     @property
     def signed(self) -> bool:
@@ -167,5 +167,5 @@ class FavorPlus(Kernelised[Projection]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         if self.kernel is None:
-            return favor_paths.advance(self._lift, q, k, v, Heads(w.projection), state, key_mask)
+            return fast_favor.advance(self._lift, q, k, v, Heads(w.projection), state, key_mask)
         return super().advance(q, k, v, w, state, key_mask=key_mask)

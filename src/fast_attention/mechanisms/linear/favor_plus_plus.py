@@ -12,13 +12,13 @@ from torch import Tensor
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.random_features import damped, draw
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import favor_paths
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear import fast_favor
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least
 
-LIFT = Lift("positive")
+FEATURES = RandomFeatureMap("positive")
 
 
 @in_float32
@@ -40,8 +40,8 @@ def favor_plus_plus_attention(
     ``exp(x . y)`` for every damping of at least 0; with 0 this is ``favor_plus_attention``. Stabilised by a running
     maximum, without any epsilon: no key moves a query before it. A query that sees nothing gets zeros.
     """
-    return favor_paths.attend(
-        LIFT, q, k, v, Heads(*damped(projection, damping)), is_causal=is_causal, key_mask=key_mask
+    return fast_favor.attend(
+        FEATURES, q, k, v, Heads(*damped(projection, damping)), is_causal=is_causal, key_mask=key_mask
     )
 
 
@@ -154,14 +154,14 @@ class FavorPlusPlus(Kernelised[DampedProjection]):
     def maps(self, w: DampedProjection) -> tuple[Map, Map]:
         """One map for both; the factors that its own normaliser cancels are with the queries."""
         heads = Heads(*damped(*w))
-        return (lambda x: LIFT.whole(x, heads)), (lambda x: LIFT.plain(x, heads))
+        return (lambda x: FEATURES.whole(x, heads)), (lambda x: FEATURES.plain(x, heads))
 
     @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: DampedProjection, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_plus_plus_attention`` with these weights."""
-        return favor_paths.attend(LIFT, q, k, v, Heads(*damped(*w)), is_causal=is_causal, key_mask=key_mask)
+        return fast_favor.attend(FEATURES, q, k, v, Heads(*damped(*w)), is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(
@@ -175,4 +175,4 @@ class FavorPlusPlus(Kernelised[DampedProjection]):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
-        return favor_paths.advance(LIFT, q, k, v, Heads(*damped(*w)), state, key_mask)
+        return fast_favor.advance(FEATURES, q, k, v, Heads(*damped(*w)), state, key_mask)

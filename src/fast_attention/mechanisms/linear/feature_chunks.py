@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features, Logs, Map
-from fast_attention.mechanisms.linear import linear, linear_paths
+from fast_attention.mechanisms.linear import in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState
 
 Maps = Callable[..., tuple[Map, Map]]  # weights -> the maps of queries and of keys
@@ -53,7 +53,7 @@ def attend(
     """Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right."""
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
     with torch.no_grad():
-        before = linear.empty(one := maps(*weights)[1](k[..., :1, :]), v)
+        before = linear_state.empty(one := maps(*weights)[1](k[..., :1, :]), v)
     size = _size(one[0], k, v)
     extra = k.shape[-2] - q.shape[-2] if is_causal else k.shape[-2]
     if extra < 0:  # the first queries see nothing
@@ -70,14 +70,14 @@ def attend(
 
 
 def _keys(phi: Map, k: Tensor, mask: Tensor | None) -> Features | Logs:
-    return linear.masked_keys(phi, k, None if mask is None else mask[..., 0])
+    return reference.masked_keys(phi, k, None if mask is None else mask[..., 0])
 
 
 def _summed(maps: Maps) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         k, v, mask = tokens
-        own = linear_paths.summarise(_keys(maps(*weights)[1], k, mask), v)
-        return (), tuple(linear.combine(LinearState(*state), own))
+        own = in_range.summarise(_keys(maps(*weights)[1], k, mask), v)
+        return (), tuple(linear_state.combine(LinearState(*state), own))
 
     return step
 
@@ -85,7 +85,7 @@ def _summed(maps: Maps) -> Step:
 def _read(maps: Maps, count: int, eps: float) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         queries, sums = maps(*weights[:count])[0](tokens[0]), LinearState(*weights[count:])
-        return (linear_paths.found(queries, sums, eps=eps),), ()
+        return (in_range.read(queries, sums, eps=eps),), ()
 
     return step
 
@@ -94,7 +94,7 @@ def _causal(maps: Maps, eps: float) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         q, k, v, mask = tokens
         queries, keys = maps(*weights)
-        out, after = linear_paths.streamed(queries(q), _keys(keys, k, mask), v, LinearState(*state), eps=eps)
+        out, after = in_range.advance(queries(q), _keys(keys, k, mask), v, LinearState(*state), eps=eps)
         return (out,), tuple(after)
 
     return step

@@ -14,8 +14,8 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import feature_chunks, linear, linear_paths
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear import feature_chunks, in_range, linear_state, reference
+from fast_attention.mechanisms.linear.linear_state import LinearState
 
 TokenMap = Callable[[Tensor], Features]
 
@@ -33,7 +33,7 @@ def feature_attention(
         return feature_chunks.attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
     dispatch.record("features, then two products", why)
     queries, keys = maps(*weights)
-    return linear_paths.plain(queries(q), linear.masked_keys(keys, k, key_mask), v, is_causal=is_causal, eps=eps)
+    return in_range.attend(queries(q), reference.masked_keys(keys, k, key_mask), v, is_causal=is_causal, eps=eps)
 
 
 class Kernelised(Attention[W, LinearState]):
@@ -76,13 +76,13 @@ class Kernelised(Attention[W, LinearState]):
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
         queries, keys = self.maps(w)
-        return linear_paths.streamed(queries(q), linear.masked_keys(keys, k, key_mask), v, state)
+        return in_range.advance(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of a stretch, in units of its largest features."""
-        return linear_paths.summarise(linear.masked_keys(self.maps(w)[1], k, key_mask), v)
+        return in_range.summarise(reference.masked_keys(self.maps(w)[1], k, key_mask), v)
 
     def merged(self, earlier: LinearState, later: LinearState) -> LinearState:
         """The sums over two neighbouring stretches."""
-        return linear.combine(earlier, later)
+        return linear_state.combine(earlier, later)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import favor_paths
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear import fast_favor
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least
 
-LIFT = Lift("hyperbolic")
+FEATURES = RandomFeatureMap("hyperbolic")
 
 
 class Maps(NamedTuple):
@@ -68,17 +68,17 @@ class LearnedFeatures(Kernelised[Maps]):
     def maps(self, w: Maps) -> tuple[Map, Map]:
         """One map for queries and one for keys; the factors that its own normaliser cancels are with the queries."""
         heads = Heads(w.query, key_rows=w.key)
-        return (lambda x: LIFT.whole(x, heads)), (lambda x: LIFT.plain(x, heads.keys))
+        return (lambda x: FEATURES.whole(x, heads)), (lambda x: FEATURES.plain(x, heads.keys))
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """As FAVOR+ with two projections; both are trained."""
         heads = Heads(w.query, key_rows=w.key)
-        return favor_paths.attend(LIFT, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
+        return fast_favor.attend(FEATURES, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Maps, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        return favor_paths.advance(LIFT, q, k, v, Heads(w.query, key_rows=w.key), state, key_mask)
+        return fast_favor.advance(FEATURES, q, k, v, Heads(w.query, key_rows=w.key), state, key_mask)

@@ -12,9 +12,9 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import feature_chunks, linear_paths
+from fast_attention.mechanisms.linear import fast_linear, feature_chunks
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map, feature_attention
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.value import at_least
 
 MANY = 2**28  # features, a GiB: below, products over all of them are faster than chunks of them
@@ -43,7 +43,7 @@ def linear_attention(
 
     if not isinstance(feature_map, Elementwise) and not feature_chunks.against(maps, (), q, k, v, numbers=MANY):
         return feature_attention(maps, (), q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
-    return linear_paths.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
+    return fast_linear.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,4 +102,4 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the stretch, and the sums over all keys up to its end."""
-        return linear_paths.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
+        return fast_linear.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)

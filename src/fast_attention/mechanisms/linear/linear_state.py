@@ -1,4 +1,8 @@
-"""What linear attention sums up: the state after a stretch, what queries read in it, prefixes over chunks."""
+"""The state of kernelised attention: sums over keys, which combine (a monoid), and what queries read from them.
+
+Sums are unnormalised: ``phi(q_i) . phi(k_j) v_j`` (numerators) and ``phi(q_i) . phi(k_j)`` (denominators). Where keys
+have logarithmic scales, a state is divided by ``e^log_scale``, one for all features or one for each of them.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.states import state_sums
-from fast_attention.feature_maps.feature_map import Logs
+from fast_attention.feature_maps.feature_map import Features, Logs
 
 
 class LinearState(NamedTuple):
-    """What a stretch of keys and values leaves behind; the true sums are ``exp(top)`` times ``kv`` and ``k``."""
+    """Sums over keys and values; the true ones are ``exp(log_scale)`` times ``kv`` and ``k``."""
 
     kv: Float[Tensor, "*batch C values"]  # sum_j phi(k_j) v_j^T
     k: Float[Tensor, "*batch C"]  # sum_j phi(k_j)
-    top: Float[Tensor, "*batch units"]  # largest logarithm of each feature, or one for all; 0 where there are none
+    log_scale: Float[Tensor, "*batch scales"]  # largest logarithm of each feature, or one for all; 0 without scales
 
 
 class Sums(NamedTuple):
@@ -27,29 +32,69 @@ class Sums(NamedTuple):
     denominator: Float[Tensor, "*batch length"]
 
 
+def empty(keys: Features | Logs, v: Tensor) -> LinearState:
+    """The state before the first key."""
+    if isinstance(keys, Logs):
+        k = torch.zeros_like(keys.logs[..., 0, :])
+        return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, torch.full_like(k, FLOOR))
+    k = torch.zeros_like(keys.values[..., 0, :])
+    log_scale = k[..., :1] if keys.log_scale is None else torch.full_like(k[..., :1], FLOOR)
+    return LinearState(k.new_zeros((*k.shape, v.shape[-1])), k, log_scale)
+
+
+def summarise(keys: Features | Logs, v: Tensor) -> LinearState:
+    """The state after keys (..., S, C) and values (..., S, Ev)."""
+    if isinstance(keys, Logs):
+        log_scale = keys.logs.detach().amax(-2).clamp_min(FLOOR)
+        values = (keys.logs - log_scale[..., None, :]).exp_()
+    else:
+        values, log_scale = keys.values, torch.zeros_like(keys.values[..., 0, :1])
+        if keys.log_scale is not None:
+            log_scale = keys.log_scale.detach().amax(-1, keepdim=True)
+            values = values * (keys.log_scale - log_scale).exp()[..., None]
+    return LinearState(values.mT @ v, values.sum(-2), log_scale)
+
+
+def combine(earlier: LinearState, later: LinearState) -> LinearState:
+    """The state of two neighbouring chunks; associative."""
+    log_scale = torch.maximum(earlier.log_scale, later.log_scale)
+    a, b = (earlier.log_scale - log_scale).exp(), (later.log_scale - log_scale).exp()
+    kv = a[..., None] * earlier.kv + b[..., None] * later.kv
+    return LinearState(kv, a * earlier.k + b * later.k, log_scale)
+
+
 def read(q: Float[Tensor, "*batch length C"] | Logs, state: LinearState) -> Sums:
-    """What the queries' features find in a state, in units of ``exp(state.top)``, or of a query's largest term."""
+    """Sums of queries over all of a state, divided by ``exp(state.log_scale)``, or by a query's largest term."""
     if isinstance(q, Logs):
-        q = largest_is_one(q, state.top[..., None, :])
+        q = largest_is_one(q, state.log_scale[..., None, :])
     return Sums(q @ state.kv, (q @ state.k[..., None])[..., 0])
 
 
-def largest_is_one(q: Logs, unit: Tensor) -> Tensor:
-    """Features of queries for keys in units ``e^unit``, each query's in those of its largest term."""
-    terms = q.logs + unit
+def largest_is_one(q: Logs, log_scale: Tensor) -> Tensor:
+    """Features of queries for keys divided by ``e^log_scale``, each query's divided by its largest term."""
+    terms = q.logs + log_scale
     return terms.sub_(terms.detach().amax(-1, keepdim=True)).exp_()
 
 
-def prefixes(first: LinearState, kv: Tensor, k: Tensor, tops: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums up to before block 0, up to block 0, and so on (..., N + 1, C, Ev) and (..., N + 1, C), in units e^tops.
+def normalise(sums: Sums, eps: float = 0.0) -> Float[Tensor, "*batch length values"]:
+    """Numerators over denominators plus ``eps``; zeros where that is zero, or too small for a quotient to mean much."""
+    denominator = sums.denominator + eps if eps else sums.denominator
+    info = torch.finfo(denominator.dtype)
+    nothing = denominator.abs() < info.tiny / info.eps
+    quotient = sums.numerator / denominator.masked_fill(nothing, 1.0)[..., None]
+    return quotient.masked_fill(nothing[..., None], 0.0)
 
-    ``tops`` (..., N + 1) is one for all features, (..., N + 1, C) one for each.
+
+def prefixes(first: LinearState, kv: Tensor, k: Tensor, log_scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sums before chunk 0, up to chunk 0, and so on: (..., N + 1, C, Ev) and (..., N + 1, C), over e^log_scales.
+
+    ``log_scales`` (..., N + 1) is one for all features, (..., N + 1, C) one for each.
     """
-    if tops is not None and tops.ndim == k.ndim:
+    if log_scales is not None and log_scales.ndim == k.ndim:
         sums = torch.cat([first.kv[..., None, :, :], kv], -3), torch.cat([first.k[..., None, :], k], -2)
-        both = state_sums(torch.cat([sums[0], sums[1][..., None]], -1).movedim(-2, -3), tops.mT).movedim(-3, -2)
+        both = state_sums(torch.cat([sums[0], sums[1][..., None]], -1).movedim(-2, -3), log_scales.mT).movedim(-3, -2)
         return both[..., :-1], both[..., -1]
     begin = torch.cat([first.kv.flatten(-2), first.k], -1)[..., None, :]
-    sums = state_sums(torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), tops)
+    sums = state_sums(torch.cat([begin, torch.cat([kv.flatten(-2), k], -1)], -2), log_scales)
     size = kv.shape[-2] * kv.shape[-1]
     return sums[..., :size].unflatten(-1, kv.shape[-2:]), sums[..., size:]

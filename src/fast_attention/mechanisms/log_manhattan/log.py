@@ -15,8 +15,8 @@ from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import pool
 from fast_attention.mechanisms.aft.pool import Pool, same_width
-from fast_attention.mechanisms.linear import linear, linear_paths
-from fast_attention.mechanisms.linear.linear import LinearState
+from fast_attention.mechanisms.linear import in_range, linear_state, reference
+from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.log_manhattan import additive
 from fast_attention.mechanisms.log_manhattan.additive import KeySums
 from fast_attention.value import at_least, one_of
@@ -123,8 +123,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         """Linear attention, a softmax pool or three sums, as the settings have it."""
         if self.score == "logdot":
             dispatch.record("linear attention's plain form", "its fast passes take no map of this family")
-            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
-            return linear_paths.plain(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
+            keys = reference.masked_keys(self.feature_map.features, k, key_mask)
+            return in_range.attend(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
             path = "a sum for each past" if is_causal else "one sum for all queries"
             dispatch.record(path, "the softmax cancels the queries")
@@ -147,9 +147,9 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         """Outputs of the stretch, and the sums over all keys up to its end."""
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
-            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
-            sums, after = linear.advance(self.feature_map(q), keys, v, state)
-            return linear.normalise(sums, EPS), after
+            keys = reference.masked_keys(self.feature_map.features, k, key_mask)
+            sums, after = reference.advance(self.feature_map(q), keys, v, state)
+            return linear_state.normalise(sums, EPS), after
         if self.normalize == "softmax":
             assert state is None or isinstance(state, Pool)
             rows = pool.running(*pool.behind(state, *self._pool_terms(k, v, key_mask)))
@@ -167,7 +167,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
     ) -> Pool | KeySums | LinearState:
         """The sums over a stretch."""
         if self.score == "logdot":
-            return linear.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
+            return linear_state.summarise(reference.masked_keys(self.feature_map.features, k, key_mask), v)
         if self.normalize == "softmax":
             return pool.pooled(*self._pool_terms(k, v, key_mask))
         return KeySums(additive.terms(self._part(k, v), v, key_mask).sum(-2, keepdim=True))
@@ -178,7 +178,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         """The sums over two neighbouring stretches."""
         match earlier, later:
             case LinearState(), LinearState():
-                return linear.combine(earlier, later)
+                return linear_state.combine(earlier, later)
             case Pool(), Pool():
                 return pool.merged(earlier, later)
         assert isinstance(earlier, KeySums)

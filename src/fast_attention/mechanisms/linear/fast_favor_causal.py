@@ -2,8 +2,8 @@
 
 Query i's proper unit for a feature is the largest among the keys it sees. Any will do that is not above it, nor more
 than ``SLACK`` below: so those of a chunk's first key serve for the whole chunk, no later key can make an earlier one
-vanish, and none overflows. Where a chunk holds a far larger feature, ``linear.advance`` takes it feature by feature.
-Arguments are flat, as in ``favor_whole``; there may be more keys than queries: the first ones are seen by all.
+vanish, and none overflows. Where a chunk holds a far larger feature, ``reference.advance`` takes it feature by feature.
+Arguments are flat, as in ``fast_favor_noncausal``; there may be more keys than queries: the first ones are seen by all.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine.workspace import Workspace
-from fast_attention.mechanisms.linear import linear
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
-from fast_attention.mechanisms.linear.favor_sums import Kept, Running
-from fast_attention.mechanisms.linear.favor_whole import inverse, scatter
-from fast_attention.mechanisms.linear.linear import LinearState
-from fast_attention.mechanisms.linear.linear_logs import SLACK
+from fast_attention.mechanisms.linear import linear_state, reference
+from fast_attention.mechanisms.linear.fast_favor_noncausal import inverse, scatter
+from fast_attention.mechanisms.linear.fast_favor_sums import Kept, Running
+from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.log_features import SLACK
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Part:
     v: Tensor
     heads: Heads
     mask: Tensor | None
-    lift: Lift
-    desk: Workspace
+    phi: RandomFeatureMap
+    workspace: Workspace
     learned: Heads | None = None  # gradients of ``heads``, where they are wanted
 
     def keys(self, at: slice) -> tuple[Tensor, Tensor]:
-        """``Lift.keys`` of a block."""
-        return self.lift.keys(self.k[:, at], self.heads.keys, self.seen(at), self.desk, "keys")
+        """``RandomFeatureMap.keys`` of a block."""
+        return self.phi.keys(self.k[:, at], self.heads.keys, self.seen(at), self.workspace, "keys")
 
     def queries(self, at: slice, unit: Tensor) -> Tensor:
-        """``Lift.queries`` of a block."""
-        return self.lift.queries(self.q[:, at], self.heads, unit, self.desk, "queries")
+        """``RandomFeatureMap.queries`` of a block."""
+        return self.phi.queries(self.q[:, at], self.heads, unit, self.workspace, "queries")
 
     def seen(self, at: slice) -> Tensor | None:
         """The mask of a block of keys."""
@@ -49,15 +49,15 @@ class Part:
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """``a b^T`` of a chunk's rows, zero where the column comes after the row."""
-        return torch.bmm(a, b.mT, out=self.desk(name, len(a), a.shape[1], b.shape[1])).tril_()
+        return torch.bmm(a, b.mT, out=self.workspace(name, len(a), a.shape[1], b.shape[1])).tril_()
 
     def pairwise(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
         """Outputs and the state after a chunk whose keys differ too much for one unit each feature."""
-        keys = linear.masked_keys(lambda x: self.lift.plain(x, heads.keys), k, mask)
-        sums, state = linear.advance(self.lift.plain(q, heads).free, keys, v, state)
-        return linear.normalise(sums), state
+        keys = reference.masked_keys(lambda x: self.phi.plain(x, heads.keys), k, mask)
+        sums, state = reference.advance(self.phi.plain(q, heads).free, keys, v, state)
+        return linear_state.normalise(sums), state
 
 
 def forward(
@@ -68,7 +68,7 @@ def forward(
     top = unit
     for index, (at, of) in enumerate(order):
         values, half = part.keys(at)
-        scales = part.lift.scales(values, half)
+        scales = part.phi.scales(values, half)
         highest = torch.maximum(top, scales.amax(1, keepdim=True))
         level = highest if of is None else torch.maximum(top, scales[:, :1])
         steep = of is not None and bool((highest - level > SLACK).any())
@@ -82,9 +82,9 @@ def forward(
             tokens = part.q[:, of], part.k[:, at], part.v[:, at]
             out[:, of], state = part.pairwise(*tokens, part.heads, part.seen(at), state)
             sums.set(state.kv, state.k[:, None])
-            unit = top = state.top[:, None]
+            unit = top = state.log_scale[:, None]
         else:
-            part.lift.finish(values, half, level)
+            part.phi.finish(values, half, level)
             here.enters.copy_(level)
             if of is not None:
                 _chunk(part, values, at, of, here, out[:, of], over[:, of])
@@ -117,7 +117,7 @@ def backward(
         unit = here.enters
         back.read(*after)
         if of is None:
-            scatter(part.k[:, at], part.v[:, at], part.heads, part.seen(at), part.lift, part.desk, unit, after,
+            scatter(part.k[:, at], part.v[:, at], part.heads, part.seen(at), part.phi, part.workspace, unit, after,
                     (dk[:, at], dv[:, at]), part.learned)  # fmt: skip
         elif bool((here.leaves > here.enters).any()):
             dq[:, of], dk[:, at], dv[:, at], G, g = _pairwise_back(part, at, of, here, grad[:, of], after)
@@ -132,20 +132,20 @@ def _chunk_back(
     part: Part, at: slice, of: slice, here: Kept, given: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor],
     back: Running, found: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    (dn, dd), v, lift, desk = given, part.v[:, at], part.lift, part.desk
+    (dn, dd), v, phi, workspace = given, part.v[:, at], part.phi, part.workspace
     values, half = part.keys(at)
-    lift.finish(values, half, here.enters)
+    phi.finish(values, half, here.enters)
     queries = part.queries(of, here.enters)
     pairs = part.product("pairs", queries, values)
-    d_pairs = torch.bmm(dn, v.mT, out=desk("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
-    d = torch.bmm(dn, here.G.mT, out=desk("d", *values.shape))
-    lift.pull(d.addcmul_(dd[..., None], here.g).baddbmm_(d_pairs, values), queries, part.q[:, of], part.heads, desk,
+    d_pairs = torch.bmm(dn, v.mT, out=workspace("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
+    d = torch.bmm(dn, here.G.mT, out=workspace("d", *values.shape))
+    phi.pull(d.addcmul_(dd[..., None], here.g).baddbmm_(d_pairs, values), queries, part.q[:, of], part.heads, workspace,
               found[0], False, part.learned)  # fmt: skip
-    d = torch.bmm(v, after[0].mT, out=desk("d", *values.shape)).add_(after[1]).baddbmm_(d_pairs.mT, queries)
+    d = torch.bmm(v, after[0].mT, out=workspace("d", *values.shape)).add_(after[1]).baddbmm_(d_pairs.mT, queries)
     back.add(queries, dn, dd)
     found[2].copy_(torch.bmm(values, after[0]).baddbmm_(pairs.mT, dn))
     learned = None if part.learned is None else part.learned.keys
-    lift.pull(d, values, part.k[:, at], part.heads.keys, desk, found[1], True, learned)
+    phi.pull(d, values, part.k[:, at], part.heads.keys, workspace, found[1], True, learned)
     if part.mask is not None:
         found[1].masked_fill_(~part.mask[:, at, None], 0.0)
 

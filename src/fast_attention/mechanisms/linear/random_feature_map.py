@@ -52,7 +52,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lift:
+class RandomFeatureMap:
     """From tokens to features and back: ``z = d^(-1/4) W x``, then ``kind``, exponents plus a bias.
 
     A key's logarithms are ``z + sign ||x||^2 / (2 sqrt d)``; cosines have but the second part.
@@ -97,17 +97,17 @@ class Lift:
         count = self.width(heads.rows) if self.exponential else heads.rows.shape[-2]
         return self.plain(x, heads, -math.log(count))
 
-    def raw(self, x: Tensor, heads: Heads, desk: Workspace, name: str, unit: Tensor | None = None) -> Tensor:
+    def raw(self, x: Tensor, heads: Heads, workspace: Workspace, name: str, unit: Tensor | None = None) -> Tensor:
         """Exponents plus ``unit`` (h, 1, C), or finished cosines, in a buffer called ``name``."""
         W, bias = heads.rows, heads.bias
         h, n, m = len(x), x.shape[1], W.shape[1]
-        z = desk("rows" if self.pairs else name, h, n, m)
+        z = workspace("rows" if self.pairs else name, h, n, m)
         added = bias if unit is None else unit if bias is None else unit + bias
         if added is None or self.pairs:
             z.baddbmm_(x, W.mT, beta=0, alpha=x.shape[-1] ** -0.25)
         else:  # the product begins with it
             return torch.baddbmm(added, x, W.mT, alpha=x.shape[-1] ** -0.25, out=z)
-        values = desk(name, h, n, 2 * m) if self.pairs else z
+        values = workspace(name, h, n, 2 * m) if self.pairs else z
         if self.kind == "sincos":
             torch.cos(z, out=values[..., :m])
             torch.sin(z, out=values[..., m:])
@@ -117,18 +117,20 @@ class Lift:
             values[..., :m] = z
         return values if added is None else values.add_(added)
 
-    def queries(self, x: Tensor, heads: Heads, unit: Tensor, desk: Workspace, name: str) -> Tensor:
+    def queries(self, x: Tensor, heads: Heads, unit: Tensor, workspace: Workspace, name: str) -> Tensor:
         """Features up to one factor per query; they meet keys in units ``e^unit`` (h, 1, C)."""
-        values = self.raw(x, heads, desk, name, unit if self.exponential else None)
+        values = self.raw(x, heads, workspace, name, unit if self.exponential else None)
         if not self.exponential:
             return values
         return exp_(values.sub_(values.amax(-1, keepdim=True)))
 
-    def keys(self, x: Tensor, heads: Heads, mask: Tensor | None, desk: Workspace, name: str) -> tuple[Tensor, Tensor]:
+    def keys(
+        self, x: Tensor, heads: Heads, mask: Tensor | None, workspace: Workspace, name: str
+    ) -> tuple[Tensor, Tensor]:
         """Logarithms of features, or finished cosines, and half the squared norm with its sign (h, n); masked: -inf."""
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0.0)
-        values = self.raw(x, heads, desk, name)
+        values = self.raw(x, heads, workspace, name)
         half = torch.linalg.vecdot(x, x).mul_(self.sign * 0.5 * x.shape[-1] ** -0.5)
         if mask is not None:
             half.masked_fill_(~mask, float("-inf"))
@@ -143,7 +145,7 @@ class Lift:
         return exp_(values.sub_(unit)) if self.exponential else values.mul_((half[..., None] - unit).exp_())
 
     def pull(
-        self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, desk: Workspace, out: Tensor, is_key: bool,
+        self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, workspace: Workspace, out: Tensor, is_key: bool,
         learned: Heads | None = None,
     ) -> None:  # fmt: skip
         """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``; that
@@ -151,13 +153,13 @@ class Lift:
         """
         m, scale = heads.rows.shape[1], x.shape[-1] ** -0.25
         if self.kind == "sincos":  # the derivative of a cosine is minus the sine
-            product = torch.mul(d, values, out=desk("product", *d.shape)) if is_key else d
+            product = torch.mul(d, values, out=workspace("product", *d.shape)) if is_key else d
             d[..., m:].mul_(values[..., :m])
             dz = d[..., m:].sub_(d[..., :m].mul_(values[..., m:]))
         else:
             dz = product = d.mul_(values)
             if self.pairs:
-                dz = torch.sub(d[..., :m], d[..., m:], out=desk("rows", *d.shape[:2], m))
+                dz = torch.sub(d[..., :m], d[..., m:], out=workspace("rows", *d.shape[:2], m))
         if learned is not None:
             learned.rows.baddbmm_(dz.mT, x, alpha=scale)
             if learned.bias is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.mechanisms.linear.favor_blocks import Lift
+from fast_attention.mechanisms.linear.random_feature_map import RandomFeatureMap
 
 SUMMED = 64  # chunks added to a running sum before it moves into the total
 
@@ -72,9 +72,9 @@ class Kept(NamedTuple):
         return Kept(*(x[:, index % x.shape[1]] for x in self))
 
 
-def chunk_of(lift: Lift, rows: Tensor) -> int:
+def chunk_of(phi: RandomFeatureMap, rows: Tensor) -> int:
     """Tokens in a chunk: the more features, the more a chunk's state weighs."""
-    return 64 if lift.width(rows) <= 512 else 128
+    return 64 if phi.width(rows) <= 512 else 128
 
 
 def blocks(size: int, length: int, keys: int) -> list[tuple[slice, slice | None]]:

@@ -14,11 +14,11 @@ from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Relu, SoftmaxMap
 
-ROOM = 2**18  # numbers in one buffer of a block: a megabyte in float32, half of it a core's
+NUMBERS = 2**18  # numbers in one buffer of a block: a megabyte in float32, half of it a core's
 NEVER_NEGATIVE = (EluPlusOne, Relu, SoftmaxMap)
 
 
-class Cut(NamedTuple):
+class Chunk(NamedTuple):
     """A block: ``chunks`` chunks of ``size`` tokens of each of some rows (heads), the last chunk perhaps not full."""
 
     rows: slice
@@ -42,74 +42,75 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def hidden_rows(key_mask: Tensor | None, k: Tensor) -> Bool[Tensor, "rows keys 1"] | None:
+def masked_rows(key_mask: Tensor | None, k: Tensor) -> Bool[Tensor, "rows keys 1"] | None:
     """True where a key is masked, one flag per row and key."""
     return None if key_mask is None else (~key_mask).expand(k.shape[:-1]).reshape(-1, k.shape[-2], 1)
 
 
-def cuts(rows: int, length: int, size: int, numbers: int, room: int = 1) -> Iterator[list[Cut]]:
-    """For some rows after the other: their blocks in order, of as many chunks as ``room`` times ``ROOM`` holds.
+def chunks_of_rows(rows: int, length: int, size: int, numbers: int, factor: int = 1) -> Iterator[list[Chunk]]:
+    """For some rows after the other: their blocks in order, of as many chunks as ``factor`` times ``NUMBERS`` holds.
 
     ``numbers`` are those that a chunk takes in the largest buffer.
     """
     size = min(size, length)
-    chunks = max(1, room * ROOM // numbers)
+    chunks = max(1, factor * NUMBERS // numbers)
     each = -(-length // size)
     together = max(1, chunks // each)
     for first in range(0, rows, together):
         held = slice(first, min(first + together, rows))
         spans = [slice(a, min(a + chunks * size, length)) for a in range(0, length, chunks * size)]
-        yield [Cut(held, span, size, -(-(span.stop - span.start) // size), i) for i, span in enumerate(spans)]
+        yield [Chunk(held, span, size, -(-(span.stop - span.start) // size), i) for i, span in enumerate(spans)]
 
 
-def tokens(x: Tensor, cut: Cut, room: Workspace, name: str, hidden: Tensor | None = None) -> Tensor:
+def tokens(x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Tensor | None = None) -> Tensor:
     """The block's chunks (chunks, size, E): a view where that is possible, else a copy with zeros where nothing is."""
-    block = cut.of(x)
-    if cut.full and hidden is None and block.is_contiguous():
-        return block.view(-1, cut.size, x.shape[-1])
-    whole, part = _buffer(block, cut, room, name, x.shape[-1])
+    block = chunk.of(x)
+    if chunk.full and masked is None and block.is_contiguous():
+        return block.view(-1, chunk.size, x.shape[-1])
+    whole, part = _buffer(block, chunk, workspace, name, x.shape[-1])
     part.copy_(block)
-    if hidden is not None:
-        part.masked_fill_(cut.of(hidden), 0.0)
+    if masked is not None:
+        part.masked_fill_(chunk.of(masked), 0.0)
     return whole
 
 
 def features(
-    phi: Elementwise, x: Tensor, cut: Cut, room: Workspace, name: str, hidden: Tensor | None = None
+    phi: Elementwise, x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """``phi`` of the block's tokens, (chunks, size, C), zeros for masked keys and padding."""
-    block = cut.of(x)
-    whole, part = _buffer(block, cut, room, name, x.shape[-1])
-    phi.fill(block, part, room("scratch", *block.shape))
-    if hidden is not None:
-        part.masked_fill_(cut.of(hidden), 0.0)
+    block = chunk.of(x)
+    whole, part = _buffer(block, chunk, workspace, name, x.shape[-1])
+    phi.fill(block, part, workspace("scratch", *block.shape))
+    if masked is not None:
+        part.masked_fill_(chunk.of(masked), 0.0)
     return whole
 
 
-def _buffer(block: Tensor, cut: Cut, room: Workspace, name: str, width: int) -> tuple[Tensor, Tensor]:
+def _buffer(block: Tensor, chunk: Chunk, workspace: Workspace, name: str, width: int) -> tuple[Tensor, Tensor]:
     count, length = block.shape[0], block.shape[1]
-    whole = room(name, count, cut.size * cut.chunks, width)
+    whole = workspace(name, count, chunk.size * chunk.chunks, width)
     part = whole
-    if not cut.full:
+    if not chunk.full:
         part = whole[:, :length]
         whole[:, length:].zero_()
-    return whole.view(-1, cut.size, width), part
+    return whole.view(-1, chunk.size, width), part
 
 
-def inside(x: Tensor, cut: Cut) -> Tensor:
+def inside(x: Tensor, chunk: Chunk) -> Tensor:
     """Chunks (chunks, size, E) as the block's tokens (rows, tokens, E), without padding."""
-    x = x.view(-1, cut.size * cut.chunks, x.shape[-1])
-    return x if cut.full else x[:, : cut.span.stop - cut.span.start]
+    x = x.view(-1, chunk.size * chunk.chunks, x.shape[-1])
+    return x if chunk.full else x[:, : chunk.span.stop - chunk.span.start]
 
 
 def pull(
-    phi: Elementwise, x: Tensor, made: Tensor, gradient: Tensor, cut: Cut, into: Tensor, hidden: Tensor | None = None
+    phi: Elementwise, x: Tensor, made: Tensor, gradient: Tensor, chunk: Chunk, into: Tensor,
+    masked: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The gradient of ``x`` from that of ``made = phi(x)``, into the block's place in ``into``; ``made`` is lost."""
-    place = cut.of(into)
-    phi.chain(cut.of(x), made, gradient, place)
-    if hidden is not None:
-        place.masked_fill_(cut.of(hidden), 0.0)
+    place = chunk.of(into)
+    phi.chain(chunk.of(x), made, gradient, place)
+    if masked is not None:
+        place.masked_fill_(chunk.of(masked), 0.0)
 
 
 def protected(phi: FeatureMap, eps: float) -> bool:
@@ -130,13 +131,13 @@ def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor, *, s
 
 
 def quotient_gradient(
-    out: Tensor, denominators: Tensor, gradient: Tensor, cut: Cut, room: Workspace
+    out: Tensor, denominators: Tensor, gradient: Tensor, chunk: Chunk, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the block's numerators (chunks, size, Ev) and denominators (chunks, size, 1), zeros in padding."""
-    block = cut.of(gradient)
-    up, up_part = _buffer(block, cut, room, "up", block.shape[-1])
-    down, down_part = _buffer(block, cut, room, "down", 1)
-    torch.div(block, cut.of(denominators), out=up_part)
-    terms = torch.mul(up_part, cut.of(out), out=room("scratch of values", *block.shape))
+    block = chunk.of(gradient)
+    up, up_part = _buffer(block, chunk, workspace, "up", block.shape[-1])
+    down, down_part = _buffer(block, chunk, workspace, "down", 1)
+    torch.div(block, chunk.of(denominators), out=up_part)
+    terms = torch.mul(up_part, chunk.of(out), out=workspace("scratch of values", *block.shape))
     down_part.copy_(terms.sum(-1, keepdim=True)).neg_()
     return up, down

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine.workspace import Workspace
-from fast_attention.mechanisms.linear.favor_blocks import Heads, Lift
+from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 BLOCK = 2048  # tokens, of one head or of several short ones: enough for two threads to share each call
 SUMMED = 4  # block sums added to a running sum before it moves into the total
@@ -28,27 +28,27 @@ def _blocks(count: int, length: int) -> Iterator[tuple[slice, list[slice]]]:
 
 
 def inverse(denominator: Tensor) -> Tensor:
-    """One over it, in place; 0 where it is too small for a quotient to mean much, as in ``linear.normalise``."""
+    """One over it, in place; 0 where it is too small for a quotient to mean much, as in ``linear_state.normalise``."""
     info = torch.finfo(denominator.dtype)
     nothing = denominator.abs() < info.tiny / info.eps
     return denominator.reciprocal_().masked_fill_(nothing, 0.0)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Any, lift: Lift, keep: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Any, phi: RandomFeatureMap, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (N, L, Ev), and for the way back G (N, C, Ev), g and the units (N, 1, C), 1 / denominators (N, L)."""
     heads = Heads(*of_heads)
-    desk, count, width = Workspace(q), len(q), lift.width(heads.rows)
+    workspace, count, width = Workspace(q), len(q), phi.width(heads.rows)
     G, g = q.new_zeros(count, width, v.shape[-1]), q.new_zeros(count, 1, width)
-    unit = lift.units(q, heads.rows)
+    unit = phi.units(q, heads.rows)
     for some, blocks in _blocks(count, k.shape[1]):
-        unit[some] = _gather(k[some], v[some], heads.keys.some(some), None if mask is None else mask[some], lift, desk,
-                             blocks, G[some], g[some])  # fmt: skip
+        unit[some] = _gather(k[some], v[some], heads.keys.some(some), None if mask is None else mask[some], phi,
+                             workspace, blocks, G[some], g[some])  # fmt: skip
     out, over = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
     for some, blocks in _blocks(count, q.shape[1]):
         for at in blocks:
-            values = lift.queries(q[some, at], heads.some(some), unit[some], desk, "queries")
+            values = phi.queries(q[some, at], heads.some(some), unit[some], workspace, "queries")
             found = torch.bmm(values, G[some])
             scale = over[some, at]
             scale.copy_(inverse(values.mul_(g[some]).sum(-1)))
@@ -57,19 +57,19 @@ def forward(
 
 
 def _gather(
-    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Workspace, blocks: list[slice],
-    G: Tensor, g: Tensor,
+    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, phi: RandomFeatureMap, workspace: Workspace,
+    blocks: list[slice], G: Tensor, g: Tensor,
 ) -> Tensor:  # fmt: skip
     """Add the keys' sums to G and g, and return their units (h, 1, C)."""
-    unit = lift.units(k, heads.rows)
+    unit = phi.units(k, heads.rows)
     part, few = torch.zeros_like(G), torch.zeros_like(g)
     for index, at in enumerate(blocks):
-        values, half = lift.keys(k[:, at], heads, None if mask is None else mask[:, at], desk, "keys")
-        higher = torch.maximum(unit, lift.scales(values, half).amax(1, keepdim=True))
-        fading = (unit - higher).exp_()
+        values, half = phi.keys(k[:, at], heads, None if mask is None else mask[:, at], workspace, "keys")
+        higher = torch.maximum(unit, phi.scales(values, half).amax(1, keepdim=True))
+        rescale = (unit - higher).exp_()
         unit = higher
-        lift.finish(values, half, unit)
-        for total, factor in ((G, fading.mT), (g, fading), (part, fading.mT), (few, fading)):
+        phi.finish(values, half, unit)
+        for total, factor in ((G, rescale.mT), (g, rescale), (part, rescale.mT), (few, rescale)):
             total.mul_(factor)
         part.baddbmm_(values.mT, v[:, at])
         few.add_(values.sum(1, keepdim=True))
@@ -83,7 +83,7 @@ def _gather(
 
 def backward(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...],
-    gradients: tuple[Tensor, ...], *, lift: Lift,
+    gradients: tuple[Tensor, ...], *, phi: RandomFeatureMap,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k and v, and of trained rows and bias."""
     q, k, v, mask, *of_heads = inputs
@@ -91,38 +91,38 @@ def backward(
     assert k is not None
     assert v is not None
     (out,), (G, g, unit, over), (grad,) = outputs, kept, gradients
-    desk, heads = Workspace(q), Heads(*cast("list[Tensor]", of_heads))
+    workspace, heads = Workspace(q), Heads(*cast("list[Tensor]", of_heads))
     learned = heads.mapped(torch.zeros_like) if heads.trained else None
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dG, dg = torch.zeros_like(G), torch.zeros_like(g)
     for some, blocks in _blocks(len(q), q.shape[1]):
         for at in blocks:
             own = heads.some(some)
-            values = lift.queries(q[some, at], own, unit[some], desk, "queries")
+            values = phi.queries(q[some, at], own, unit[some], workspace, "queries")
             dn = grad[some, at] * over[some, at, None]
             dd = torch.linalg.vecdot(dn, out[some, at]).neg_()
-            d = torch.bmm(dn, G[some].mT, out=desk("d", *values.shape)).addcmul_(dd[..., None], g[some])
+            d = torch.bmm(dn, G[some].mT, out=workspace("d", *values.shape)).addcmul_(dd[..., None], g[some])
             dG[some].baddbmm_(values.mT, dn)
             dg[some].baddbmm_(dd[:, None], values)
-            lift.pull(d, values, q[some, at], own, desk, dq[some, at], False, learned and learned.some(some))
+            phi.pull(d, values, q[some, at], own, workspace, dq[some, at], False, learned and learned.some(some))
     for some, blocks in _blocks(len(k), k.shape[1]):
         for at in blocks:
-            scatter(k[some, at], v[some, at], heads.some(some), None if mask is None else mask[some, at], lift, desk,
-                    unit[some], (dG[some], dg[some]), (dk[some, at], dv[some, at]),
+            scatter(k[some, at], v[some, at], heads.some(some), None if mask is None else mask[some, at], phi,
+                    workspace, unit[some], (dG[some], dg[some]), (dk[some, at], dv[some, at]),
                     learned and learned.some(some))  # fmt: skip
     return dq, dk, dv, None, *(learned or (None, None, None))
 
 
 def scatter(
-    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, lift: Lift, desk: Workspace, unit: Tensor,
+    k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, phi: RandomFeatureMap, workspace: Workspace, unit: Tensor,
     sums: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], learned: Heads | None,
 ) -> None:  # fmt: skip
     """Gradients of a block of keys and values, from those of G and g in units ``e^-unit``."""
     (dG, dg), (dk, dv), heads = sums, out, heads.keys
-    values, half = lift.keys(k, heads, mask, desk, "keys")
-    lift.finish(values, half, unit)
-    d = torch.bmm(v, dG.mT, out=desk("d", *values.shape)).add_(dg)
-    dv.copy_(torch.bmm(values, dG, out=desk("dv", *v.shape)))
-    lift.pull(d, values, k, heads, desk, dk, True, learned and learned.keys)
+    values, half = phi.keys(k, heads, mask, workspace, "keys")
+    phi.finish(values, half, unit)
+    d = torch.bmm(v, dG.mT, out=workspace("d", *values.shape)).add_(dg)
+    dv.copy_(torch.bmm(values, dG, out=workspace("dv", *v.shape)))
+    phi.pull(d, values, k, heads, workspace, dk, True, learned and learned.keys)
     if mask is not None:
         dk.masked_fill_(~mask[..., None], 0.0)

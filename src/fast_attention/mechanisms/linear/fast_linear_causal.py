@@ -14,11 +14,11 @@ from torch import Tensor
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Elementwise
-from fast_attention.mechanisms.linear import linear, linear_blocks
-from fast_attention.mechanisms.linear.linear import LinearState
-from fast_attention.mechanisms.linear.linear_blocks import Cut, cuts, flat, hidden_rows, inside
+from fast_attention.mechanisms.linear import fast_linear_chunks, linear_state, reference
+from fast_attention.mechanisms.linear.fast_linear_chunks import Chunk, chunks_of_rows, flat, inside, masked_rows
+from fast_attention.mechanisms.linear.linear_state import LinearState
 
-CHUNK = 64  # tokens of a masked product
+TILE = 64  # tokens of a masked product
 
 
 class States(NamedTuple):
@@ -42,25 +42,25 @@ class Carry(NamedTuple):
 
 
 def _numbers(width: int, values: int) -> int:
-    return max(width * values, CHUNK * max(width, values, CHUNK))
+    return max(width * values, TILE * max(width, values, TILE))
 
 
-def _carry(kv: Tensor | None, k: Tensor | None, like: Tensor, cut: Cut, width: int) -> Carry:
-    rows = cut.rows.stop - cut.rows.start
+def _carry(kv: Tensor | None, k: Tensor | None, like: Tensor, chunk: Chunk, width: int) -> Carry:
+    rows = chunk.rows.stop - chunk.rows.start
     if kv is None or k is None:
         zeros = like.new_zeros((rows, width, like.shape[-1] + 1), dtype=torch.float64)
         return Carry(zeros[..., 1:].contiguous(), zeros[..., :1].mT.contiguous())
-    own = flat(kv)[cut.rows], k.reshape(-1, 1, width)[cut.rows]
+    own = flat(kv)[chunk.rows], k.reshape(-1, 1, width)[chunk.rows]
     return Carry(*(x.to(torch.float64, copy=True) for x in own))
 
 
-def _beside(first: Carry, own: States, room: Workspace, *, reverse: bool = False) -> States:
+def _beside(first: Carry, own: States, workspace: Workspace, *, reverse: bool = False) -> States:
     """For each chunk the sum over the chunks before it (after it, if ``reverse``) and ``first``.
 
     Added up one after the other: no chunk takes part, not even times zero, in the sums of those that do not see it.
     """
     rows, shape = len(first.kv), own.kv.shape
-    parts, places = room.parts("states", rows, *shape), room.parts("sums", rows, *shape)
+    parts, places = workspace.parts("states", rows, *shape), workspace.parts("sums", rows, *shape)
     k = own.k.view(rows, -1, shape[1])
     if reverse:
         parts, places, k = parts[::-1], places[::-1], k.flip(1)
@@ -68,13 +68,13 @@ def _beside(first: Carry, own: States, room: Workspace, *, reverse: bool = False
     for i in range(1, len(parts)):
         torch.add(places[i - 1], parts[i - 1], out=places[i])
     k = torch.cat([first.k.to(k.dtype), k[:, :-1]], 1).cumsum(1)
-    return States(room("sums", *shape), (k.flip(1) if reverse else k).view(own.k.shape))
+    return States(workspace("sums", *shape), (k.flip(1) if reverse else k).view(own.k.shape))
 
 
-def _states(keys: Tensor, v: Tensor, room: Workspace) -> States:
+def _states(keys: Tensor, v: Tensor, workspace: Workspace) -> States:
     """Each chunk's own sums."""
-    kv = torch.bmm(keys.mT, v, out=room("states", keys.shape[0], keys.shape[-1], v.shape[-1]))
-    return States(kv, torch.sum(keys, 1, keepdim=True, out=room("keys", keys.shape[0], 1, keys.shape[-1])))
+    kv = torch.bmm(keys.mT, v, out=workspace("states", keys.shape[0], keys.shape[-1], v.shape[-1]))
+    return States(kv, torch.sum(keys, 1, keepdim=True, out=workspace("keys", keys.shape[0], 1, keys.shape[-1])))
 
 
 def _forward(
@@ -82,17 +82,17 @@ def _forward(
     *, keep: bool, phi: Elementwise, eps: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:  # fmt: skip
     (length, width), values = q.shape[-2:], v.shape[-1]
-    hidden, room = hidden_rows(key_mask, k), Workspace(v)
+    masked, workspace = masked_rows(key_mask, k), Workspace(v)
     out, denominators = v.new_empty(v.shape), v.new_empty((*v.shape[:-1], 1))
     last = v.new_empty((*v.shape[:-2], width, values)), v.new_empty((*v.shape[:-2], width))
     flats = flat(q), flat(k), flat(v), flat(out), flat(denominators)
     coarse: list[Tensor] = []
-    for blocks in cuts(flats[0].shape[0], length, CHUNK, _numbers(width, values)):
+    for blocks in chunks_of_rows(flats[0].shape[0], length, TILE, _numbers(width, values)):
         carry = _carry(kv, z, v, blocks[0], width)
-        for cut in blocks:
+        for chunk in blocks:
             if keep:
                 coarse += [x.to(v.dtype, copy=True) for x in carry]
-            _block(flats, hidden, carry, cut, room, phi, eps)
+            _block(flats, masked, carry, chunk, workspace, phi, eps)
         flat(last[0])[blocks[0].rows] = carry.kv
         last[1].view(-1, 1, width)[blocks[0].rows] = carry.k
     return (out, *last), ((denominators, *coarse) if keep else ())
@@ -100,28 +100,28 @@ def _forward(
 
 def _block(
     flats: tuple[Tensor, ...],
-    hidden: Tensor | None,
+    masked: Tensor | None,
     carry: Carry,
-    cut: Cut,
-    room: Workspace,
+    chunk: Chunk,
+    workspace: Workspace,
     phi: Elementwise,
     eps: float,
 ) -> None:
     q, k, v, out, denominators = flats
-    queries = linear_blocks.features(phi, q, cut, room, "queries")
-    keys = linear_blocks.features(phi, k, cut, room, "keys' features", hidden)
-    v = linear_blocks.tokens(v, cut, room, "values", hidden)
-    pairs = torch.bmm(queries, keys.mT, out=room("pairs", len(keys), cut.size, cut.size)).tril_()
-    denominator = torch.sum(pairs, -1, keepdim=True, out=room("denominator", len(keys), cut.size, 1))
-    own = _states(keys, v, room)
-    before = _beside(carry, own, room)
+    queries = fast_linear_chunks.features(phi, q, chunk, workspace, "queries")
+    keys = fast_linear_chunks.features(phi, k, chunk, workspace, "keys' features", masked)
+    v = fast_linear_chunks.tokens(v, chunk, workspace, "values", masked)
+    pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", len(keys), chunk.size, chunk.size)).tril_()
+    denominator = torch.sum(pairs, -1, keepdim=True, out=workspace("denominator", len(keys), chunk.size, 1))
+    own = _states(keys, v, workspace)
+    before = _beside(carry, own, workspace)
     carry.add(*own)
-    numerator = torch.bmm(pairs, v, out=room("numerator", *v.shape))
+    numerator = torch.bmm(pairs, v, out=workspace("numerator", *v.shape))
     torch.baddbmm(numerator, queries, before.kv, out=numerator)
-    row = denominator.view(-1, 1, cut.size)
+    row = denominator.view(-1, 1, chunk.size)
     torch.baddbmm(row, before.k, queries.mT, out=row)
-    parts = inside(numerator, cut), cut.of(denominators).copy_(inside(denominator, cut))
-    linear_blocks.divide(*parts, eps, cut.of(out))
+    parts = inside(numerator, chunk), chunk.of(denominators).copy_(inside(denominator, chunk))
+    fast_linear_chunks.divide(*parts, eps, chunk.of(out))
 
 
 def _backward(
@@ -130,16 +130,16 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, key_mask, kv, z = inputs
     width, denominators, coarse = q.shape[-1], kept[0], list(kept[1:])
-    hidden, room = hidden_rows(key_mask, k), Workspace(v)
+    masked, workspace = masked_rows(key_mask, k), Workspace(v)
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     first = v.new_empty(gradients[1].shape), v.new_empty(gradients[2].shape)
     flats = *map(flat, (q, k, v, outputs[0], denominators, gradients[0])), *map(flat, grads)
-    groups = list(cuts(flats[0].shape[0], q.shape[-2], CHUNK, _numbers(width, v.shape[-1])))
+    groups = list(chunks_of_rows(flats[0].shape[0], q.shape[-2], TILE, _numbers(width, v.shape[-1])))
     for blocks in reversed(groups):
         later = _carry(gradients[1], gradients[2], v, blocks[0], width)
-        for cut in reversed(blocks):
+        for chunk in reversed(blocks):
             k_before, kv_before = coarse.pop(), coarse.pop()
-            _block_gradient(flats, hidden, Carry(kv_before, k_before), later, cut, room, phi)
+            _block_gradient(flats, masked, Carry(kv_before, k_before), later, chunk, workspace, phi)
         flat(first[0])[blocks[0].rows] = later.kv
         first[1].view(-1, 1, width)[blocks[0].rows] = later.k
     return *grads, None, None if kv is None else first[0], None if z is None else first[1]
@@ -147,38 +147,38 @@ def _backward(
 
 def _block_gradient(
     flats: tuple[Tensor, ...],
-    hidden: Tensor | None,
+    masked: Tensor | None,
     carry: Carry,
     later: Carry,
-    cut: Cut,
-    room: Workspace,
+    chunk: Chunk,
+    workspace: Workspace,
     phi: Elementwise,
 ) -> None:
     q, k, v, out, denominators, gradient, dq, dk, dv = flats
-    queries = linear_blocks.features(phi, q, cut, room, "queries")
-    keys = linear_blocks.features(phi, k, cut, room, "keys' features", hidden)
-    values = linear_blocks.tokens(v, cut, room, "values", hidden)
-    up, down = linear_blocks.quotient_gradient(out, denominators, gradient, cut, room)
-    weights = room("weights", len(keys), cut.size, cut.size).copy_(down)
+    queries = fast_linear_chunks.features(phi, q, chunk, workspace, "queries")
+    keys = fast_linear_chunks.features(phi, k, chunk, workspace, "keys' features", masked)
+    values = fast_linear_chunks.tokens(v, chunk, workspace, "values", masked)
+    up, down = fast_linear_chunks.quotient_gradient(out, denominators, gradient, chunk, workspace)
+    weights = workspace("weights", len(keys), chunk.size, chunk.size).copy_(down)
     torch.baddbmm(weights, up, values.mT, out=weights).tril_()
-    before = _beside(carry, _states(keys, values, room), room)
-    part = torch.bmm(weights, keys, out=room("part", *keys.shape))
+    before = _beside(carry, _states(keys, values, workspace), workspace)
+    part = torch.bmm(weights, keys, out=workspace("part", *keys.shape))
     torch.baddbmm(part, up, before.kv.mT, out=part).addcmul_(down, before.k)
-    pairs = torch.bmm(queries, keys.mT, out=room("pairs", *weights.shape)).tril_()
+    pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", *weights.shape)).tril_()
     own = States(
-        torch.bmm(queries.mT, up, out=room("states", *before.kv.shape)),
-        torch.bmm(down.mT, queries, out=room("keys", *before.k.shape)),
+        torch.bmm(queries.mT, up, out=workspace("states", *before.kv.shape)),
+        torch.bmm(down.mT, queries, out=workspace("keys", *before.k.shape)),
     )
-    after = _beside(later, own, room, reverse=True)
+    after = _beside(later, own, workspace, reverse=True)
     later.add(*own)
-    value_part = torch.bmm(pairs.mT, up, out=room("value part", *up.shape))
-    cut.of(dv).copy_(inside(torch.baddbmm(value_part, keys, after.kv, out=value_part), cut))
-    key_part = torch.bmm(weights.mT, queries, out=room("key part", *keys.shape))
+    value_part = torch.bmm(pairs.mT, up, out=workspace("value part", *up.shape))
+    chunk.of(dv).copy_(inside(torch.baddbmm(value_part, keys, after.kv, out=value_part), chunk))
+    key_part = torch.bmm(weights.mT, queries, out=workspace("key part", *keys.shape))
     torch.baddbmm(key_part, values, after.kv.mT, out=key_part).add_(after.k)
-    linear_blocks.pull(phi, q, inside(queries, cut), inside(part, cut), cut, dq)
-    linear_blocks.pull(phi, k, inside(keys, cut), inside(key_part, cut), cut, dk, hidden)
-    if hidden is not None:
-        cut.of(dv).masked_fill_(cut.of(hidden), 0.0)
+    fast_linear_chunks.pull(phi, q, inside(queries, chunk), inside(part, chunk), chunk, dq)
+    fast_linear_chunks.pull(phi, k, inside(keys, chunk), inside(key_part, chunk), chunk, dk, masked)
+    if masked is not None:
+        chunk.of(dv).masked_fill_(chunk.of(masked), 0.0)
 
 
 def _plain(
@@ -186,8 +186,8 @@ def _plain(
     *, phi: Elementwise, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     state = None if kv is None or z is None else LinearState(kv, z, torch.zeros_like(z[..., :1]))
-    sums, state = linear.advance(phi(q), linear.masked_keys(phi.features, k, key_mask), v, state)
-    return linear.normalise(sums, eps), state.kv, state.k
+    sums, state = reference.advance(phi(q), reference.masked_keys(phi.features, k, key_mask), v, state)
+    return linear_state.normalise(sums, eps), state.kv, state.k
 
 
 # (q, k, v, key_mask, kv, z, *, phi, eps) -> outputs, and the sums after the last key; kv and z: those before the first
