@@ -40,6 +40,7 @@ from fast_attention.nn.reversible import Reversible as Reversible, ReversibleSeq
 from fast_attention.explanation import Explanation as Explanation, explain as explain
 from fast_attention import conformance as conformance, exporting as exporting
 
-from fast_attention.integrations import Report as Report, swap as swap, swap_back as swap_back
+from fast_attention.integrations import Extension as Extension, Report as Report
+from fast_attention.integrations import extend as extend, swap as swap, swap_back as swap_back
 from fast_attention.integrations import from_pretrained as from_pretrained
 from fast_attention.conversion import convert as convert, ConversionSettings as ConversionSettings

@@ -35,4 +35,12 @@ FAULTS = [
           "tests/integrations/test_swap_saving.py -k lack"),
     Fault("a model's window is not seen while it is exported", "integrations/visible.py",
           "Positions(1, 0, longest, 0, longest,", "Positions(1, 0, 4, 0, 4,", "tests/integrations/test_export.py -k 'ModernBert'"),
+    Fault("positions are copied with the rows in front of them", "integrations/positions.py",
+          "front, learned = table[:special], table[special:]", "front, learned = table[:0], table",
+          "tests/integrations/test_extending.py -k 'period'"),
+    Fault("an extended window of ModernBERT's layers", "integrations/positions.py", 'and "sliding" not in kind', "",
+          "tests/integrations/test_extending.py -k 'with_a_window'"),
+    Fault("models of one config are extended together", "integrations/positions.py",
+          "    _own_config(model)\n    model.config.get_text", "    model.config.get_text",
+          "tests/integrations/test_extending.py -k 'of_one_config'"),
 ]  # fmt: skip

@@ -1,5 +1,7 @@
 """Replaces the attention of other people's models by any mechanism; saves, loads and restores them."""
 
+from fast_attention.integrations.extending import extend as extend
+from fast_attention.integrations.positions import Extension as Extension
 from fast_attention.integrations.report import Layer as Layer
 from fast_attention.integrations.report import Report as Report
 from fast_attention.integrations.swapping import from_pretrained as from_pretrained
@@ -7,5 +9,5 @@ from fast_attention.integrations.swapping import swap as swap
 from fast_attention.integrations.swapping import swap_back as swap_back
 
 __all__ = [
-    "Layer", "Report", "from_pretrained", "swap", "swap_back",
+    "Extension", "Layer", "Report", "extend", "from_pretrained", "swap", "swap_back",
 ]  # fmt: skip

@@ -36,7 +36,7 @@ def swap(
     _loaded(model)
     swap_back(model)
     before = str(model.config._attn_implementation)
-    _own_config(model)
+    own_config(model)
     try:
         model.set_attn_implementation(NAME)
         forward, found = probing.found(model, probe)
@@ -106,7 +106,7 @@ def _loaded(model: PreTrainedModel) -> None:
         )
 
 
-def _own_config(model: PreTrainedModel) -> None:
+def own_config(model: PreTrainedModel) -> None:
     """A config that no other model shares, which would otherwise be set to call mechanisms that it has not."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)

@@ -1,0 +1,251 @@
+"""Makes more positions for Hugging Face models: longer tables of learned ones, other rates of rotary ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fast_attention.integrations.modules import put
+from fast_attention.mechanism import Unsupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TABLES, ROTARY = ("copy", "interpolate"), ("yarn", "ntk", "linear")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What ``extend`` did: print it.
+
+    Args:
+        kind: Positions that the model has: learned, sinusoidal or rotary.
+        method: How they were extended.
+        before: Tokens that the model read before.
+        positions: Tokens that it reads now.
+        changed: The modules that were changed.
+    """
+
+    kind: str
+    method: str
+    before: int
+    positions: int
+    changed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} positions, {self.method}: from {self.before:,} to {self.positions:,} tokens "
+            f"({', '.join(self.changed)})"
+        )
+
+
+def no_positions(model: PreTrainedModel) -> str:
+    """Why a model without a number of positions cannot be extended."""
+    kind = type(model).__name__
+    if any("relative_attention_bias" in name for name, _ in model.named_parameters()):
+        return f"{kind} has relative positions (a bias by distance), which reach any length: there is nothing to extend"
+    if any(hasattr(part, "build_alibi_tensor") or hasattr(part, "build_mpt_alibi_tensor") for part in model.modules()):
+        return f"{kind} has ALiBi positions (a slope by distance), which reach any length: there is nothing to extend"
+    if rotary_modules(model):
+        return (
+            f"{kind} has rotary positions by a formula of its own, which reach any length: there is nothing to extend"
+        )
+    return (
+        f"{kind}: its config names no max_position_embeddings, so that no positions are known which could be extended; "
+        "tables of learned positions and rotary positions can be"
+    )
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    from fast_attention.integrations.hugging_face import own_config
+
+    own_config(model)
+
+
+def _asked(method: str, known: tuple[str, ...], kind: str) -> str:
+    if method == "auto":
+        return known[0]
+    if method not in known:
+        raise ValueError(f"method={method!r} is not for {kind} positions, which take {' or '.join(known)}")
+    return method
+
+
+def _longer(positions: int, before: int) -> None:
+    if positions <= before:
+        raise ValueError(f"positions={positions}: the model reads {before} tokens already; give a larger number")
+
+
+# Rotary positions -----------------------------------------------------------------------------------------------------
+
+
+def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules of rotary positions that are computed from the config, by name."""
+    return {
+        name: part for name, part in model.named_modules() if hasattr(part, "rope_type") and hasattr(part, "config")
+    }
+
+
+def extend_rotary(
+    model: PreTrainedModel, positions: int, method: str, rotary: dict[str, nn.Module], before: int
+) -> Extension:
+    """Scale rotary positions by the config's ``rope_parameters``; layers with a window keep theirs."""
+    method = _asked(method, ROTARY, "rotary")
+    _longer(positions, before)
+    text = model.config.get_text_config()
+    scaled = copy.deepcopy(text.rope_parameters)
+    for name, part in _layers(scaled):
+        if part.get("rope_type", "default") != "default":
+            raise Unsupported(
+                f"{type(model).__name__}: its rotary positions are scaled already (rope_type {part['rope_type']!r}"
+                f"{name}); extend the model as it was before that"
+            )
+        part.update(_scaling(text, part, method, positions / before, before))
+    _own_config(model)
+    text = model.config.get_text_config()
+    text.rope_parameters, text.max_position_embeddings = scaled, positions
+    for name, part in rotary.items():
+        fresh: Any = type(part)(config=text)  # type: ignore[call-arg]
+        put(model, name, fresh.to(next(model.parameters()).device))
+    return Extension("rotary", method, before, positions, tuple(rotary))
+
+
+def _layers(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The settings of rotary positions that reach the whole text: one, or one for each kind of layers but windows."""
+    if "rope_theta" in parameters or "rope_type" in parameters:
+        yield "", parameters
+        return
+    for kind, part in parameters.items():
+        if isinstance(part, dict) and "sliding" not in kind and "local" not in kind:
+            yield f" of {kind}", part
+
+
+def _scaling(text: Any, part: dict[str, Any], method: str, factor: float, before: int) -> dict[str, Any]:
+    if method == "linear":  # Chen et al. 2023, arXiv 2306.15595
+        return {"rope_type": "linear", "factor": factor}
+    if method == "yarn":  # Peng et al. 2023, arXiv 2309.00071
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = int(width * part.get("partial_rotary_factor", 1.0))
+    if width < 4:
+        raise ValueError(
+            f"method='ntk' changes the rates between pairs, and {width} rotary channels are one: take 'yarn'"
+        )
+    return {"rope_theta": part["rope_theta"] * factor ** (width / (width - 2))}  # the same paper, section 3.1
+
+
+# Tables of positions --------------------------------------------------------------------------------------------------
+
+
+def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: int) -> Extension:
+    """Lengthen every table with a row for each position, and whatever else depends on their number."""
+    tables = _tables(model, _twin(model, longest + 1))
+    special = _special(tables, longest)
+    before = next(iter(tables.values())).num_embeddings - special
+    _longer(positions, before)
+    continued = {name: _sinusoids(table.weight, positions + special) for name, table in tables.items()}
+    formula = all(weight is not None for weight in continued.values())
+    method = "by their formula" if formula else _asked(method, TABLES, "learned")
+    fresh = _twin(model, longest + positions - before)
+    buffers = _buffers(model, fresh)
+    _own_config(model)
+    model.config.get_text_config().max_position_embeddings = longest + positions - before
+    for name, table in tables.items():
+        old, continuation = table.weight, continued[name]
+        weight = (
+            _continued(old.detach(), positions + special, special, method) if continuation is None else continuation
+        )
+        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+    for (name, own), value in buffers.items():
+        setattr(model.get_submodule(name), own, value)
+    _take_numbers(model, fresh)
+    return Extension("sinusoidal" if formula else "learned", method, before, positions, tuple(tables))
+
+
+def _twin(model: PreTrainedModel, longest: int) -> PreTrainedModel:
+    """The same model without memory, for another number of positions."""
+    config = copy.deepcopy(model.config)
+    config.get_text_config().max_position_embeddings = longest
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def _tables(model: PreTrainedModel, longer: PreTrainedModel) -> dict[str, nn.Embedding]:
+    """The tables that have a row more in a model of one more position."""
+    grown = dict(longer.named_parameters())
+    tables = {}
+    for name, weight in model.named_parameters():
+        if name not in grown or weight.shape == grown[name].shape:
+            continue
+        owner, _, own = name.rpartition(".")
+        table = model.get_submodule(owner)
+        if own != "weight" or not isinstance(table, nn.Embedding) or len(grown[name]) != len(weight) + 1:
+            raise Unsupported(
+                f"{type(model).__name__}: {name} depends on the number of positions, and is no table with a row for "
+                "each; it can neither be copied nor interpolated"
+            )
+        tables[owner] = table
+    if not tables:
+        raise Unsupported(no_positions(model))
+    return tables
+
+
+def _special(tables: dict[str, nn.Embedding], longest: int) -> int:
+    """Rows in front that are no positions: up to the padding's (RoBERTa), or those beyond the config's (OPT, BART)."""
+    first = next(iter(tables.values()))
+    return (0 if first.padding_idx is None else first.padding_idx + 1) + first.num_embeddings - longest
+
+
+def _continued(table: Tensor, rows: int, special: int, method: str) -> Tensor:
+    """A table of more rows: the learned ones again and again, or stretched over all of them."""
+    front, learned = table[:special], table[special:]
+    if method == "copy":  # Longformer, arXiv 2004.05150, section 5
+        times = -(-(rows - special) // len(learned))
+        return torch.cat([front, learned.repeat(times, 1)])[:rows]
+    at = torch.linspace(0, len(learned) - 1, rows - special, dtype=torch.float64, device=table.device)
+    low = at.floor().long().clamp(max=len(learned) - 2)
+    part = (at - low)[:, None]
+    between = learned[low].double() * (1 - part) + learned[low + 1].double() * part
+    return torch.cat([front, between.to(table.dtype)])
+
+
+def _sinusoids(table: Tensor, rows: int) -> Tensor | None:
+    """More rows of a table of sines and then cosines (Vaswani et al. 2017), None where it holds something else."""
+    if table.requires_grad:
+        return None
+    width = table.shape[1]
+    rates = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device=table.device) / width)
+    angles = torch.arange(rows, dtype=torch.float64, device=table.device)[:, None] * rates
+    values = torch.cat([angles.sin(), angles.cos()[:, : width // 2]], -1).to(table.dtype)
+    return values if torch.allclose(values[: len(table)], table, atol=1e-5) else None
+
+
+def _buffers(model: PreTrainedModel, fresh: PreTrainedModel) -> dict[tuple[str, str], Tensor]:
+    """Buffers whose size is the number of positions, as a model of more positions has them."""
+    grown, found = dict(fresh.named_buffers()), {}
+    for name, old in model.named_buffers():
+        if name not in grown or old.shape == grown[name].shape:
+            continue
+        owner, _, own = name.rpartition(".")
+        part = fresh.get_submodule(owner)
+        part.to_empty(device=old.device, recurse=False)
+        fresh._init_weights(part)
+        value = getattr(part, own).to(old.dtype)
+        if not torch.equal(value[tuple(slice(size) for size in old.shape)], old):
+            raise Unsupported(f"{type(model).__name__}: no rule is known for its buffer {name} beyond {old.shape}")
+        found[owner, own] = value
+    return found
+
+
+def _take_numbers(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
+    """What the modules say of their numbers of positions (``num_embeddings`` and the like)."""
+    parts = dict(model.named_modules())
+    for name, part in fresh.named_modules():
+        for key, value in vars(part).items():
+            if name in parts and type(value) is int and type(vars(parts[name]).get(key)) is int:
+                setattr(parts[name], key, value)
