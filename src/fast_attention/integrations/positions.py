@@ -49,7 +49,7 @@ def no_positions(model: PreTrainedModel) -> str:
     kind = type(model).__name__
     if any("relative_attention_bias" in name for name, _ in model.named_parameters()):
         return f"{kind} has relative positions (a bias by distance), which reach any length: there is nothing to extend"
-    if any(hasattr(part, "build_alibi_tensor") or hasattr(part, "build_mpt_alibi_tensor") for part in model.modules()):
+    if any("build_alibi_tensor" in dir(part) or "build_mpt_alibi_tensor" in dir(part) for part in model.modules()):
         return f"{kind} has ALiBi positions (a slope by distance), which reach any length: there is nothing to extend"
     if rotary_modules(model):
         return (
@@ -85,9 +85,7 @@ def _longer(positions: int, before: int) -> None:
 
 def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Modules of rotary positions that are computed from the config, by name."""
-    return {
-        name: part for name, part in model.named_modules() if hasattr(part, "rope_type") and hasattr(part, "config")
-    }
+    return {name: part for name, part in model.named_modules() if {"rope_type", "config"} <= {*vars(part)}}
 
 
 def extend_rotary(
