@@ -13,7 +13,7 @@ FAULTS = [
           "tests/conformance/test_whole_model.py -k 'generate and LinearAttention'"),
     Fault("a compiled model takes the announced mask on trust", "integrations/visible.py", "    torch._assert_async(",
           "    (", "tests/integrations/test_swap_compiled.py -k packed"),
-    Fault("a swap changes the config of other models", "integrations/hugging_face.py", "    _own_config(model)\n", "",
+    Fault("a swap changes the config of other models", "integrations/hugging_face.py", "    own_config(model)\n", "",
           "tests/integrations/test_swap_probes.py -k config_that"),
     Fault("a swap advances random generators", "integrations/randomness.py", "with torch.random.fork_rng(devices=beside):",
           "if True:", "tests/integrations/test_swap_probes.py -k generators"),
