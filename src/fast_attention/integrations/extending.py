@@ -53,7 +53,7 @@ def extend(
         if isinstance(getattr(part, "max_seq_length", None), int):
             part.max_seq_length = positions  # type: ignore[assignment]
     for reader in (tokenizer, *(getattr(part, "tokenizer", None) for part in model.modules())):
-        if getattr(reader, "model_max_length", None) is not None:
+        if reader is not None and getattr(reader, "model_max_length", None) is not None:
             reader.model_max_length = positions
     return extension
 
