@@ -10,6 +10,7 @@ from fast_attention import mechanisms
 from fast_attention.feature_maps import features
 from fast_attention.known_names import known, simple
 from fast_attention.mechanism import Attention, Mechanism, Mixer
+from fast_attention.mechanisms.dense import projections
 from fast_attention.spelling import Spelling
 from fast_attention.value import Value
 
@@ -28,7 +29,7 @@ _MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
 _SPELLING = Spelling(
     "mechanism",
     "Softmax(scale=1.0)",
-    {**_public(mechanisms, Value), **_public(features, Value)},
+    {**_public(mechanisms, Value), **_public(features, Value), **_public(projections, Value)},
     tuple(_MECHANISMS),
 )
 

@@ -12,8 +12,8 @@ from fast_attention.mechanisms import LinearAttention as LinearAttention
 from fast_attention.mechanisms import DecayedLinearAttention as DecayedLinearAttention
 from fast_attention.mechanisms import Favor as Favor, FavorPlus as FavorPlus
 from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
-from fast_attention.mechanisms import Linformer as Linformer, LearnedProjection as LearnedProjection
-from fast_attention.mechanisms import MeanPool as MeanPool, MaxPool as MaxPool, Convolution as Convolution
+from fast_attention.mechanisms import Linformer as Linformer
+from fast_attention.mechanisms.dense import projections as projections
 from fast_attention.mechanisms import Local as Local, BlockLocal as BlockLocal, BigBird as BigBird, LSH as LSH
 from fast_attention.mechanisms import Sinkhorn as Sinkhorn, SortCut as SortCut
 from fast_attention.mechanisms import DenseSynthesizer as DenseSynthesizer, RandomSynthesizer as RandomSynthesizer

@@ -15,7 +15,7 @@ from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.aft import aft
 from fast_attention.mechanisms.aft import aft_local as aft_window
-from fast_attention.mechanisms.dense import relu, slots, softmax, synthesis
+from fast_attention.mechanisms.dense import reference, relu, softmax
 from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
 from fast_attention.mechanisms.log_manhattan import log, manhattan
@@ -54,10 +54,10 @@ absolute_manhattan = checked(differences.absolute_manhattan)
 laplacian_manhattan = checked(differences.laplacian_manhattan)
 signed_manhattan = checked(differences.signed_manhattan)
 vector_manhattan = checked(differences.vector_manhattan)
-convolved_attention = checked(slots.convolved_attention)
-linformer_attention = checked(slots.linformer_attention)
-pooled_attention = checked(slots.pooled_attention)
-synthesizer_attention = checked(synthesis.synthesizer_attention)
+convolved_attention = checked(reference.convolved_attention)
+linformer_attention = checked(reference.linformer_attention)
+pooled_attention = checked(reference.pooled_attention)
+synthesizer_attention = checked(reference.synthesizer_attention)
 
 
 def attention(

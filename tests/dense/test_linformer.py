@@ -8,19 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import (
-    Bound,
-    Convolution,
-    LearnedProjection,
-    Linformer,
-    MaxPool,
-    MeanPool,
-    Shape,
-    Unsupported,
-    catalogue,
-)
+from fast_attention import Bound, Linformer, Shape, Unsupported, catalogue
 from fast_attention.functional import convolved_attention, linformer_attention, pooled_attention, softmax_attention
-from fast_attention.mechanisms.dense.slots import assign
+from fast_attention.mechanisms.dense.projections import Convolution, LearnedProjection, MaxPool, MeanPool
+from fast_attention.mechanisms.dense.reference import assign
 from tests.cases import bind, qkv, some_keys
 
 PROJECTIONS = [

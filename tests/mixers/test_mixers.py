@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fast_attention import GMLP, Bound, FNet, MLPMixer, Shape, Unsupported
 from fast_attention.functional import fourier_mix, gated_mlp, token_mlp
-from fast_attention.mechanisms.dense.triangular import affine, lower
 from fast_attention.mechanisms.mixers import fnet
+from fast_attention.mechanisms.mixers.fast import affine, lower
 from fast_attention.mechanisms.mixers.gmlp import spatial_weights
 from fast_attention.mechanisms.mixers.mlp_mixer import TokenMLP
 from tests.cases import MIXERS, bind, some_keys

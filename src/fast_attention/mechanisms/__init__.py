@@ -33,10 +33,6 @@ from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer as MLPMixer
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid as Hybrid
 
 # Settings that are mathematics are values of their own.
-from fast_attention.mechanisms.dense.linformer import LearnedProjection as LearnedProjection
-from fast_attention.mechanisms.dense.linformer import MeanPool as MeanPool
-from fast_attention.mechanisms.dense.linformer import MaxPool as MaxPool
-from fast_attention.mechanisms.dense.linformer import Convolution as Convolution
 from fast_attention.mechanisms.dense.synthesizer import DotProduct as DotProduct
 from fast_attention.feature_maps.positive import PositiveElu as PositiveElu
 from fast_attention.feature_maps.positive import PositiveExp as PositiveExp
@@ -44,11 +40,11 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "Convolution", "DecayedLinearAttention",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "DecayedLinearAttention",
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
-    "LearnedFeatures", "LearnedProjection", "LinearAttention", "Linformer", "Local",
-    "LogAttention", "MLPMixer", "Manhattan", "MaxPool", "MeanPool", "MixtureSynthesizer", "PositiveElu",
+    "LearnedFeatures", "LinearAttention", "Linformer", "Local",
+    "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
     "SortCut",
 ]  # fmt: skip

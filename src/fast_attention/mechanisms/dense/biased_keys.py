@@ -1,7 +1,7 @@
-"""Softmax attention whose keys have a score of their own, ``softmax(q_i . k_j + b_j) v``, by torch's fused kernel.
+"""Attends with a bias for each key, ``softmax(q_i . k_j + b_j) v``, by torch's fused kernel.
 
-Forward, the scores of the keys are a mask of one row. Backward the kernel gives no gradient of a mask, so that they are
-one more column of the keys there, against ones in the queries.
+Forward, the biases are a mask of one row. Backward the kernel gives no gradient of a mask, so that they are one more
+column of the keys there, against ones in the queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
 from fast_attention.engine.tracing import traced
 
-_LANES = 8  # the wider columns are a multiple of it
+_MULTIPLE = 8  # of the wider columns
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
@@ -38,7 +38,7 @@ def attend(
 ) -> Float[Tensor, "batch heads length width"]:
     """``softmax(Q K^T + 1 b^T) V``, causal among as many queries as keys."""
     dispatch.record("torch's fused kernel", "the bias of a key is a mask of one row")
-    return _RULE(q, k, v, b, is_causal=is_causal)
+    return _BIASED(q, k, v, b, is_causal=is_causal)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, is_causal: bool) -> Tensor:
@@ -58,13 +58,13 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     q, k, v, b = inputs
     width = q.shape[-1]
-    more = width // _LANES * _LANES + _LANES - width
+    more = width // _MULTIPLE * _MULTIPLE + _MULTIPLE - width
     ones = pad(q.new_ones(*q.shape[:-1], 1), (0, more - 1))
     wide = torch.cat([q, ones], -1), torch.cat([k, pad(b[..., None], (0, more - 1))], -1), pad(v, (0, more))
     out, gradient = pad(outputs[0], (0, more)), pad(gradients[0], (0, more))
-    found = flash_backward((*wide, None), (out,), kept, (gradient,), is_causal=is_causal, scale=1.0)
-    dq, dk, dv = (x for x in found if x is not None)
+    grads = flash_backward((*wide, None), (out,), kept, (gradient,), is_causal=is_causal, scale=1.0)
+    dq, dk, dv = (x for x in grads if x is not None)
     return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
 
 
-_RULE = CustomGradient(_plain, _forward, _backward)
+_BIASED = CustomGradient(_plain, _forward, _backward)

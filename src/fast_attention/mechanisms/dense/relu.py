@@ -88,42 +88,18 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
         at_least(self, "eps", self.eps, 0.0)
 
     def attend_masked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: tuple[()],
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        dropout: float,
-    ) -> Tensor:
-        """Every query against every key under any mask."""
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *,
+        is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
+        """Weigh every key for every query under any mask."""
         return relu_attention(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            key_mask=key_mask,
-            attn_mask=attn_mask,
-            dropout=dropout,
-            norm=self.norm,
-            power=self.power,
-            scale=self.scale,
-            eps=self.eps,
-        )
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout,
+            norm=self.norm, power=self.power, scale=self.scale, eps=self.eps,
+        )  # fmt: skip
 
     def advance(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: tuple[()],
-        state: KVCache | None,
-        *,
-        key_mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Append the stretch to the keys and values seen so far and weigh all of them."""
+        """Append the new tokens to the cached keys and values and weigh all of them."""
         state = append(state, k, v, key_mask)
         return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.visible), state

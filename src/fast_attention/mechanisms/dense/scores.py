@@ -1,4 +1,4 @@
-"""Attention scores written as a sum of products, tables and outer products, so that no one needs them whole."""
+"""Describes attention scores as a sum of products, tables and outer products, of which any tile can be computed."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def _pick(x: Tensor | None, b: int, h: int) -> Tensor | None:
 
 
 def mixed(parts: Sequence[Scores], shares: Float[Tensor, "heads parts"], keys: int) -> Scores:
-    """The sum of several scores in the share that each head gives them: products side by side are one.
+    """Add several scores, each times its fraction by head: products are laid side by side and become one.
 
-    One table and one outer product stay as they are; others are added up whole.
+    One table and one outer product stay as they are; further ones are added into the table.
     """
     Q, K, R, share, X, Y = [], [], None, None, None, None
-    for part, own in zip(parts, shares.unbind(-1), strict=True):
-        column = own[:, None, None]
+    for part, share_of_part in zip(parts, shares.unbind(-1), strict=True):
+        column = share_of_part[:, None, None]
         if part.Q is not None and part.K is not None:
             Q.append(part.Q * column)
             K.append(part.K)
         if part.R is not None:
-            R, share = (part.R, own) if R is None else (_weighed(R, share) + part.R * column, None)
+            R, share = (part.R, share_of_part) if R is None else (_weighed(R, share) + part.R * column, None)
         if part.X is not None:
             if X is None:
                 X, Y = part.X * column, part.Y

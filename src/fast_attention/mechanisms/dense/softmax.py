@@ -4,11 +4,67 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.mechanisms.dense.dense import softmax_attention
+from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense.scores import Scores
+
+
+def softmax_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
+
+    Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
+    every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros.
+    """
+    if q.device.type == "cpu" and q.dtype == torch.float16:  # whose kernel is slower there than both casts
+        out = softmax_attention(
+            q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask,
+            attn_mask=attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float(),
+            dropout=dropout, scale=scale,
+        )  # fmt: skip
+        return out.to(q.dtype)
+    length, keys = q.shape[-2], k.shape[-2]
+    is_causal, key_mask = _needed(length, q.device, is_causal, key_mask)
+    if is_causal and key_mask is None and attn_mask is None and length == keys:
+        dispatch.record("torch's fused kernel", "causal without a mask")
+        return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
+    by_keywords = attn_mask is None and dropout == 0.0 and (is_causal or key_mask is not None)
+    if by_keywords and q.dtype.itemsize >= 4 and rows.pays(v, length, at_least=2**18):
+        scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
+        return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
+    if attn_mask is not None:
+        mask = masks.merge(attn_mask, mask, q.dtype)
+    if mask is not None:
+        mask = mask.expand(*q.shape[:-1], keys)
+    dispatch.record(
+        "torch's fused kernel", "no mask" if mask is None else "with a mask: short, traced, or one that was given"
+    )
+    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
+
+
+def _needed(length: int, device: torch.device, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
+    """``is_causal`` and ``key_mask`` where they hide anything: one query sees all keys, and a mask may be all True."""
+    if traced() or device.type != "cpu":
+        return is_causal, key_mask
+    return is_causal and length != 1, None if key_mask is None or bool(key_mask.all()) else key_mask
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,33 +91,17 @@ class Softmax(MaskedAttention[tuple[()], KVCache]):
     )
 
     def attend_masked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: tuple[()],
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        dropout: float,
-    ) -> Tensor:
-        """Exact attention under any mask."""
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *,
+        is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
+        """Attend exactly under any mask."""
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale
         )
 
     def advance(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: tuple[()],
-        state: KVCache | None,
-        *,
-        key_mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Append the stretch to the keys and values seen so far and attend to all of them."""
+        """Append the new tokens to the cached keys and values and attend to all of them."""
         state = append(state, k, v, key_mask)
-        out = softmax_attention(q, state.k, state.v, is_causal=True, key_mask=state.visible, scale=self.scale)
-        return out, state
+        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.visible), state

@@ -1,4 +1,4 @@
-"""Attention under given scores, and scores that no key takes part in."""
+"""Computes the Synthesizers' scores from their weights, and attends under them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import narrow
-from fast_attention.engine.precision import in_float32
 from fast_attention.mechanisms.dense import biased_keys, rows
+from fast_attention.mechanisms.dense.reference import synthesizer_attention
 from fast_attention.mechanisms.dense.scores import Scores
-
-
-@in_float32
-def synthesizer_attention(
-    v: Float[Tensor, "*batch keys values"],
-    scores: Float[Tensor, "*#batch length keys"],
-    *,
-    is_causal: bool = False,
-    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
-    attn_mask: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Float[Tensor, "*batch length values"]:
-    """``softmax(B + mask) V`` for any scores B (arXiv 2005.00743), one table per head or one per sequence and head.
-
-    A query that sees nothing gets zeros.
-    """
-    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool:
-            scores = scores + attn_mask
-            attn_mask = attn_mask > float("-inf")
-        mask = attn_mask if mask is None else attn_mask & mask
-    weights = masks.masked_softmax(scores, mask)
-    if dropout > 0.0:
-        weights = F.dropout(weights.expand(*v.shape[:-2], *weights.shape[-2:]), dropout)
-    if weights.ndim == 3:  # one table for all sequences: their values side by side in a single product per head
-        return torch.einsum("hls,...hse->...hle", weights, v)
-    return weights @ v
 
 
 def attend(
@@ -53,12 +25,12 @@ def attend(
     attn_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "*batch length values"]:
-    """``synthesizer_attention`` for scores in summands: long tables a block of queries at a time, short ones whole."""
+    """``synthesizer_attention`` for scores in summands: a block of queries at a time where long, else all at once."""
     keys = v.shape[-2]
     if attn_mask is None and dropout == 0.0 and rows.pays(v, scores.length()):
         return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
     dispatch.record(
-        "scores as a whole", "short, traced, on another device, or under an attn_mask or dropout", keys=keys
+        "all scores at once", "short, traced, on another device, or under an attn_mask or dropout", keys=keys
     )
     return synthesizer_attention(
         v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
@@ -80,13 +52,13 @@ class LayerPair(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Scores R (H, max_len, max_len) of every position for every other."""
+    """Scores R (H, max_len, max_len) of every position for every position."""
 
     R: Tensor
 
 
 class Factors(NamedTuple):
-    """Two thin tables (H, max_len, rank), the scores being their product."""
+    """Two thin tables (H, max_len, rank), whose product are the scores."""
 
     R1: Tensor
     R2: Tensor
@@ -110,7 +82,7 @@ def zeros(*size: int) -> nn.Parameter:
 
 
 def layer(heads: int, width: int, outputs: int) -> Layer:
-    """A layer whose outputs have variance about one half for rectified unit inputs; no bias at the start."""
+    """A layer whose outputs have variance about one half for rectified unit inputs; biases start at zero."""
     return Layer(normal(heads, width, outputs, std=width**-0.5), zeros(heads, outputs))
 
 
@@ -131,7 +103,7 @@ def dense_attention(
     is_causal: bool,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """``softmax(relu(q_i) W + b) v``: without a mask, where it pays, by torch's fused kernel."""
+    """``softmax(relu(q_i) W + b) v``: long and without a mask by torch's fused kernel."""
     if key_mask is None and rows.pays(v, q.shape[-2]):
         k, b = narrow(w.W, v.shape[-2], axis=-1).mT, narrow(w.b, v.shape[-2], axis=-1)
         k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
@@ -142,5 +114,5 @@ def dense_attention(
 
 def outer_scores(q: Float[Tensor, "*batch length width"], w: LayerPair) -> Scores:
     """``A_i,(j // b) B_i,(j mod b)`` for key j: a row of a b scores out of a + b numbers, from two dense layers."""
-    A, B = (q.relu() @ part.W + part.b[..., None, :] for part in w)
+    A, B = (q.relu() @ each.W + each.b[..., None, :] for each in w)
     return Scores(X=A, Y=B)

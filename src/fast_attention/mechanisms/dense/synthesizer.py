@@ -41,7 +41,7 @@ class _Synthesizer(MaskedAttention[Any, KVCache]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Append the stretch to the values so far (and to the keys, where they are read) and weigh all of them."""
+        """Append the new tokens to the cached values (and keys, where they are read) and weigh all of them."""
         state = append(state, k if self.traits.reads == "qkv" else k[..., :0], v, key_mask)
         keys = state.v.shape[-2]
         scores = self.scores(q, state.k, w, first=keys - q.shape[-2], keys=keys)
@@ -50,7 +50,7 @@ class _Synthesizer(MaskedAttention[Any, KVCache]):
 
 @dataclass(frozen=True, repr=False)
 class DenseSynthesizer(_Synthesizer):
-    """Every token says by itself which positions it attends to, through a small network."""
+    """A small network tells from each query alone which positions it attends to."""
 
     traits = _DENSE
 
@@ -60,7 +60,7 @@ class DenseSynthesizer(_Synthesizer):
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Exact attention to the columns of the layer, where torch's kernel takes that; else a block at a time."""
+        """Attend to the columns of the layer as keys, where torch's kernel takes that; else a block at a time."""
         self.within(v.shape[-2], w.b.shape[-1])
         return synthesis.dense_attention(q, v, w, is_causal=is_causal, key_mask=key_mask)
 
@@ -118,7 +118,7 @@ class RandomSynthesizer(_Synthesizer):
         return synthesis.Table(R if self.trainable else R.detach())
 
     def scores(self, q: Tensor, k: Tensor, w: synthesis.Table, *, first: int, keys: int) -> Scores:
-        """A part of the table."""
+        """Rows of the table for these queries, columns for these keys."""
         self.within(max(first + q.shape[-2], keys), w.R.shape[-1])
         return Scores(R=narrow(narrow(w.R, q.shape[-2], axis=-2, start=first), keys, axis=-1))
 
@@ -144,7 +144,7 @@ class FactorizedRandomSynthesizer(_Synthesizer):
         return synthesis.Factors(*(synthesis.normal(*size, std=self.rank**-0.25) for _ in range(2)))
 
     def scores(self, q: Tensor, k: Tensor, w: synthesis.Factors, *, first: int, keys: int) -> Scores:
-        """A part of the product."""
+        """Rows of the first table for these queries, of the second for these keys."""
         self.within(max(first + q.shape[-2], keys), w.R1.shape[-2])
         return Scores(Q=narrow(w.R1, q.shape[-2], axis=-2, start=first), K=narrow(w.R2, keys, axis=-2))
 
@@ -166,7 +166,7 @@ class DotProduct(Value):
 
 @dataclass(frozen=True, repr=False)
 class MixtureSynthesizer(_Synthesizer):
-    """Scores mixed from several sources, in shares that each head learns.
+    """Scores mixed from several sources, in fractions that each head learns.
 
     Args:
         components: Any Synthesizers and ``DotProduct()``.
@@ -189,12 +189,12 @@ class MixtureSynthesizer(_Synthesizer):
         )  # fmt: skip
 
     def weights(self, shape: Shape) -> synthesis.Mixed:
-        """Equal shares, and what the components need."""
+        """Equal fractions, and what the components need."""
         parts = tuple(part.weights(shape) for part in self.components)
         return synthesis.Mixed(synthesis.zeros(shape.heads, len(parts)), parts)
 
     def scores(self, q: Tensor, k: Tensor, w: synthesis.Mixed, *, first: int, keys: int) -> Scores:
         """The weighted sum of all scores."""
-        parts = zip(self.components, w.parts, strict=True)
-        scores = [part.scores(q, k, own, first=first, keys=keys) for part, own in parts]
+        pairs = zip(self.components, w.parts, strict=True)
+        scores = [part.scores(q, k, weights, first=first, keys=keys) for part, weights in pairs]
         return mixed(scores, w.alpha.softmax(-1), keys)

@@ -19,7 +19,7 @@ from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.dense.dense import softmax_attention
+from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid.landmarks import Landmarks, joined, landmarks
 from fast_attention.mechanisms.hybrid.near_far_passes import near_and_far
 from fast_attention.mechanisms.hybrid.spans import Window

@@ -1,4 +1,4 @@
-"""FNet (Lee-Thorp et al. 2021): tokens and channels mixed by a Fourier transform, with nothing to learn."""
+"""FNet (Lee-Thorp et al. 2021): mixes tokens and channels by a Fourier transform, with nothing to learn."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def fourier_mix(
     Of the hidden axis only the first half is transformed along the sequence: x being real, ``Re Y[m, n] =
     Re Y[-m, -n]`` gives the rest.
     """
-    if _brief(x):
-        dispatch.record("FFT over channels and tokens", "short: fewer steps count for more than half of the spectrum")
+    if _short(x):
+        dispatch.record("FFT over channels and tokens", "short: fewer steps save more than half of the spectrum")
     else:
         half = x.shape[-1] // 2 + 1
         dispatch.record("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
     return _MIX(x, norm=norm)
 
 
-def _brief(x: Tensor) -> bool:
-    """Whether fewer operations count for more than fewer numbers."""
+def _short(x: Tensor) -> bool:
+    """Whether fewer operations save more time than fewer numbers."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu" and 0 < x.shape[-2] * x.shape[-1] <= SMALL
 
 
@@ -49,24 +49,24 @@ def _plain(x: Tensor, *, norm: str) -> Tensor:
 
 
 def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
-    """Both transforms, one long sequence after the other on a CPU, which transposes and flips whole matrices fast."""
+    """Transform channels and tokens; on a CPU sequence by sequence, as it transposes and flips whole matrices fast."""
     length, width = x.shape[-2:]
-    if _brief(x):
+    if _short(x):
         return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
     if x.device.type != "cpu" or x.numel() == 0:
         return _plain(x, norm=norm), ()
-    out, half, rest = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
-    for tokens, y in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):
+    out, half, end = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
+    for tokens, mixed in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):
         columns = torch.fft.fft(torch.fft.rfft(tokens, dim=-1, norm=norm), dim=-2, norm=norm).mT  # as the FFT leaves it
         rows = columns.real.contiguous().mT.contiguous()
-        y[:, :half] = rows
-        y[0, half:] = rows[0, 1:rest].flip(-1)
-        y[1:, half:] = rows[1:, 1:rest].flip(-2, -1)
+        mixed[:, :half] = rows
+        mixed[0, half:] = rows[0, 1:end].flip(-1)
+        mixed[1:, half:] = rows[1:, 1:end].flip(-2, -1)
     return out, ()
 
 
 def _backward(inputs: Any, outputs: Any, kept: Any, gradients: tuple[Tensor, ...], *, norm: str) -> tuple[Tensor]:
-    """The transform again: its matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
+    """Transform the gradient: the matrix cos(2 pi (m l / n + h k / d)) is symmetric."""
     return (_forward(gradients[0], norm=norm, keep=False)[0],)
 
 
@@ -77,7 +77,7 @@ _MIX = CustomGradient(_plain, _forward, _backward)
 class FNet(Mixer[tuple[()], tuple[()]]):
     """The real part of a two-dimensional Fourier transform over tokens and channels.
 
-    Every output holds every token, so it can be neither causal nor blind to padding: the transform of a longer
+    Every output depends on every token, so it can neither be causal nor ignore padding: the transform of a longer
     sequence is another one. Train and use it at one length, or without padding.
 
     Args:
@@ -99,5 +99,5 @@ class FNet(Mixer[tuple[()], tuple[()]]):
         one_of(self, "norm", self.norm, Norm)
 
     def mix(self, x: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Both transforms."""
+        """Transform channels and tokens."""
         return fourier_mix(x, norm=self.norm)

@@ -1,4 +1,4 @@
-"""gMLP (Liu et al. 2021): a feed-forward layer whose one half gates the other after mixing it over the tokens."""
+"""gMLP (Liu et al. 2021): a feed-forward layer, one half of which is mixed over the tokens and gates the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fast_attention.engine.blocks import narrow
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
-from fast_attention.mechanisms.dense.triangular import affine, lower
+from fast_attention.mechanisms.mixers.fast import affine, lower
 from fast_attention.value import at_least
 
 
@@ -50,9 +50,9 @@ def gated_mlp(
 ) -> Float[Tensor, "*batch length width"]:
     """``s(gelu(x U)) V`` with the spatial gating unit ``s([Z1, Z2]) = Z1 * (W LN(Z2) + b)`` (arXiv 2105.08050).
 
-    W and b are cut to the sequence; a W of one dimension is the diagonals of a Toeplitz matrix. ``w.tiny`` adds a
+    W and b are narrowed to the sequence; a one-dimensional W has the diagonals of a Toeplitz matrix. ``w.tiny`` adds a
     small attention from x to the gate (aMLP). Causal: the lower triangle of W. Masked tokens enter as zeros and are
-    zeros again where W mixes, so that they leave no trace.
+    zeros again where W mixes, so that they change nothing.
     """
     x = masks.drop(x, key_mask)
     kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
@@ -69,8 +69,8 @@ def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
     """The corner of W for ``length`` tokens; of a Toeplitz matrix W_ij = W[j - i + n - 1]."""
     if W.ndim == 2:
         return narrow(narrow(W, length, axis=0), length, axis=1)
-    place = torch.arange(length, device=W.device)
-    return W[place - place[:, None] + (W.shape[0] - 1) // 2]
+    position = torch.arange(length, device=W.device)
+    return W[position - position[:, None] + (W.shape[0] - 1) // 2]
 
 
 def tiny_attention(
@@ -136,7 +136,7 @@ class GMLP(Mixer[GatedMLP, tuple[()]]):
         )
 
     def mix(self, x: Tensor, w: GatedMLP, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """The whole branch."""
+        """Mix tokens and channels by the gated MLP."""
         self.within(x.shape[-2], w.b.shape[0])
         return gated_mlp(x, w, is_causal=is_causal, key_mask=key_mask)
 

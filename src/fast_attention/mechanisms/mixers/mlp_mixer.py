@@ -1,4 +1,4 @@
-"""MLP-Mixer (Tolstikhin et al. 2021): a small network over the tokens, the same for every channel."""
+"""MLP-Mixer (Tolstikhin et al. 2021): mixes tokens by a small network, the same for every channel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fast_attention.engine import masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Shape, Traits
-from fast_attention.mechanisms.dense.triangular import affine, lower
+from fast_attention.mechanisms.mixers.fast import affine, lower
 from fast_attention.value import at_least
 
 
@@ -35,15 +35,15 @@ def token_mlp(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch length"] | None = None,
 ) -> Float[Tensor, "*batch length width"]:
-    """``W2 gelu(W1 x + b1) + b2`` along the tokens (arXiv 2105.01601, Eq. 1), weights cut to the sequence.
+    """``W2 gelu(W1 x + b1) + b2`` along the tokens (arXiv 2105.01601, Eq. 1), weights narrowed to the sequence.
 
-    Masked tokens enter as zeros: what is left of them is the constant that the biases make. Causal (not in the
+    Masked tokens enter as zeros: only what the biases add is left of them. Causal (not in the
     paper): both matrices lower triangular, hidden unit h being that of token h; needs as many units as tokens.
     """
     length = x.shape[-2]
     x, W1, W2 = masks.drop(x, key_mask), narrow(w.W1, length, axis=1), narrow(w.W2, length, axis=0)
-    if is_causal:  # units of tokens that are not there stay out of sight
-        W1, b1, W2 = (narrow(part, length, axis=axis) for part, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
+    if is_causal:  # without the units of tokens beyond this sequence
+        W1, b1, W2 = (narrow(x, length, axis=axis) for x, axis in ((W1, 0), (w.b1, 0), (W2, 1)))
         hidden = F.gelu(lower(W1, x) + b1[:, None])
         return lower(W2, hidden) + narrow(w.b2, length, axis=0)[:, None]
     hidden = F.gelu(affine(W1, x, w.b1))
@@ -93,6 +93,6 @@ class MLPMixer(Mixer[TokenMLP, tuple[()]]):
         )
 
     def mix(self, x: Tensor, w: TokenMLP, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Tokens through the network, channel by channel."""
+        """Mix the tokens by the network, channel by channel."""
         self.within(x.shape[-2], w.b2.shape[0])
         return token_mlp(x, w, is_causal=is_causal, key_mask=key_mask)

@@ -18,7 +18,7 @@ from fast_attention.engine.blocks import count, join, split
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.opaque import Opaque
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.dense.dense import softmax_attention
+from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.gathered import distinct, gathered_softmax, take
 from fast_attention.value import at_least
 

@@ -16,7 +16,7 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.mechanism import MaskedAttention, Traits
-from fast_attention.mechanisms.dense.dense import softmax_attention
+from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
 from fast_attention.value import at_least
 

@@ -1,4 +1,4 @@
-"""Attention to a fixed number of slots that stand for many tokens: keys and values projected, convolved or pooled."""
+"""Linformer's and the Synthesizers' formulas: attention to slots that stand for many tokens, and under any scores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import dropout as drop_weights
 
 from fast_attention.engine import blocks, dispatch, masks
 from fast_attention.engine.blocks import narrow, split, split_mask
@@ -21,27 +22,27 @@ Filled = Bool[Tensor, "*#batch2 rank size"]
 def assign(
     length: int, rank: int, key_mask: Bool[Tensor, "*#batch2 length"] | None, device: torch.device
 ) -> tuple[Slots, Filled]:
-    """The tokens of every slot, and which places of a slot are filled.
+    """The tokens of every slot, and which of its entries are filled.
 
     Of n tokens that may be seen, the r-th goes to slot ``floor(r rank / n)``: sizes differ by at most one, slots stay
     empty only where n < rank, and masked tokens are in none.
     """
     total = length if key_mask is None else key_mask.sum(-1, keepdim=True)
     starts = (torch.arange(rank + 1, device=device) * total + rank - 1) // rank
-    place = starts[..., :-1, None] + torch.arange(blocks.count(length, rank), device=device)
-    filled = place < starts[..., 1:, None]
+    position = starts[..., :-1, None] + torch.arange(blocks.count(length, rank), device=device)
+    filled = position < starts[..., 1:, None]
     if key_mask is not None:  # the token of rank r is the first that leaves r + 1 visible ones behind it
-        place = _visible(key_mask, place)
-    return place.clamp_max(length - 1), filled
+        position = _visible(key_mask, position)
+    return position.clamp_max(length - 1), filled
 
 
 def _visible(key_mask: Tensor, rank: Tensor) -> Tensor:
-    """The tokens of these ranks among the visible ones; any where there are not so many."""
+    """The tokens of these ranks among the visible ones; any token for a rank beyond them."""
     if not exporting():
         return torch.searchsorted(key_mask.cumsum(-1), rank.flatten(-2) + 1).view_as(rank)
-    keys = key_mask.shape[-1]  # ONNX has no search: the visible ones first, in their order
-    place = torch.arange(keys, device=key_mask.device)
-    order = torch.where(key_mask, place, place + keys).argsort(-1)
+    keys = key_mask.shape[-1]  # ONNX has no search: visible tokens first, in their order
+    position = torch.arange(keys, device=key_mask.device)
+    order = torch.where(key_mask, position, position + keys).argsort(-1)
     return order.gather(-1, rank.flatten(-2).clamp(max=keys - 1)).view_as(rank)
 
 
@@ -57,8 +58,8 @@ def pool_max(
     x: Float[Tensor, "*batch length width"], index: Slots, filled: Filled
 ) -> Float[Tensor, "*batch rank width"]:
     """The maximum of every slot, channel by channel; an empty slot holds zeros."""
-    top = _take(x, index).masked_fill(~filled[..., None], float("-inf")).amax(-2)
-    return top.masked_fill(~filled.any(-1)[..., None], 0.0)
+    largest = _take(x, index).masked_fill(~filled[..., None], float("-inf")).amax(-2)
+    return largest.masked_fill(~filled.any(-1)[..., None], 0.0)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ def pooled_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax attention with every key and value replaced by the mean (or another ``pool``) of its slot.
 
-    The visible tokens are cut into ``rank`` slots of neighbours with sizes that differ by at most one. A slot counts
+    The visible tokens are split into ``rank`` slots of neighbours with sizes that differ by at most one. A slot counts
     once for each of its tokens; where ``rank`` divides the length that cancels, and the paper's mean and max pooling
     remain (arXiv 2006.04768, section 4, "General projections").
     """
@@ -130,7 +131,7 @@ def convolved_attention(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
-    """Softmax attention to slots, each as if it stood there ``count`` times."""
+    """Softmax attention to slots, each weighed as ``count`` equal keys."""
     why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
     dispatch.record("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
     if count is None:
@@ -138,3 +139,31 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Te
     # Finite even for empty slots: their values are zeros, so a query that sees nothing but them still gets zeros.
     bias = count.log().clamp_min(torch.finfo(q.dtype).min / 2)
     return fused_attention(q, keys, values, bias.expand(*q.shape[:-1], keys.shape[-2]))
+
+
+@in_float32
+def synthesizer_attention(
+    v: Float[Tensor, "*batch keys values"],
+    scores: Float[Tensor, "*#batch length keys"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "*batch length values"]:
+    """``softmax(B + mask) V`` for any scores B (arXiv 2005.00743), one table per head or one per sequence and head.
+
+    A query that sees nothing gets zeros.
+    """
+    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask
+            attn_mask = attn_mask > float("-inf")
+        mask = attn_mask if mask is None else attn_mask & mask
+    weights = masks.masked_softmax(scores, mask)
+    if dropout > 0.0:
+        weights = drop_weights(weights.expand(*v.shape[:-2], *weights.shape[-2:]), dropout)
+    if weights.ndim == 3:  # one table for all sequences: their values side by side in a single product per head
+        return torch.einsum("hls,...hse->...hle", weights, v)
+    return weights @ v

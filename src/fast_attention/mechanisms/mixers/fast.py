@@ -1,4 +1,4 @@
-"""Products with a matrix over tokens, and with its lower triangle in blocks of rows: half the work."""
+"""Multiplies matrices over tokens: in one product, and lower triangles in blocks of rows, which is half the work."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:
 
 def _affine_forward(W: Tensor, x: Tensor, b: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
     out = x.new_empty(*x.shape[:-2], W.shape[0], x.shape[-1])
-    for tokens, y in zip(_matrices(x), _matrices(out), strict=True):
-        torch.addmm(b[:, None], W, tokens, out=y)
+    for tokens, rows in zip(_sequences(x), _sequences(out), strict=True):
+        torch.addmm(b[:, None], W, tokens, out=rows)
     return out, ()
 
 
@@ -44,16 +44,15 @@ def _affine_backward(
     inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     W, x, b = inputs
-    g = gradients[0]
+    grads = _sequences(gradients[0])
     dW = W.new_empty(W.shape) if x.numel() else W.new_zeros(W.shape)
     dx = x.new_empty(x.shape) if x.requires_grad else None
-    slopes = _matrices(g)
-    for i, (tokens, slope) in enumerate(zip(_matrices(x), slopes, strict=True)):
+    for i, (tokens, grad) in enumerate(zip(_sequences(x), grads, strict=True)):
         if W.requires_grad:
-            torch.addmm(dW, slope, tokens.mT, beta=float(i > 0), out=dW)
-    for d, slope in zip([] if dx is None else _matrices(dx), slopes, strict=False):
-        torch.mm(W.mT, slope, out=d)
-    return dW if W.requires_grad else None, dx, g.sum(-1).reshape(-1, len(b)).sum(0)
+            torch.addmm(dW, grad, tokens.mT, beta=float(i > 0), out=dW)
+    for d_tokens, grad in zip([] if dx is None else _sequences(dx), grads, strict=False):
+        torch.mm(W.mT, grad, out=d_tokens)
+    return dW if W.requires_grad else None, dx, gradients[0].sum(-1).reshape(-1, len(b)).sum(0)
 
 
 def lower(
@@ -63,58 +62,58 @@ def lower(
     if not torch.compiler.is_compiling():
         if W.shape[0] <= 2 * BLOCK or x.device.type != "cpu":
             dispatch.record("the whole triangle in one product", "short, or not on a CPU")
-            return _plain(W, x)
+            return _lower_plain(W, x)
         dispatch.record(
             "the triangle in blocks of rows", "a row of blocks ends at the diagonal: half the work", block=BLOCK
         )
     return _LOWER(W, x)
 
 
-def _plain(W: Tensor, x: Tensor) -> Tensor:
+def _lower_plain(W: Tensor, x: Tensor) -> Tensor:
     return W.tril() @ x
 
 
-def _forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
+def _lower_forward(W: Tensor, x: Tensor, *, keep: bool) -> tuple[Tensor, tuple[()]]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    parts, outs = _matrices(x), _matrices(out)
-    for i, j in _rows(W):
+    sequences, outs = _sequences(x), _sequences(out)
+    for i, j in _blocks(W):
         diagonal = W[i:j, i:j].tril()
-        for tokens, y in zip(parts, outs, strict=True):
-            torch.mm(diagonal, tokens[i:j], out=y[i:j])
-            y[i:j].addmm_(W[i:j, :i], tokens[:i])
+        for tokens, rows in zip(sequences, outs, strict=True):
+            torch.mm(diagonal, tokens[i:j], out=rows[i:j])
+            rows[i:j].addmm_(W[i:j, :i], tokens[:i])
     return out, ()
 
 
-def _backward(
+def _lower_backward(
     inputs: tuple[Any, ...], outputs: Any, kept: Any, gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     W, x = inputs
-    g = gradients[0]
     dW = torch.empty_like(W, memory_format=torch.contiguous_format) if W.requires_grad else None
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if x.requires_grad else None
-    parts, slopes = _matrices(x), _matrices(g)
-    for i, j in _rows(W):
+    sequences, grads = _sequences(x), _sequences(gradients[0])
+    for i, j in _blocks(W):
         if dW is not None:
             dW[i:j, j:] = 0.0
-            for b, (tokens, slope) in enumerate(zip(parts, slopes, strict=True)):
-                torch.addmm(dW[i:j, :j], slope[i:j], tokens[:j].mT, beta=float(b > 0), out=dW[i:j, :j])
+            for b, (tokens, grad) in enumerate(zip(sequences, grads, strict=True)):
+                torch.addmm(dW[i:j, :j], grad[i:j], tokens[:j].mT, beta=float(b > 0), out=dW[i:j, :j])
             dW[i:j, i:j].tril_()
         if dx is not None:
             diagonal = W[i:j, i:j].tril().mT
-            for d, slope in zip(_matrices(dx), slopes, strict=True):
-                torch.mm(diagonal, slope[i:j], out=d[i:j])
-                d[i:j].addmm_(W[j:, i:j].mT, slope[j:])
+            for d_tokens, grad in zip(_sequences(dx), grads, strict=True):
+                torch.mm(diagonal, grad[i:j], out=d_tokens[i:j])
+                d_tokens[i:j].addmm_(W[j:, i:j].mT, grad[j:])
     return dW, dx
 
 
-def _matrices(x: Tensor) -> list[Tensor]:
+def _sequences(x: Tensor) -> list[Tensor]:
     """One matrix for each sequence: views, where x allows it."""
     return list(x.reshape(-1, *x.shape[-2:]).unbind(0))
 
 
-def _rows(W: Tensor) -> list[tuple[int, int]]:
+def _blocks(W: Tensor) -> list[tuple[int, int]]:
+    """First row and end of every block."""
     return [(i, min(i + BLOCK, len(W))) for i in range(0, len(W), BLOCK)]
 
 
-_LOWER = CustomGradient(_plain, _forward, _backward)
+_LOWER = CustomGradient(_lower_plain, _lower_forward, _lower_backward)
 _AFFINE = CustomGradient(_affine_plain, _affine_forward, _affine_backward)
