@@ -213,8 +213,8 @@ def test_long_sequences_are_the_definition(mechanism: Any, device: torch.device)
         with dispatch.recorded() as steps:
             ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
         fused = isinstance(mechanism, DenseSynthesizer) and not masked
-        what = "torch's fused kernel" if fused else "softmax in blocks of queries"
-        assert device.type != "cpu" or [step.what for step in steps] == [what]
+        path = "torch's fused kernel" if fused else "softmax in blocks of queries"
+        assert device.type != "cpu" or [step.path for step in steps] == [path]
         scores = mechanism.scores(q, k, bound.w, first=0, keys=length).whole(length)
         theirs = synthesizer_attention(v, scores, is_causal=is_causal, key_mask=mask)
         close(ours, theirs, 1e-10)

@@ -497,7 +497,7 @@ def test_the_report_names_the_path_of_the_length_asked() -> None:
     assert few[-1].path != many[-1].path, "two paths, or this test tests nothing"
     assert few[-1].path not in str(report)
     for length, steps in ((8, few), (2048, many)):
-        assert f"    runs {steps[-1].what}" in str(report.expected(length)).splitlines()
+        assert f"    runs {steps[-1].path}" in str(report.expected(length)).splitlines()
 
 
 def test_reports_are_printed_in_100_columns() -> None:
