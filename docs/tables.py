@@ -142,7 +142,17 @@ API = (  # heading of docs/api.md -> which public values stand under it
     ("Settings", lambda value: isinstance(value, type) and issubclass(value, Value)),
     ("Modules and functions", lambda value: True),
 )
-MODULES = ("features", "functional", "catalogue", "decoding", "exporting", "conformance", "tasks", "data")
+MODULES = (
+    "features",
+    "projections",
+    "functional",
+    "catalogue",
+    "decoding",
+    "exporting",
+    "conformance",
+    "tasks",
+    "data",
+)
 
 
 def api() -> str:

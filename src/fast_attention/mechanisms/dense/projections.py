@@ -13,6 +13,8 @@ from fast_attention.mechanism import Shape
 from fast_attention.mechanisms.dense import reference
 from fast_attention.value import Value, one_of
 
+__all__ = ["Convolution", "LearnedProjection", "MaxPool", "MeanPool", "Projection"]
+
 Sharing = Literal["none", "headwise", "key-value", "layerwise"]
 
 
