@@ -18,8 +18,8 @@ from fast_attention.mechanisms.aft import aft_local as aft_window
 from fast_attention.mechanisms.dense import reference, relu, softmax
 from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
-from fast_attention.mechanisms.log_manhattan import log, manhattan
-from fast_attention.mechanisms.log_manhattan import signed_sums as differences
+from fast_attention.mechanisms.log_manhattan import log_attention as log
+from fast_attention.mechanisms.log_manhattan import manhattan, manhattan_sums
 from fast_attention.mechanisms.lsh import lsh
 from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
@@ -50,10 +50,10 @@ relu_attention = checked(relu.relu_attention)
 sinkhorn_attention = checked(sinkhorn.sinkhorn_attention)
 sortcut_attention = checked(sinkhorn.sortcut_attention)
 softmax_attention = checked(softmax.softmax_attention)
-absolute_manhattan = checked(differences.absolute_manhattan)
-laplacian_manhattan = checked(differences.laplacian_manhattan)
-signed_manhattan = checked(differences.signed_manhattan)
-vector_manhattan = checked(differences.vector_manhattan)
+absolute_manhattan = checked(manhattan_sums.absolute_manhattan)
+laplacian_manhattan = checked(manhattan_sums.laplacian_manhattan)
+signed_manhattan = checked(manhattan_sums.signed_manhattan)
+vector_manhattan = checked(manhattan_sums.vector_manhattan)
 convolved_attention = checked(reference.convolved_attention)
 linformer_attention = checked(reference.linformer_attention)
 pooled_attention = checked(reference.pooled_attention)

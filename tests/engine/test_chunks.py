@@ -1,4 +1,4 @@
-"""Passes over stretches of the sequence against the same function on whole tensors, forward and gradients.
+"""Passes over chunks of the sequence against the same function on whole tensors, forward and gradients.
 
 Under a function transform every mechanism runs its plain form, whose gradient is autograd's.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from fast_attention import catalogue
 from fast_attention.engine import chunks, dispatch, scan
 from fast_attention.mechanisms.dense import rectified
-from fast_attention.mechanisms.log_manhattan import sorted_passes
+from fast_attention.mechanisms.log_manhattan import fast_sorted
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 129, 257, 1000]
@@ -105,7 +105,7 @@ def test_chunks_at_any_scale(name: str, monkeypatch: Any) -> None:
         x = [(100 * y.float()).requires_grad_() for y in qkv(300)]
         with dispatch.recorded() as steps:
             out = m(*x, is_causal=is_causal)
-        assert any("stretch by stretch" in step.path and step.sizes == {"stretch": 128} for step in steps)
+        assert any("chunk by chunk" in step.path and step.sizes == {"chunk": 128} for step in steps)
         out.sum().backward()
         assert bool(out.isfinite().all())
         assert all(bool(y.grad.isfinite().all()) for y in x if y.grad is not None)
@@ -138,7 +138,7 @@ def test_long_sums_keep_their_digits() -> None:
 def test_sorted_passes_equal_the_plain_form(name: str, mask: bool, monkeypatch: Any) -> None:
     m: Any = catalogue.parse(name)
     for numbers in (1 << 18, 300):
-        monkeypatch.setattr(sorted_passes, "NUMBERS", numbers)
+        monkeypatch.setattr(fast_sorted, "NUMBERS", numbers)
         for n in (2, 64, 129, 1000):
             seen = masked(n, mask)
             for is_causal in (False, True):

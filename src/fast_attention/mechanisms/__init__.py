@@ -3,7 +3,7 @@
 
 from fast_attention.mechanisms.dense.softmax import Softmax as Softmax
 from fast_attention.mechanisms.dense.relu import ReLUAttention as ReLUAttention
-from fast_attention.mechanisms.log_manhattan.log import LogAttention as LogAttention
+from fast_attention.mechanisms.log_manhattan.log_attention import LogAttention as LogAttention
 from fast_attention.mechanisms.log_manhattan.manhattan import Manhattan as Manhattan
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention as LinearAttention
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention as DecayedLinearAttention

@@ -15,9 +15,9 @@ from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import pool
-from fast_attention.mechanisms.log_manhattan import differences
-from fast_attention.mechanisms.log_manhattan.differences import Differences
-from fast_attention.mechanisms.log_manhattan.signed_sums import Distance, Past, appended, pairs
+from fast_attention.mechanisms.log_manhattan import fast_manhattan, reference
+from fast_attention.mechanisms.log_manhattan.reference import Differences, ManhattanSettings
+from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
 from fast_attention.value import at_least, one_of
 
 Normalize = Literal["mean", "none", "l1"]
@@ -49,7 +49,7 @@ def manhattan_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class Manhattan(Attention[tuple[()], Differences | Past]):
+class Manhattan(Attention[tuple[()], Differences | PastKeys]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
     Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
@@ -125,65 +125,65 @@ class Manhattan(Attention[tuple[()], Differences | Past]):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
-        """Own term plus relative term, normalised and gated."""
+        """Diagonal term plus sum of differences, normalised and gated."""
         if self._linear and self.reference == "self":
-            k, mean = self._keys(k, v), self.normalize == "mean"
-            out = differences.attend(k, v, key_mask, self.feature_map, mean=mean, is_causal=is_causal)
+            settings = ManhattanSettings(self.feature_map.both, self.normalize == "mean", is_causal)
+            out = fast_manhattan.manhattan(self._keys(k, v), v, key_mask, settings, fixed=self.feature_map.fixed)
             return self._gated(q, out)
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
-        l, x, ones, own, size = self._terms(k, v, key_mask)
+        l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
         count = ones[..., :1].sum(-2, keepdim=True)
         if not self._linear:
-            masses = self.normalize == "l1"
-            related, mass = pairs(l, x, ones, None, distance=self.distance, masses=masses, is_causal=False)
-            return self._out(q, own, related, size + mass if self.normalize == "l1" else count)
-        sums = differences.summarised(l, x, own, key_mask)
-        return self._out(q, sums.first.expand_as(own), sums.weighed, count)
+            l1 = self.normalize == "l1"
+            total, size = pair_sums(l, x, ones, None, distance=self.distance, sizes=l1, is_causal=False)
+            return self._out(q, diagonal, total, weight + size if l1 else count)
+        sums = reference.summarised(l, x, diagonal, key_mask)
+        return self._out(q, sums.first.expand_as(diagonal), sums.weighted, count)
 
     @in_float32
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | Past | None, *,
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | PastKeys | None, *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, Differences | Past]:  # fmt: skip
-        """Outputs of the stretch, and the sums over all keys up to its end, or the keys themselves."""
-        l, x, ones, own, size = self._terms(k, v, key_mask)
+    ) -> tuple[Tensor, Differences | PastKeys]:  # fmt: skip
+        """Outputs of new tokens, and the sums over all keys up to the last, or the keys themselves."""
+        l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
         if self._linear:
             assert state is None or isinstance(state, Differences)
-            sums = differences.running(l, x, own, key_mask, state)
-            first = self.reference == "first"
-            related = sums.weighed if first else differences.related(l, sums)
-            own = sums.first.masked_fill(sums.number == 0, 0.0) if first else own
-            return self._out(q, own, related, sums.number), differences.last(sums)
-        assert state is None or isinstance(state, Past)
-        now = appended(state, l, x, ones)
-        related, mass = pairs(l, x, ones, state, distance=self.distance, masses=self.normalize == "l1", is_causal=True)
-        count = prefix_sums(now.ones[..., :1])[..., -l.shape[-2] :, :]
-        return self._out(q, own, related, size + mass if self.normalize == "l1" else count), now
+            sums = reference.running(l, x, diagonal, key_mask, state)
+            if self.reference == "self":
+                return self._out(q, diagonal, reference.relative(l, sums), sums.number), reference.last(sums)
+            first = sums.first.masked_fill(sums.number == 0, 0.0)
+            return self._out(q, first, sums.weighted, sums.number), reference.last(sums)
+        assert state is None or isinstance(state, PastKeys)
+        keys, l1 = appended(state, l, x, ones), self.normalize == "l1"
+        total, size = pair_sums(l, x, ones, state, distance=self.distance, sizes=l1, is_causal=True)
+        count = prefix_sums(keys.ones[..., :1])[..., -l.shape[-2] :, :]
+        return self._out(q, diagonal, total, weight + size if l1 else count), keys
 
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | Past:
-        """The sums over a stretch."""
-        l, x, _, own, _ = self._terms(k, v, key_mask)
-        return differences.summarised(l, x, own, key_mask)
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | PastKeys:
+        """The sums over the keys of a chunk."""
+        l, x, _, diagonal, _ = self._terms(k, v, key_mask)
+        return reference.summarised(l, x, diagonal, key_mask)
 
-    def merged(self, earlier: Differences | Past, later: Differences | Past) -> Differences | Past:
-        """The sums over two neighbouring stretches."""
+    def merged(self, earlier: Differences | PastKeys, later: Differences | PastKeys) -> Differences | PastKeys:
+        """The sums over two neighbouring chunks."""
         assert isinstance(earlier, Differences)
         assert isinstance(later, Differences)
-        return differences.combined(earlier, later)
+        return reference.combined(earlier, later)
 
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """log h(k), values and ones (zeros where masked), own terms ``k_i v_i`` and their absolute weights."""
+        """log h(k), values and ones (zeros where masked), diagonal terms ``k_i v_i`` and their absolute weights."""
         h, l = self.feature_map.both(self._keys(k, v))
         l = l if self.temperature == 1.0 else l / self.temperature
         x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
-        return l, x, differences.seen(l, key_mask), h * x, h
+        return l, x, pool.seen(l, key_mask), h * x, h
 
-    def _out(self, q: Tensor, own: Tensor, related: Tensor, total: Tensor) -> Tensor:
+    def _out(self, q: Tensor, diagonal: Tensor, total: Tensor, divisor: Tensor) -> Tensor:
         if self.normalize == "l1":
-            return self._gated(q, pool.quotient(own + related, total))
-        return self._gated(q, own + (related if self.normalize == "none" else related / total.clamp(min=1.0)))
+            return self._gated(q, pool.quotient(diagonal + total, divisor))
+        return self._gated(q, diagonal + (total if self.normalize == "none" else total / divisor.clamp(min=1.0)))
 
     def _keys(self, k: Tensor, v: Tensor) -> Tensor:
         k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k

@@ -2,7 +2,7 @@
 
 In ascending order of l the absolute value falls apart into what lies before and what lies after: two scans do for all
 tokens what n^2 differences would. Order statistics have no state of constant size, so causal sums divide and conquer:
-every right half of a block asks its left half, blocks of 2, 4, 8 ... tokens. Gradients are those of the sums, with the
+every right half of a block reads its left half, blocks of 2, 4, 8 ... tokens. Gradients are those of the sums, with the
 order held fixed (a subgradient where two l are equal).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,9 +22,10 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.tracing import traced
-from fast_attention.mechanisms.log_manhattan import sorted_passes
+from fast_attention.mechanisms.log_manhattan import fast_sorted, reference
 
 Sums = Callable[[Tensor, Tensor], Tensor]
+Distance = Literal["signed", "l1", "laplacian"]
 
 
 def absolute(
@@ -43,68 +45,14 @@ def laplacian(
     return decayed_sums(x, l) + decayed_sums(x.flip(-2), -l.flip(-2)).flip(-2) - x
 
 
-def over_all(
-    l: Float[Tensor, "*batch length #weights"], x: Float[Tensor, "*batch length width"], sums: Sums
-) -> Float[Tensor, "*batch length width"]:
-    """``sums`` over all pairs of tokens in any order; time O(n log n), memory O(n)."""
-    if _known(l, x, sums):
-        dispatch.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
-        return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
-    dispatch.record("sorted and sorted back", "no CPU, causal, or log keys so far apart that sums need a running unit")
-    return _all_plain(l, x, sums)
-
-
-def _known(l: Tensor, x: Tensor, sums: Sums) -> bool:
-    if traced():
-        return False
-    if l.device.type != "cpu" or x.numel() == 0 or l.shape[:-2] != x.shape[:-2]:
-        return False
-    return sums is absolute or (sums is laplacian and sorted_passes.near(l))
-
-
-def _all_plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
-    order = l.detach().argsort(-2)
-    back = spread(order.argsort(-2), x.shape[-1]).expand(x.shape)
-    there = spread(order, x.shape[-1]).expand(x.shape)
-    return sums(l.gather(-2, order), x.gather(-2, there)).gather(-2, back)
-
-
-def _rule(sums: Sums, kind: sorted_passes.Kind) -> CustomGradient:
-    forward, backward = partial(sorted_passes.forward, kind=kind), partial(sorted_passes.backward, kind=kind)
-    return CustomGradient(partial(_all_plain, sums=sums), forward, backward)
-
-
-_ABSOLUTE, _LAPLACIAN = _rule(absolute, "absolute"), _rule(laplacian, "laplacian")
-
-
-def over_past(
-    l: Float[Tensor, "*batch length #weights"], x: Float[Tensor, "*batch length width"], sums: Sums
-) -> Float[Tensor, "*batch length width"]:
-    """``sums`` over the tokens up to each; time O(n log^2 n), memory O(n) for each of log n rounds."""
-    length, size = x.shape[-2], 1
-    y = sums(l[..., None, :], x[..., None, :])[..., 0, :]
-    while size < length:
-        size *= 2
-        y = y + join(_from_left(split(l, size), split(x, size), sums), length)
-    return y
+SUMS: dict[Distance, Sums | None] = {"signed": None, "l1": absolute, "laplacian": laplacian}
 
 
 def over(
     l: Float[Tensor, "*batch length #weights"], x: Float[Tensor, "*batch length width"], sums: Sums, *, is_causal: bool
 ) -> Float[Tensor, "*batch length width"]:
-    """``over_past`` or ``over_all``."""
-    return over_past(l, x, sums) if is_causal else over_all(l, x, sums)
-
-
-def over_others(
-    l: Float[Tensor, "*batch past #weights"],
-    x: Float[Tensor, "*batch past width"],
-    queries: Float[Tensor, "*batch length #weights"],
-    sums: Sums,
-) -> Float[Tensor, "*batch length width"]:
-    """``sums`` over the tokens of ``l`` for other tokens, those of ``queries``; time O(n log n)."""
-    silent = x.new_zeros((*x.shape[:-2], queries.shape[-2], x.shape[-1]))
-    return over_all(torch.cat([l, queries], -2), torch.cat([x, silent], -2), sums)[..., l.shape[-2] :, :]
+    """``sums`` over all pairs of tokens in any order, time O(n log n); causal, over the tokens up to each."""
+    return _over_past(l, x, sums) if is_causal else _over_all(l, x, sums)
 
 
 def vector_absolute(
@@ -117,8 +65,95 @@ def vector_absolute(
     return y
 
 
+class PastKeys(NamedTuple):
+    """State for decoding: all keys so far, for order statistics have no smaller one."""
+
+    logs: Float[Tensor, "*batch keys weights"]
+    values: Float[Tensor, "*batch keys values"]  # zeros for masked keys
+    ones: Float[Tensor, "*batch keys weights"]  # likewise
+
+
+def appended(past: PastKeys | None, logs: Tensor, values: Tensor, ones: Tensor) -> PastKeys:
+    """All keys, new ones included."""
+    new = PastKeys(logs, values, ones)
+    return new if past is None else PastKeys(*(torch.cat(pair, -2) for pair in zip(past, new, strict=True)))
+
+
+def pair_sums(
+    l: Float[Tensor, "*batch length weights"],
+    x: Float[Tensor, "*batch length values"],
+    ones: Float[Tensor, "*batch length weights"],
+    past: PastKeys | None,
+    *,
+    distance: Distance,
+    sizes: bool,
+    is_causal: bool,
+) -> tuple[Float[Tensor, "*batch length values"], Float[Tensor, "*batch length sizes"]]:
+    """``sum_j w_ij x_j`` and ``sum_j |w_ij|`` over past and new tokens, w of ``distance``.
+
+    Without ``sizes`` the second is empty where it would cost more.
+    """
+    sums = SUMS[distance]
+    y = (torch.cat([x, ones], -1) if sizes else x) if sums else ones
+    out = over(l, y, sums or absolute, is_causal=is_causal)
+    if past is not None:
+        y = (torch.cat([past.values, past.ones], -1) if sizes else past.values) if sums else past.ones
+        out = out + _over_others(past.logs, y, l, sums or absolute)
+    if sums:
+        return out[..., : x.shape[-1]], out[..., x.shape[-1] :]
+    keys = appended(past, l, x, ones)
+    signed = reference.signed(keys.logs, keys.values, keys.ones[..., 0] > 0, is_causal=is_causal)
+    return signed[..., -l.shape[-2] :, :], out
+
+
+def _over_all(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
+    if _closed_form(l, x, sums):
+        dispatch.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
+        return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
+    why = "no CPU, causal, or log keys so far apart that sums need a running log scale"
+    dispatch.record("sorted and sorted back", why)
+    return _plain(l, x, sums)
+
+
+def _closed_form(l: Tensor, x: Tensor, sums: Sums) -> bool:
+    if traced() or l.device.type != "cpu" or x.numel() == 0 or l.shape[:-2] != x.shape[:-2]:
+        return False
+    return sums is absolute or (sums is laplacian and fast_sorted.in_range(l))
+
+
+def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
+    order = l.detach().argsort(-2)
+    back = spread(order.argsort(-2), x.shape[-1]).expand(x.shape)
+    there = spread(order, x.shape[-1]).expand(x.shape)
+    return sums(l.gather(-2, order), x.gather(-2, there)).gather(-2, back)
+
+
+def _rule(sums: Sums, kind: fast_sorted.Kind) -> CustomGradient:
+    forward, backward = partial(fast_sorted.forward, kind=kind), partial(fast_sorted.backward, kind=kind)
+    return CustomGradient(partial(_plain, sums=sums), forward, backward)
+
+
+_ABSOLUTE, _LAPLACIAN = _rule(absolute, "absolute"), _rule(laplacian, "laplacian")
+
+
+def _over_past(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
+    """Time O(n log^2 n), memory O(n) for each of log n rounds."""
+    length, size = x.shape[-2], 1
+    y = sums(l[..., None, :], x[..., None, :])[..., 0, :]
+    while size < length:
+        size *= 2
+        y = y + join(_from_left(split(l, size), split(x, size), sums), length)
+    return y
+
+
+def _over_others(l: Tensor, x: Tensor, queries: Tensor, sums: Sums) -> Tensor:
+    """``sums`` over the tokens of ``l`` for other tokens, whose l are ``queries``; time O(n log n)."""
+    zeros = x.new_zeros((*x.shape[:-2], queries.shape[-2], x.shape[-1]))
+    return _over_all(torch.cat([l, queries], -2), torch.cat([x, zeros], -2), sums)[..., l.shape[-2] :, :]
+
+
 def _from_left(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
-    """In every block, what the right half gathers from the left half; zeros in the left half."""
+    """In every block, what the right half sums over the left half; zeros in the left half."""
     right = torch.arange(l.shape[-2], device=l.device)[:, None] >= l.shape[-2] // 2
-    halves = over_all if sums is absolute else _all_plain  # no path chosen by tokens yet to come
+    halves = _over_all if sums is absolute else _plain  # no path chosen by tokens yet to come
     return halves(l, x.masked_fill(right, 0.0), sums).masked_fill(~right, 0.0)

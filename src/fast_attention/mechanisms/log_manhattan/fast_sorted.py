@@ -19,8 +19,8 @@ Kind = Literal["absolute", "laplacian"]
 Pair = tuple[Tensor, Tensor]
 
 
-def near(l: Tensor) -> bool:
-    """Whether the l lie so close together that their exponentials need no common unit."""
+def in_range(l: Tensor) -> bool:
+    """Whether the l lie so close together that their exponentials need no log scale."""
     low, high = l.detach().aminmax()
     return bool(high - low < RANGE.get(l.dtype, 0.0))
 
@@ -28,11 +28,11 @@ def near(l: Tensor) -> bool:
 def forward(l: Tensor, x: Tensor, *, keep: bool, kind: Kind) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The sums; kept: the order of every channel's tokens."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    views, orders, one = (_rows(l, l), _rows(x, l), _rows(out, l)), [], _sums(kind)
-    for now in _groups(views[0]):
-        ls, xs, os = (view[now] for view in views)
+    views, orders, sums = (_rows(l, l), _rows(x, l), _rows(out, l)), [], _sums(kind)
+    for group in _groups(views[0]):
+        ls, xs, os = (view[group] for view in views)
         ordered, order = ls.contiguous().sort(-1)
-        _back(os, order, one(ordered, _along(xs, order))[0])
+        _scatter(os, order, sums(ordered, _gather(xs, order))[0])
         if keep:
             orders.append(order)
     return out, tuple(orders)
@@ -45,14 +45,14 @@ def backward(
     """The gradients of l and x."""
     l, x = inputs
     dl, dx = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (l, x))
-    views, one = tuple(_rows(y, l) for y in (l, x, gradients[0], dl, dx)), _sums(kind)
-    for now, order in zip(_groups(views[0]), kept, strict=True):
-        ls, xs, gs, dls, dxs = (view[now] for view in views)
-        ordered, xo, go = (_along(y, order) for y in (ls, xs, gs))
-        slope = one(ordered, xo)[1].mul_(go)
-        y, other = one(ordered, go)
-        _back(dls, order, slope.addcmul_(xo, other).sum(-3, keepdim=True))
-        _back(dxs, order, y)
+    views, sums = tuple(_rows(y, l) for y in (l, x, gradients[0], dl, dx)), _sums(kind)
+    for group, order in zip(_groups(views[0]), kept, strict=True):
+        ls, xs, gs, dls, dxs = (view[group] for view in views)
+        ordered, xo, go = (_gather(y, order) for y in (ls, xs, gs))
+        slope = sums(ordered, xo)[1].mul_(go)
+        y, d_slope = sums(ordered, go)
+        _scatter(dls, order, slope.addcmul_(xo, d_slope).sum(-3, keepdim=True))
+        _scatter(dxs, order, y)
     return dl, dx
 
 
@@ -68,9 +68,9 @@ def absolute(l: Tensor, x: Tensor) -> Pair:
 
 def laplacian(l: Tensor, x: Tensor) -> Pair:
     """``sum_j exp(-|l_j - l_i|) x_j`` and ``sum_j sign(l_j - l_i) exp(-|l_j - l_i|) x_j`` along ascending l."""
-    up = (l - (l[..., :1] + l[..., -1:]) / 2).exp_()
-    below = (up * x).cumsum_(-1).div_(up)
-    above = (x / up).flip(-1).cumsum_(-1).flip(-1).mul_(up)
+    e = (l - (l[..., :1] + l[..., -1:]) / 2).exp_()
+    below = (e * x).cumsum_(-1).div_(e)
+    above = (x / e).flip(-1).cumsum_(-1).flip(-1).mul_(e)
     return (below + above).sub_(x), above.sub_(below)
 
 
@@ -85,17 +85,17 @@ def _rows(x: Tensor, l: Tensor) -> Tensor:
 
 def _groups(l: Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """As many sequences, or channels of one, as fit a core's cache."""
-    many, _, channels, length = l.shape
-    some = max(NUMBERS // max(length, 1), 1)
-    sequences, few = max(some // channels, 1), min(some, channels)
-    for start in range(0, many, sequences):
-        for first in range(0, channels, few):
-            yield slice(start, start + sequences), slice(None), slice(first, first + few)
+    batch, _, channels, length = l.shape
+    rows = max(NUMBERS // max(length, 1), 1)
+    sequences, width = max(rows // channels, 1), min(rows, channels)
+    for start in range(0, batch, sequences):
+        for first in range(0, channels, width):
+            yield slice(start, start + sequences), slice(None), slice(first, first + width)
 
 
-def _along(x: Tensor, order: Tensor) -> Tensor:
+def _gather(x: Tensor, order: Tensor) -> Tensor:
     return x.contiguous().gather(-1, order.expand(x.shape))
 
 
-def _back(out: Tensor, order: Tensor, y: Tensor) -> None:
+def _scatter(out: Tensor, order: Tensor, y: Tensor) -> None:
     out.copy_(torch.empty_like(y).scatter_(-1, order.expand(y.shape), y))

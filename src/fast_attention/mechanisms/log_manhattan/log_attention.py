@@ -15,10 +15,11 @@ from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import pool
 from fast_attention.mechanisms.aft.pool import Pool, same_width
-from fast_attention.mechanisms.linear import in_range, linear_state, reference
+from fast_attention.mechanisms.linear import in_range, linear_state
+from fast_attention.mechanisms.linear import reference as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.log_manhattan import additive
-from fast_attention.mechanisms.log_manhattan.additive import KeySums
+from fast_attention.mechanisms.log_manhattan import fast_log, reference
+from fast_attention.mechanisms.log_manhattan.reference import KeySums, LogSettings
 from fast_attention.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
@@ -60,7 +61,7 @@ def log_attention(
 class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
     """Attention whose score is a logarithm: ``log(h(q) h(k)) = log h(q) + log h(k)``, linear in the sequence length.
 
-    A sum of a query's and a key's part leaves little for the two to do together. ``normalize="softmax"`` loses the
+    A sum of a query's and a key's score leaves little interaction between the two. ``normalize="softmax"`` loses the
     query altogether: all get the same mean of the values, weighted by h(k). ``"sum"``, the normalisation as the source
     prints it and the default, lets the query choose between that mean and the plain one.
 
@@ -123,32 +124,30 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         """Linear attention, a softmax pool or three sums, as the settings have it."""
         if self.score == "logdot":
             dispatch.record("linear attention's plain form", "its fast passes take no map of this family")
-            keys = reference.masked_keys(self.feature_map.features, k, key_mask)
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
             return in_range.attend(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
         if self.normalize == "softmax":
             path = "a sum for each past" if is_causal else "one sum for all queries"
             dispatch.record(path, "the softmax cancels the queries")
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
-            made = pool.mean(rows, v.shape[-1])
-            return pool.aligned(made, q.shape[-2]) if is_causal else made.expand(*q.shape[:-1], -1).contiguous()
+            means = pool.mean(rows, v.shape[-1])
+            return pool.aligned(means, q.shape[-2]) if is_causal else means.expand(*q.shape[:-1], -1).contiguous()
         if self.score != "sum":
             for z in (q, k):
                 same_width(self, z, v, or_one=True)
-        return additive.attend(
-            q, k, v, key_mask, part=self._score_part, fixed=self.feature_map.fixed,
-            normalized=self.normalize == "sum", is_causal=is_causal,
-        )  # fmt: skip
+        settings = LogSettings(self._score, self.normalize == "sum", is_causal)
+        return fast_log.log_attention(q, k, v, key_mask, settings, fixed=self.feature_map.fixed)
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | KeySums | LinearState | None, *,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Pool | KeySums | LinearState]:  # fmt: skip
-        """Outputs of the stretch, and the sums over all keys up to its end."""
+        """Outputs of new tokens, and the sums over all keys up to the last."""
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
-            keys = reference.masked_keys(self.feature_map.features, k, key_mask)
-            sums, after = reference.advance(self.feature_map(q), keys, v, state)
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
+            sums, after = linear.advance(self.feature_map(q), keys, v, state)
             return linear_state.normalise(sums, EPS), after
         if self.normalize == "softmax":
             assert state is None or isinstance(state, Pool)
@@ -156,26 +155,26 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             last = Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
             return pool.mean(rows.sums[..., 1:, :], v.shape[-1]), last
         assert state is None or isinstance(state, KeySums)
-        sums = prefix_sums(additive.terms(self._part(k, v), v, key_mask))
+        sums = prefix_sums(reference.terms(self._scores(k, v), v, key_mask))
         sums = sums if state is None else sums + state.sums
-        out = additive.read(self._part(q, v), sums, v.shape[-1], normalized=self.normalize == "sum")
+        out = reference.read(self._scores(q, v), sums, v.shape[-1], normalized=self.normalize == "sum")
         return out, KeySums(sums[..., -1:, :])
 
     @in_float32
     def summary(
         self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
     ) -> Pool | KeySums | LinearState:
-        """The sums over a stretch."""
+        """The sums over the keys of a chunk."""
         if self.score == "logdot":
-            return linear_state.summarise(reference.masked_keys(self.feature_map.features, k, key_mask), v)
+            return linear_state.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
         if self.normalize == "softmax":
             return pool.pooled(*self._pool_terms(k, v, key_mask))
-        return KeySums(additive.terms(self._part(k, v), v, key_mask).sum(-2, keepdim=True))
+        return KeySums(reference.terms(self._scores(k, v), v, key_mask).sum(-2, keepdim=True))
 
     def merged(
         self, earlier: Pool | KeySums | LinearState, later: Pool | KeySums | LinearState
     ) -> Pool | KeySums | LinearState:
-        """The sums over two neighbouring stretches."""
+        """The sums over two neighbouring chunks."""
         match earlier, later:
             case LinearState(), LinearState():
                 return linear_state.combine(earlier, later)
@@ -185,15 +184,15 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         assert isinstance(later, KeySums)
         return KeySums(earlier.sums + later.sums)
 
-    def _part(self, z: Tensor, v: Tensor) -> Tensor:
-        """What queries or keys contribute to the score."""
+    def _scores(self, z: Tensor, v: Tensor) -> Tensor:
+        """The scores of queries or keys, a and b, where their width fits the values."""
         if self.score != "sum":
             same_width(self, z, v, or_one=True)
-        return self._score_part(z)
+        return self._score(z)
 
-    def _score_part(self, z: Tensor) -> Tensor:
-        part = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
-        return part.sum(-1, keepdim=True) if self.score == "sum" else part
+    def _score(self, z: Tensor) -> Tensor:
+        logs = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
+        return logs.sum(-1, keepdim=True) if self.score == "sum" else logs
 
     def _pool_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return pool.terms(self._part(k, v) / self.temperature, v, key_mask)
+        return pool.terms(self._scores(k, v) / self.temperature, v, key_mask)

@@ -1,0 +1,153 @@
+"""Log and Manhattan attention as sums over keys, plain and differentiable, with their states for decoding.
+
+Log attention: ``sum_j s_ij v_j`` with ``s_ij = a_i + b_j``. Manhattan: ``sum_j (l_j - l_i) x_j = S1 - l_i S0``, the l
+relative to an anchor, the first visible key: only differences count, and large l would cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine import masks
+from fast_attention.engine.chunks import first_visible
+from fast_attention.engine.scan import prefix_sums
+from fast_attention.engine.tracing import replaced
+from fast_attention.mechanisms.aft import pool
+
+Mask = Bool[Tensor, "*#batch2 keys"]
+
+
+class KeySums(NamedTuple):
+    """State of log attention: sums over keys of 1, v_j, b_j v_j and b_j, side by side in one row."""
+
+    sums: Float[Tensor, "*batch 1 both"]
+
+
+class LogSettings(NamedTuple):
+    """``score`` gives a of queries and b of keys; ``normalized`` divides by the sum of the scores."""
+
+    score: Callable[[Tensor], Tensor]
+    normalized: bool
+    is_causal: bool
+
+
+def terms(
+    b: Float[Tensor, "*batch keys weights"], v: Float[Tensor, "*batch keys values"], key_mask: Mask | None
+) -> Float[Tensor, "*batch keys both"]:
+    """The summands of ``KeySums``, a row for each key; zeros for masked ones. ``weights`` is ``values`` or 1."""
+    v, b = masks.drop(v, key_mask), masks.drop(b, key_mask)
+    return torch.cat([pool.seen(b[..., :1], key_mask), v, b * v, b], -1)
+
+
+def read(
+    a: Float[Tensor, "*batch length weights"], sums: Float[Tensor, "*batch rows both"], values: int, *, normalized: bool
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_j s_ij v_j``, over ``sum_j s_ij`` with ``normalized``, from sums of n keys: ``(a S0 + S1) / (n a + B)``."""
+    count, plain, weighted, scores = sums.split([1, values, values, sums.shape[-1] - 1 - 2 * values], -1)
+    numerator = a * plain + weighted
+    return pool.quotient(numerator, count * a + scores) if normalized else numerator
+
+
+def log_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: LogSettings) -> Tensor:
+    """``read`` with the sums over all keys, or, causal, over those up to each query."""
+    rows = terms(settings.score(k), v, key_mask)
+    rows = pool.aligned(prefix_sums(rows), q.shape[-2]) if settings.is_causal else rows.sum(-2, keepdim=True)
+    return read(settings.score(q), rows, v.shape[-1], normalized=settings.normalized)
+
+
+class Differences(NamedTuple):
+    """State of signed Manhattan attention; ``anchor`` and ``first`` belong to the first visible key, zeros before."""
+
+    anchor: Float[Tensor, "*batch 1 weights"]  # l of the first key
+    first: Float[Tensor, "*batch 1 values"]  # ``h v`` of the first key
+    number: Float[Tensor, "*batch rows 1"]  # visible keys
+    plain: Float[Tensor, "*batch rows values"]  # S0 = sum_j x_j
+    weighted: Float[Tensor, "*batch rows values"]  # S1 = sum_j (l_j - anchor) x_j
+
+
+class ManhattanSettings(NamedTuple):
+    """``both`` gives h and l of keys; ``mean`` divides the sum by the number of visible keys."""
+
+    both: Callable[[Tensor], tuple[Tensor, Tensor]]
+    mean: bool
+    is_causal: bool
+
+
+def signed(
+    l: Float[Tensor, "*batch keys weights"],
+    x: Float[Tensor, "*batch keys values"],
+    key_mask: Mask | None,
+    *,
+    is_causal: bool,
+) -> Float[Tensor, "*batch keys values"]:
+    """``sum_j (l_j - l_i) x_j`` for every i over the keys that it may see; the x of others must be zero."""
+    if is_causal:
+        return relative(l, running(l, x, x, key_mask))
+    count = pool.seen(l[..., :1], key_mask).sum(-2, keepdim=True).clamp(min=1.0)
+    l = l - masks.drop(l, key_mask).sum(-2, keepdim=True).detach() / count
+    return (l * x).sum(-2, keepdim=True) - l * x.sum(-2, keepdim=True)
+
+
+def relative(l: Float[Tensor, "*batch keys weights"], sums: Differences) -> Float[Tensor, "*batch keys values"]:
+    """``sum_j (l_j - l_i) x_j`` from the sums that every i sees."""
+    return sums.weighted - (l - sums.anchor) * sums.plain
+
+
+def running(
+    l: Float[Tensor, "*batch keys weights"],
+    x: Float[Tensor, "*batch keys values"],
+    diagonal: Float[Tensor, "*batch keys values"],
+    key_mask: Mask | None,
+    earlier: Differences | None = None,
+) -> Differences:
+    """The sums up to every key, as many rows as keys; of ``diagonal`` (``h v``) the first visible row is kept."""
+    anchor, first = (first_visible(masks.drop(y, key_mask), key_mask) for y in (l, diagonal))
+    if earlier is not None:
+        known = earlier.number > 0
+        anchor, first = torch.where(known, earlier.anchor, anchor), torch.where(known, earlier.first, first)
+    count, plain, weighted = (prefix_sums(y) for y in (pool.seen(l[..., :1], key_mask), x, (l - anchor) * x))
+    if earlier is not None:
+        count, plain, weighted = count + earlier.number, plain + earlier.plain, weighted + earlier.weighted
+    return Differences(anchor, first, count, plain, weighted)
+
+
+def summarised(
+    l: Float[Tensor, "*batch keys weights"],
+    x: Float[Tensor, "*batch keys values"],
+    diagonal: Float[Tensor, "*batch keys values"],
+    key_mask: Mask | None,
+) -> Differences:
+    """The sums over all keys, one row."""
+    anchor, first = (first_visible(masks.drop(y, key_mask), key_mask) for y in (l, diagonal))
+    sums = (y.sum(-2, keepdim=True) for y in (pool.seen(l[..., :1], key_mask), x, (l - anchor) * x))
+    return Differences(anchor, first, *sums)
+
+
+def last(rows: Differences) -> Differences:
+    """The last row alone."""
+    return replaced(rows, **{name: getattr(rows, name)[..., -1:, :] for name in ("number", "plain", "weighted")})
+
+
+def combined(earlier: Differences, later: Differences) -> Differences:
+    """The sums of two neighbouring chunks; associative."""
+    known = earlier.number > 0
+    anchor = torch.where(known, earlier.anchor, later.anchor)
+    weighted = earlier.weighted + later.weighted + (later.anchor - anchor) * later.plain
+    first = torch.where(known, earlier.first, later.first)
+    return Differences(anchor, first, earlier.number + later.number, earlier.plain + later.plain, weighted)
+
+
+def manhattan_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: ManhattanSettings) -> Tensor:
+    """``h_i v_i + sum_j (l_j - l_i) v_j``; the sum over the number of visible keys with ``mean``."""
+    (h, l), x = settings.both(k), masks.drop(v, key_mask)
+    out = signed(l, x, key_mask, is_causal=settings.is_causal)
+    if settings.mean:
+        ones = pool.seen(l[..., :1], key_mask)
+        count = prefix_sums(ones) if settings.is_causal else ones.sum(-2, keepdim=True)
+        out = out / count.clamp(min=1.0)
+    return masks.drop(h, key_mask) * x + out
