@@ -19,7 +19,7 @@ from rich.console import Console
 
 import fast_attention
 from fast_attention import catalogue, files
-from fast_attention.conversion.goals import Likeness
+from fast_attention.conversion.goals import HiddenStates
 from fast_attention.lab import capture, corpus, inputs, loading, records, surroundings
 from fast_attention.lab.converting import costs
 from fast_attention.lab.converting.reading import Reading
@@ -52,8 +52,8 @@ def main() -> None:
 
     original = loading.load(folder).float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    read, goal = Reading(corpus.read(None, None), tokenizer, asked.length, 2, 0), Likeness()
-    held, models = goal.hold(original, [*read.held_out, *read.choosing]), {"original": original}
+    read, goal = Reading(corpus.read(None, None), tokenizer, asked.length, 2, 0), HiddenStates()
+    held, models = goal.prepare(original, [*read.held_out, *read.choosing]), {"original": original}
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("swapping") as status:
         for text in asked.mechanisms:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fast_attention import conformance, swap
-from fast_attention.conformance.threads import together
+from fast_attention.conformance.threads import run_in_step
 from fast_attention.lab import commands
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
@@ -166,7 +166,7 @@ def test_threads_generate_what_they_do_one_after_another(kind: str, mechanism: s
     jobs = [*(partial(generate, i) for i in range(4)), *(partial(shown, i) for i in range(2))]
     with torch.no_grad():
         alone = [job() for job in jobs]
-        beside = together(jobs, model)
+        beside = run_in_step(jobs, model)
     for a, b in zip(beside, alone, strict=True):
         torch.testing.assert_close(a, b)
         assert a.shape == b.shape

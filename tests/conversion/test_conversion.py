@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import ConversionSettings, FavorPlusPlus, convert, from_pretrained, swap
-from fast_attention.conversion import choosing, goals, kinds, transfer
+from fast_attention.conversion import adapters, choosing, goals, transfer
 from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
 
@@ -222,7 +222,7 @@ def test_a_layer_put_back_is_the_originals_and_comes_off_again() -> None:
     with choosing.put_back(model, original, names[:2]), torch.no_grad():
         put = model(**HELD[1]).last_hidden_state
     assert equal(state(model), before)
-    kinds.of(model).keep(model, original, MECHANISM, names, names[:2])
+    adapters.of(model).keep(model, original, MECHANISM, names, names[:2])
     with torch.no_grad():
         torch.testing.assert_close(model(**HELD[1]).last_hidden_state, put, atol=1e-6, rtol=1e-5)
     own = f"{names[2]}.fast_attention.bound.query"
@@ -352,7 +352,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
 
 def test_a_language_models_padding_is_not_predicted() -> None:
     model = decoder("llama")
-    held = goals.LanguageModel().hold(model, [padded(1)])
+    held = goals.LanguageModel().prepare(model, [padded(1)])
     with torch.no_grad():
         logits = model(**padded(1)).logits
     losses = [

@@ -135,7 +135,7 @@ def test_ctrl_c_leaves_a_model_and_resume_goes_on(
     from_pretrained(tmp_path)
     code, out, err = run(capsys, *given, "--resume")
     assert code == 0, err
-    assert "goes on from" in err
+    assert "resumes from" in err
     assert "after the fine-tune" in out
     assert Converted.read(tmp_path / "report.json").conversion.status == "complete"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fast_attention
 from fast_attention import clock, explain, swap, swap_back
-from fast_attention.conformance.threads import differ
+from fast_attention.conformance.threads import difference_in_step
 from fast_attention.integrations import costs
 from fast_attention.mechanism import Unsupported
 
@@ -238,7 +238,9 @@ def test_a_cache_of_a_fixed_size(mechanism: str) -> None:
     swap(model, mechanism)
     given, wanted = inputs(model, 11, padded="left"), {"max_new_tokens": 5, "min_new_tokens": 5}
     if mechanism == "LinearAttention":
-        with pytest.raises(Unsupported, match="StaticLayer room for all tokens: generate without cache_implementation"):
+        with pytest.raises(
+            Unsupported, match="StaticLayer memory for all tokens: generate without cache_implementation"
+        ):
             model.generate(**given, **wanted, cache_implementation="static")
     else:
         fixed = model.generate(**given, **wanted, cache_implementation="static")
@@ -423,7 +425,7 @@ def test_torch_transformers_under_threads_autocast_and_compile(mechanism: str) -
         out = run(a, b, mask)
         return out.detach(), *gradients(model, out)
 
-    assert differ([lambda x=x: job(model, *x) for x in given], model) < 1e-5
+    assert difference_in_step([lambda x=x: job(model, *x) for x in given], model) < 1e-5
     before = job(model, *given[0])
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(job(model, *given[0])[0].float(), before[0], atol=0.1, rtol=0.1)

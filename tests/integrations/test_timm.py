@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import swap, swap_back
-from fast_attention.conformance.threads import differ
+from fast_attention.conformance.threads import difference_in_step
 from fast_attention.mechanism import Unsupported
 from tests.integrations.vision import PLACES, Attention, Beit, VisionTransformer
 
@@ -144,7 +144,7 @@ def test_threads_autocast_and_compile(mechanism: str) -> None:
         out = model(x)
         return out.detach(), *gradients(model, out)
 
-    assert differ([lambda x=x: job(x) for x in images], model) < 1e-6
+    assert difference_in_step([lambda x=x: job(x) for x in images], model) < 1e-6
     before, slopes = job(images[0])[0], gradients(model, model(images[0]))
     with torch.autocast("cpu", torch.bfloat16):
         out = model(images[0])

@@ -61,7 +61,7 @@ LAWS: tuple[Law, ...] = (
 
 @dataclass(frozen=True)
 class Report:
-    """What the laws found of one subject."""
+    """The findings of all laws about one attention or model. Print it."""
 
     subject: str
     findings: tuple[Finding, ...]
@@ -80,7 +80,7 @@ def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[La
     """Run the laws on an attention.
 
     Args:
-        subject: From ``of`` (ours), ``third_party`` (anybody's module or function), or described by hand.
+        subject: From ``of`` (ours), ``third_party`` (any module or function), or an ``AttentionUnderTest`` by hand.
         device: Where to run.
         laws: Which laws, all by default.
     """
@@ -89,7 +89,7 @@ def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[La
 
 @torch.no_grad()
 def check_model(model: nn.Module) -> Report:
-    """Run the laws on a whole model, anybody's, swapped or not; a broken one names the layer that breaks it.
+    """Run the laws on a whole model, ours or third-party, swapped or not; a broken law names the layer that breaks it.
 
     Args:
         model: A Hugging Face model of tokens (not encoder-decoder), or an ``nn.models.Model`` of this library. It is
@@ -98,13 +98,13 @@ def check_model(model: nn.Module) -> Report:
     Raises:
         ValueError: It is neither.
     """
-    subject, modes = whole_model.of(model), {part: part.training for part in model.modules()}
+    subject, modes = whole_model.of(model), {module: module.training for module in model.modules()}
     model.eval()
     try:
         return Report(subject.name, tuple(law(subject) for law in whole_model.LAWS))
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for module, training in modes.items():
+            module.training = training
 
 
 __all__ = [

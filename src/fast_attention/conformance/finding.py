@@ -1,4 +1,4 @@
-"""What a law finds: kept, broken or not claimed, and the measured size of the breach."""
+"""Findings of laws: kept, broken or not claimed, and the measured size of the breach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Status = Literal["kept", "broken", "not claimed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One law applied to one subject; ``size`` is relative to the output's rms unless ``detail`` says otherwise."""
+    """The result of a law for a subject; ``size`` is relative to the output's rms unless ``detail`` says otherwise."""
 
     status: Status
     size: float = 0.0
@@ -25,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Law:
-    """A law by name; called with a subject and a device it gives a finding."""
+    """A law with its name: a function from a subject and a device to a finding."""
 
     name: str
     judge: Callable[[Any, str], Finding]
@@ -35,8 +35,8 @@ class Law:
         try:
             finding = self.judge(subject, device)
         except (Exception, SystemExit) as error:
-            said = str(error).strip().splitlines()
-            detail = f"raised {type(error).__name__}: {said[0] if said else ''}"[:200]
+            lines = str(error).strip().splitlines()
+            detail = f"raised {type(error).__name__}: {lines[0] if lines else ''}"[:200]
             finding = Finding("broken", float("inf"), 0.0, detail)
         return replace(finding, law=self.name)
 
@@ -52,12 +52,12 @@ def judged(size: float, limit: float, detail: str = "") -> Finding:
 
 
 def unclaimed(detail: str) -> Finding:
-    """The subject does not promise what the law is about."""
+    """The finding where the subject does not promise what the law is about."""
     return Finding("not claimed", detail=detail)
 
 
 def moved(after: Tensor, before: Tensor) -> float:
-    """Largest change, relative to the rms of what was there before; infinite where something is not finite."""
+    """The largest change, relative to the rms of ``before``; infinite where something is not finite."""
     if after.numel() == 0:
         return 0.0
     change = (after.detach() - before.detach()).abs().max().item()

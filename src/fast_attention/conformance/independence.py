@@ -15,13 +15,13 @@ def _tokens(x: Tensor, start: int, stop: int | None = None) -> Tensor:
     return x[..., start:stop, :]
 
 
-def _changed(inputs: tuple[Tensor, ...], where: Tensor, factor: float, seed: int = 1) -> tuple[Tensor, ...]:
-    """The inputs with the tokens ``where`` (B, L) replaced by other ones, ``factor`` times as large."""
+def _changed(inputs: tuple[Tensor, ...], replaced: Tensor, factor: float, seed: int = 1) -> tuple[Tensor, ...]:
+    """The inputs with the tokens ``replaced`` (B, L) replaced by random ones, ``factor`` times as large."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for x in inputs:
         other = factor * (x + torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x))
-        out.append(torch.where(where.view(where.shape[0], *[1] * (x.ndim - 3), where.shape[1], 1), other, x))
+        out.append(torch.where(replaced.view(replaced.shape[0], *[1] * (x.ndim - 3), replaced.shape[1], 1), other, x))
     return tuple(out)
 
 
@@ -30,13 +30,13 @@ def future(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The future never moves the past: later tokens are replaced by ones 6 and 60 times as large."""
     if not subject.causal:
         return unclaimed("not causal")
-    made, length = subject.built(device=device), subject.length
+    module, length = subject.built(device=device), subject.length
     inputs = subject.draw(length, device=device)
-    before, worst, at = subject.call(made, inputs, True, None), 0.0, ""
+    before, worst, at = subject.call(module, inputs, True, None), 0.0, ""
     for t in sorted({1, length // 3, length // 2 + 1, length - 1}):
         where = (torch.arange(length) >= t).expand(2, -1).to(inputs[0].device)
         for factor in FACTORS:
-            after = subject.call(made, _changed(inputs, where, factor), True, None)
+            after = subject.call(module, _changed(inputs, where, factor), True, None)
             size = moved(_tokens(after, 0, t), _tokens(before, 0, t))
             if size > worst:
                 worst, at = size, f"tokens from {t} on made {factor:g} times as large"
@@ -48,16 +48,16 @@ def enormous(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Finite future keys or values of 1e19, whose squares fit no float32: the past's outputs and gradients stay."""
     if not subject.causal:
         return unclaimed("not causal")
-    made, length, worst, at = subject.built(dtype=torch.float32, device=device), subject.length, 0.0, ""
+    module, length, worst, at = subject.built(dtype=torch.float32, device=device), subject.length, 0.0, ""
     drawn = [x.float() for x in subject.draw(length, device=device)]
     for t in sorted({1, length // 2, length - 1}):
-        before = _of_the_past(subject, made, drawn, t)
+        before = _of_the_past(subject, module, drawn, t)
         least = 1e-3 * max(float(x.abs().max()) for x in before)  # gradients that cancel to nothing are rounding
         for which in (1, 2) if len(drawn) == 3 else (0,):
             for value in (1e19, -1e19):
                 inputs = [x.clone() for x in drawn]
                 inputs[which][..., t:, :] = value
-                after = _of_the_past(subject, made, inputs, t)
+                after = _of_the_past(subject, module, inputs, t)
                 changes = [
                     float((a - b).abs().max() / b.abs().max().clamp_min(least))
                     for a, b in zip(after, before, strict=True)
@@ -68,12 +68,12 @@ def enormous(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     return judged(worst, 10 * rounding(torch.float32), at)
 
 
-def _of_the_past(subject: AttentionUnderTest, made: object, inputs: list[Tensor], t: int) -> list[Tensor]:
+def _of_the_past(subject: AttentionUnderTest, module: object, inputs: list[Tensor], t: int) -> list[Tensor]:
     """Outputs before token t, and the gradients there of a sum of them."""
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = _tokens(subject.call(made, tuple(leaves), True, None), 0, t)
-    found = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
-    return [out.detach(), *(_tokens(x, 0, t) for x in found if x is not None)]
+    out = _tokens(subject.call(module, tuple(leaves), True, None), 0, t)
+    gradients = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
+    return [out.detach(), *(_tokens(x, 0, t) for x in gradients if x is not None)]
 
 
 @law("the past is seen")
@@ -81,18 +81,18 @@ def past(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The past is seen: other early tokens give other late outputs."""
     if not subject.causal:
         return unclaimed("not causal")
-    made, length = subject.built(device=device), subject.length
+    module, length = subject.built(device=device), subject.length
     inputs = subject.draw(length, device=device)
     where = (torch.arange(length) < length // 2).expand(2, -1).to(inputs[0].device)
-    before = subject.call(made, inputs, True, None)
-    after = subject.call(made, _changed(inputs, where, 1.0), True, None)
+    before = subject.call(module, inputs, True, None)
+    after = subject.call(module, _changed(inputs, where, 1.0), True, None)
     size = moved(_tokens(after, length // 2), _tokens(before, length // 2))
     least = 1e-6
     return Finding("kept" if size > least else "broken", size, least, "smallest change that counts as seeing")
 
 
-def ends_and_holes(length: int, device: torch.device) -> Tensor:
-    """One sequence padded at its end, one with holes."""
+def padding_masks(length: int, device: torch.device) -> Tensor:
+    """Key masks (2, L): one sequence padded at its end, one with masked keys in between."""
     positions = torch.arange(length, device=device)
     return torch.stack([positions < length - length // 3, (positions % 3 != 1) | (positions == 0)])
 
@@ -102,13 +102,13 @@ def padding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Padding is inert: whatever masked tokens hold, nothing that may be seen moves."""
     if not subject.padding:
         return unclaimed("takes no key mask")
-    made, length = subject.built(device=device), subject.length
+    module, length = subject.built(device=device), subject.length
     inputs = subject.draw(length, device=device)
-    mask, worst, at = ends_and_holes(length, inputs[0].device), 0.0, ""
+    mask, worst, at = padding_masks(length, inputs[0].device), 0.0, ""
     for is_causal in subject.modes:
-        before = _visible(subject.call(made, inputs, is_causal, mask), mask)
+        before = _visible(subject.call(module, inputs, is_causal, mask), mask)
         for factor in (*FACTORS, 1e4):
-            after = _visible(subject.call(made, _changed(inputs, ~mask, factor), is_causal, mask), mask)
+            after = _visible(subject.call(module, _changed(inputs, ~mask, factor), is_causal, mask), mask)
             size = moved(after, before)
             if size > worst:
                 worst, at = size, f"masked tokens made {factor:g} times as large, is_causal={is_causal}"
@@ -124,17 +124,17 @@ def shorter(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A padded input gives what the shorter input gives."""
     if not subject.padding or not subject.shrinks:
         return unclaimed("takes no key mask" if subject.shrinks else "laid out over the padded length")
-    made, length = subject.built(device=device), subject.length
+    module, length = subject.built(device=device), subject.length
     inputs = subject.draw(length, device=device)
     worst, at = 0.0, ""
     for kept in sorted({1, length // 2, length - 1}):
         mask = (torch.arange(length) < kept).expand(2, -1).to(inputs[0].device)
         for is_causal in subject.modes:
             try:
-                short = subject.call(made, tuple(_tokens(x, 0, kept) for x in inputs), is_causal, None)
+                short = subject.call(module, tuple(_tokens(x, 0, kept) for x in inputs), is_causal, None)
             except (AssertionError, RuntimeError):
                 continue  # a length it does not take is another law's business
-            size = moved(_tokens(subject.call(made, inputs, is_causal, mask), 0, kept), short)
+            size = moved(_tokens(subject.call(module, inputs, is_causal, mask), 0, kept), short)
             if size > worst:
                 worst, at = size, f"{kept} of {length} tokens, is_causal={is_causal}"
     return judged(worst, rounding(subject.dtype), at)
@@ -145,13 +145,13 @@ def empty(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A query that may see nothing gets zeros."""
     if not subject.padding or subject.inputs == "x":
         return unclaimed("takes no key mask" if not subject.padding else "mixes whole tokens")
-    made = subject.built(device=device)
+    module = subject.built(device=device)
     inputs = subject.draw(subject.length, device=device)
     mask = torch.ones(2, subject.length, dtype=torch.bool, device=inputs[0].device)
     mask[1] = False
     worst = 0.0
     for is_causal in subject.modes:
-        out = subject.call(made, inputs, is_causal, mask)
+        out = subject.call(module, inputs, is_causal, mask)
         size = out[1].detach().abs().max().item()
         worst = max(worst, size if size == size else float("inf"))
     return judged(worst, 0.0, "largest output of a sequence masked throughout")
@@ -160,16 +160,16 @@ def empty(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 @law("batch and heads are independent")
 def batch(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A sequence does not notice its neighbours in the batch, nor a head the other heads."""
-    made, inputs = subject.built(device=device), subject.draw(subject.length, batch=3, device=device)
+    module, inputs = subject.built(device=device), subject.draw(subject.length, batch=3, device=device)
     worst, at = 0.0, ""
     for is_causal in subject.modes:
-        together = subject.call(made, inputs, is_causal, None)
-        alone = subject.call(made, tuple(x[1:2] for x in inputs), is_causal, None)
+        together = subject.call(module, inputs, is_causal, None)
+        alone = subject.call(module, tuple(x[1:2] for x in inputs), is_causal, None)
         loud = tuple(torch.cat([60 * x[:1], x[1:2], -60 * x[2:]]) for x in inputs)
-        other = subject.call(made, loud, is_causal, None)
+        other = subject.call(module, loud, is_causal, None)
         sizes = {"alone": moved(alone, together[1:2]), "among loud neighbours": moved(other[1:2], together[1:2])}
         if subject.inputs == "qkv" and subject.heads > 1:
             heads = tuple(torch.cat([x[:, :1], 60 * x[:, 1:]], 1) for x in inputs)
-            sizes["beside a loud head"] = moved(subject.call(made, heads, is_causal, None)[:, :1], together[:, :1])
+            sizes["beside a loud head"] = moved(subject.call(module, heads, is_causal, None)[:, :1], together[:, :1])
         at, worst = max([(at, worst), *sizes.items()], key=lambda pair: pair[1])
     return judged(worst, rounding(subject.dtype), at)

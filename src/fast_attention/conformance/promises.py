@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.conformance.finding import Finding, judged, law, moved, rounding, unclaimed
-from fast_attention.conformance.independence import ends_and_holes
+from fast_attention.conformance.independence import padding_masks
 from fast_attention.conformance.under_test import AttentionUnderTest
 from fast_attention.counting import count_operations, exponent, peak_bytes
 from fast_attention.mechanism import Attention, Mixer, Shape, Unsupported
@@ -24,21 +24,21 @@ def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     mechanism = subject.mechanism
     if mechanism is None or mechanism.traits.memory is None:
         return unclaimed("does not stream")
-    made, length = subject.built(device=device), subject.length
+    module, length = subject.built(device=device), subject.length
     q, k, v = subject.draw(length, device=device)
     mask, worst, at = torch.ones(2, length, dtype=torch.bool, device=q.device), 0.0, ""
     mask[1, 2:7] = mask[1, -3:] = False
     for key_mask in (None, mask) if subject.padding else (None,):
-        whole = subject.call(made, (q, k, v), True, key_mask)
+        one_pass = subject.call(module, (q, k, v), True, key_mask)
         for sizes in ([length], [1] * length, [5, 1, 11, length - 17], [length - 1, 1]):
-            state, parts, start = None, [], 0
+            state, outputs, start = None, [], 0
             for size in sizes:
-                now = slice(start, start + size)
-                seen = None if key_mask is None else key_mask[:, now]
-                part, state = made.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
-                parts.append(part)
+                new = slice(start, start + size)
+                visible = None if key_mask is None else key_mask[:, new]
+                out, state = module.decode(q[:, :, new], k[:, :, new], v[:, :, new], state, key_mask=visible)
+                outputs.append(out)
                 start += size
-            size = moved(torch.cat(parts, -2), whole)
+            size = moved(torch.cat(outputs, -2), one_pass)
             if size > worst:
                 worst, at = size, f"split {sizes[:4]}, {'with' if key_mask is not None else 'without'} a key mask"
     return judged(worst, rounding(subject.dtype), at)
@@ -46,57 +46,57 @@ def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 
 @law("padding may hold anything")
 def poisoned(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """Masked keys and values of NaN, infinity or 3e38 move no output, no gradient and no state; nor do such queries
-    move another token's output."""
+    """Masked keys and values of NaN, infinity or 3e38 move no output, gradient or state; masked queries move no other
+    token's output."""
     if subject.mechanism is None or not subject.padding:
         return unclaimed("takes no key mask" if subject.mechanism is not None else "not one of ours")
-    made, length = subject.built(device=device, dtype=torch.float32), subject.length
+    module, length = subject.built(device=device, dtype=torch.float32), subject.length
     inputs = tuple(x.float() for x in subject.draw(length, device=device))
-    mask, worst, at = ends_and_holes(length, inputs[0].device), 0.0, ""
-    hidden = ~mask.view(2, *[1] * (inputs[0].ndim - 3), length, 1)
+    mask, worst, at = padding_masks(length, inputs[0].device), 0.0, ""
+    masked = ~mask.view(2, *[1] * (inputs[0].ndim - 3), length, 1)
     for is_causal in subject.modes:
-        before = _answers(subject, made, _filled(inputs, hidden, 0.0), is_causal, mask)
+        before = _outputs_and_gradients(subject, module, _filled(inputs, masked, 0.0), is_causal, mask)
         for value in (float("nan"), float("inf"), 3e38, -3e38):
-            after = _answers(subject, made, _filled(inputs, hidden, value), is_causal, mask)
-            everywhere = tuple(x.masked_fill(hidden, value) for x in inputs)
-            rows = (subject.call(made, x, is_causal, mask).movedim(-2, 1)[mask] for x in (everywhere, inputs))
+            after = _outputs_and_gradients(subject, module, _filled(inputs, masked, value), is_causal, mask)
+            queries_too = tuple(x.masked_fill(masked, value) for x in inputs)
+            rows = (subject.call(module, x, is_causal, mask).movedim(-2, 1)[mask] for x in (queries_too, inputs))
             sizes = [moved(x, y) for x, y in (*zip(after, before, strict=True), rows)]
             if max(sizes) > worst:
                 worst, at = max(sizes), f"masked tokens hold {value:g}, is_causal={is_causal}"
     return judged(worst, rounding(torch.float32), at)
 
 
-def _filled(inputs: tuple[Tensor, ...], hidden: Tensor, value: float) -> tuple[Tensor, ...]:
-    """The inputs with ``value`` at hidden places of all but the queries."""
-    first = len(inputs) == 3
-    return tuple(x if first and i == 0 else x.masked_fill(hidden, value) for i, x in enumerate(inputs))
+def _filled(inputs: tuple[Tensor, ...], masked: Tensor, value: float) -> tuple[Tensor, ...]:
+    """The inputs with ``value`` at the masked tokens of keys and values, or of x."""
+    has_queries = len(inputs) == 3
+    return tuple(x if has_queries and i == 0 else x.masked_fill(masked, value) for i, x in enumerate(inputs))
 
 
-def _answers(
-    subject: AttentionUnderTest, made: Any, inputs: tuple[Tensor, ...], is_causal: bool, mask: Tensor
+def _outputs_and_gradients(
+    subject: AttentionUnderTest, module: Any, inputs: tuple[Tensor, ...], is_causal: bool, mask: Tensor
 ) -> tuple[Tensor, ...]:
-    """Outputs, gradients of inputs and weights, and, where it streams, outputs of two stretches."""
+    """Outputs, gradients of inputs and weights and, where the mechanism streams, outputs of two decoding steps."""
     leaves = tuple(x.clone().requires_grad_() for x in inputs)
-    out = subject.call(made, leaves, is_causal, mask)
-    found = [*leaves, *made.parameters()]
-    grads = torch.autograd.grad(out.sin().sum(), found, allow_unused=True, materialize_grads=True)
-    parts, state, memory = [], None, subject.mechanism is not None and subject.mechanism.traits.memory
-    for now in (slice(0, 9), slice(9, None)) if memory and is_causal else ():
-        part, state = made.decode(*(x[:, :, now] for x in inputs), state, key_mask=mask[:, now])
-        parts.append(part)
-    return (out, *grads, *parts)
+    out = subject.call(module, leaves, is_causal, mask)
+    leaves_and_weights = [*leaves, *module.parameters()]
+    grads = torch.autograd.grad(out.sin().sum(), leaves_and_weights, allow_unused=True, materialize_grads=True)
+    outputs, state, memory = [], None, subject.mechanism is not None and subject.mechanism.traits.memory
+    for new in (slice(0, 9), slice(9, None)) if memory and is_causal else ():
+        decoded, state = module.decode(*(x[:, :, new] for x in inputs), state, key_mask=mask[:, new])
+        outputs.append(decoded)
+    return (out, *grads, *outputs)
 
 
 @law("torch.func: jvp, jacfwd, vmap")
 def transforms(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """Derivatives forwards are those backwards, also many at once, and ``vmap`` over the batch is the batch."""
+    """Forward-mode derivatives agree with gradients, also under ``jacfwd``; ``vmap`` over the batch is the batch."""
     if subject.mechanism is None:
         return unclaimed("not one of this library's mechanisms")
-    made, inputs, worst, at = subject.built(device=device), subject.draw(subject.length, device=device), 0.0, ""
+    module, inputs, worst, at = subject.built(device=device), subject.draw(subject.length, device=device), 0.0, ""
     for is_causal in subject.modes:
 
-        def call(*given: Tensor, is_causal: bool = is_causal) -> Tensor:
-            return subject.call(made, given, is_causal, None)
+        def call(*arguments: Tensor, is_causal: bool = is_causal) -> Tensor:
+            return subject.call(module, arguments, is_causal, None)
 
         def scaled(factor: Tensor, call: Any = call) -> Tensor:
             return call(*(factor * x for x in inputs))
@@ -104,12 +104,12 @@ def transforms(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         with warnings.catch_warnings():  # of what torch imports, and of operations that it maps one by one
             warnings.filterwarnings("ignore", message=".torch.jit|There is a performance drop")
             out, tangent, *_ = torch.func.jvp(call, inputs, inputs)
-            probe = out.detach().cos()
-            pulled = torch.func.vjp(call, *inputs)[1](probe)
-            backwards = torch.stack([(x * g).sum() for x, g in zip(inputs, pulled, strict=True)]).sum()
-            apart = ((tangent * probe).sum() - backwards) / probe.square().sum()
+            grad_out = out.detach().cos()
+            gradients = torch.func.vjp(call, *inputs)[1](grad_out)
+            backwards = torch.stack([(x * g).sum() for x, g in zip(inputs, gradients, strict=True)]).sum()
+            mismatch = ((tangent * grad_out).sum() - backwards) / grad_out.square().sum()
             sizes = {
-                "jvp": moved(out + apart, out),
+                "jvp": moved(out + mismatch, out),
                 "jacfwd": moved(torch.func.jacfwd(scaled)(inputs[0].new_ones(())), tangent),
                 "vmap": moved(torch.vmap(call)(*inputs), out),
             }
@@ -123,18 +123,18 @@ def combining(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     mechanism = subject.mechanism
     if not isinstance(mechanism, Attention) or mechanism.traits.memory != "constant":
         return unclaimed("no state of constant size")
-    made = subject.built(device=device)
+    module = subject.built(device=device)
     q, k, v = subject.draw(subject.length, device=device)
-    cuts = [slice(0, 9), slice(9, 20), slice(20, 30)]
-    a, b, c = (mechanism.summarise(k[:, :, cut], v[:, :, cut], made.w) for cut in cuts)
+    chunks = [slice(0, 9), slice(9, 20), slice(20, 30)]
+    a, b, c = (mechanism.summarise(k[:, :, chunk], v[:, :, chunk], module.w) for chunk in chunks)
     left = mechanism.combine(mechanism.combine(a, b), c)
     right = mechanism.combine(a, mechanism.combine(b, c))
     rest = slice(30, subject.length)
-    outs = [made.decode(q[:, :, rest], k[:, :, rest], v[:, :, rest], state)[0] for state in (left, right)]
-    whole = subject.call(made, (q, k, v), True, None)[:, :, rest]
+    outs = [module.decode(q[:, :, rest], k[:, :, rest], v[:, :, rest], state)[0] for state in (left, right)]
+    one_pass = subject.call(module, (q, k, v), True, None)[:, :, rest]
     if tuple(t.shape for t in a.held) != tuple(t.shape for t in left.held):
         return judged(float("inf"), 0.0, "the state grows")
-    return judged(max(moved(out, whole) for out in outs), rounding(subject.dtype))
+    return judged(max(moved(out, one_pass) for out in outs), rounding(subject.dtype))
 
 
 @law("declared order")
@@ -176,24 +176,24 @@ def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     mechanism = subject.mechanism
     if mechanism is None:
         return unclaimed("no declared traits")
-    made, length = subject.built(device=device), 6
+    module, length = subject.built(device=device), 6
     inputs, traits, name = subject.draw(length, device=device), mechanism.traits, type(mechanism).__name__
     mask = torch.ones(2, length, dtype=torch.bool, device=inputs[0].device)
-    tries: dict[str, Any] = {}
+    attempts: dict[str, Any] = {}
     if not traits.causal:
-        tries["causal"] = lambda: made(*inputs, is_causal=True)
+        attempts["causal"] = lambda: module(*inputs, is_causal=True)
     if not traits.padding:
-        tries["padding"] = lambda: made(*inputs, key_mask=mask)
+        attempts["padding"] = lambda: module(*inputs, key_mask=mask)
     if isinstance(mechanism, Attention):
         q, k, v = inputs
         if not traits.cross:
-            tries["cross"] = lambda: made(q[:, :, :4], k, v)
+            attempts["cross"] = lambda: module(q[:, :, :4], k, v)
         if not traits.mask:
-            tries["mask"] = lambda: made(q, k, v, attn_mask=mask[0].expand(length, length))
+            attempts["mask"] = lambda: module(q, k, v, attn_mask=mask[0].expand(length, length))
         if traits.memory is None:
-            tries["memory"] = lambda: made.decode(q, k, v)
-    failed = [trait for trait, attempt in tries.items() if not _refused(attempt, name, trait)]
-    return judged(len(failed), 0, "accepted: " + ", ".join(failed) if failed else f"{len(tries)} refusals")
+            attempts["memory"] = lambda: module.decode(q, k, v)
+    failed = [trait for trait, attempt in attempts.items() if not _refused(attempt, name, trait)]
+    return judged(len(failed), 0, "accepted: " + ", ".join(failed) if failed else f"{len(attempts)} refusals")
 
 
 def _refused(attempt: Any, name: str, trait: str) -> bool:
@@ -205,14 +205,14 @@ def _refused(attempt: Any, name: str, trait: str) -> bool:
 
 
 class _Fixed(nn.Module):
-    """torch.export wants a module; the causality is part of the program."""
+    """A module for torch.export, with ``is_causal`` fixed."""
 
-    def __init__(self, made: nn.Module, is_causal: bool) -> None:
+    def __init__(self, module: nn.Module, is_causal: bool) -> None:
         super().__init__()
-        self.made, self.is_causal = made, is_causal
+        self.module, self.is_causal = module, is_causal
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.made(*inputs, is_causal=self.is_causal)
+        return self.module(*inputs, is_causal=self.is_causal)
 
 
 @law("torch.export, dynamic length")

@@ -17,12 +17,12 @@ LENGTHS = (1, 2, 3, 7, 16, 31, 63, 64, 65, 97)
 @law("any length")
 def lengths(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Any length works: 1, primes, not a multiple of any block."""
-    made, refused = subject.built(device=device), []
+    module, refused = subject.built(device=device), []
     for length in LENGTHS:
         inputs = subject.draw(length, device=device)
         for is_causal in subject.modes:
             try:
-                out = subject.call(made, inputs, is_causal, None)
+                out = subject.call(module, inputs, is_causal, None)
             except Exception as error:
                 refused.append(f"{length} ({type(error).__name__})")
                 continue
@@ -36,25 +36,25 @@ def lengths(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 def finite(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Finite in, finite out, at inputs 100 times as large (logits of 10^4), gradients included; and 10^18 times.
 
-    Nor does anything vanish in float32 that float64 finds (below).
+    Nor is any row zero in float32 that is not in float64.
     """
-    made = subject.built(device=device)
-    bad, at = _lost(subject, device)
+    module = subject.built(device=device)
+    failures, at = _lost(subject, device)
     for factor in (1e2, 1e-4, 0.0):
         for is_causal in subject.modes:
             inputs = tuple((factor * x).requires_grad_() for x in subject.draw(subject.length, device=device))
-            out = subject.call(made, inputs, is_causal, None)
+            out = subject.call(module, inputs, is_causal, None)
             out.sum().backward()
             for tensor in (out, *(x.grad for x in inputs if x.grad is not None)):
                 if not bool(tensor.isfinite().all()):
-                    bad, at = bad + 1, f"inputs times {factor:g}, is_causal={is_causal}"
-    return judged(bad, 0, at or "inputs times 1e18, 1e4, 100, 30, 1e-4 and 0")
+                    failures, at = failures + 1, f"inputs times {factor:g}, is_causal={is_causal}"
+    return judged(failures, 0, at or "inputs times 1e18, 1e4, 100, 30, 1e-4 and 0")
 
 
 def _lost(subject: AttentionUnderTest, device: str) -> tuple[int, str]:
-    """Rows that are zero in float32 where they are not in float64, or not finite where the others fit into float32.
+    """Count rows that are zero in float32 and not in float64, or not finite where float64's would fit into float32.
 
-    Queries and keys are large and values are not, or with 1e18 all are: sums of their products do not fit.
+    Queries and keys are large and values are not; with 1e18 all are, and sums of their products do not fit.
     """
     lost, at = 0, ""
     single, double = subject.built(dtype=torch.float32, device=device), subject.built(device=device)
@@ -78,24 +78,24 @@ def _lost(subject: AttentionUnderTest, device: str) -> tuple[int, str]:
 
 @law("gradients")
 def gradients(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """Gradients are those of finite differences, in float64."""
-    made = subject.built(dtype=torch.float64, device=device)
+    """Gradients agree with finite differences, in float64."""
+    module = subject.built(dtype=torch.float64, device=device)
     worst = 0.0
     for is_causal in subject.modes:
         inputs = tuple(x.double().requires_grad_() for x in subject.draw(subject.length, batch=1, device=device))
         generator = torch.Generator().manual_seed(2)
-        ways = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in inputs]
-        out = subject.call(made, inputs, is_causal, None)
-        probe = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
-        grads = torch.autograd.grad((out * probe).sum(), inputs, allow_unused=True, materialize_grads=True)
-        slope = torch.stack([(g * way).sum() for g, way in zip(grads, ways, strict=True)]).sum()
+        directions = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for x in inputs]
+        out = subject.call(module, inputs, is_causal, None)
+        grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+        grads = torch.autograd.grad((out * grad_out).sum(), inputs, allow_unused=True, materialize_grads=True)
+        derivative = torch.stack([(g * direction).sum() for g, direction in zip(grads, directions, strict=True)]).sum()
 
-        step, there = 1e-5, []
+        step, values = 1e-5, []
         for sign in (1, -1):
-            near = tuple(x.detach() + sign * step * way for x, way in zip(inputs, ways, strict=True))
-            there.append((probe * subject.call(made, near, is_causal, None)).sum())
-        rise = (there[0] - there[1]) / (2 * step)
-        worst = max(worst, float((rise - slope).abs().detach() / (slope.abs().detach() + 1)))
+            near = tuple(x.detach() + sign * step * direction for x, direction in zip(inputs, directions, strict=True))
+            values.append((grad_out * subject.call(module, near, is_causal, None)).sum())
+        difference = (values[0] - values[1]) / (2 * step)
+        worst = max(worst, float((difference - derivative).abs().detach() / (derivative.abs().detach() + 1)))
     return judged(worst, 1e-6, "directional derivative against a central difference")
 
 
@@ -104,11 +104,11 @@ def precision(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """In bfloat16 and float16 the error is little more than rounding the output, and the dtype is kept."""
     worst, at = 0.0, ""
     for dtype in (torch.bfloat16, torch.float16):
-        made = subject.built(dtype=dtype, device=device)
-        exact = copy.deepcopy(made).double() if isinstance(made, nn.Module) else made
+        module = subject.built(dtype=dtype, device=device)
+        exact = copy.deepcopy(module).double() if isinstance(module, nn.Module) else module
         inputs = tuple(x.to(dtype) for x in subject.draw(subject.length, device=device))
         for is_causal in subject.modes:
-            low = subject.call(made, inputs, is_causal, None)
+            low = subject.call(module, inputs, is_causal, None)
             high = subject.call(exact, tuple(x.double() for x in inputs), is_causal, None)
             error = (low.double() - high).square().mean().sqrt() / high.square().mean().sqrt()
             size = float(error.detach()) / torch.finfo(dtype).eps
@@ -121,13 +121,13 @@ def precision(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 @law("autocast")
 def autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Under autocast to bfloat16 and float16 the outputs stay within 2 % of float32's."""
-    made = subject.built(dtype=torch.float32, device=device)
+    module = subject.built(dtype=torch.float32, device=device)
     inputs, worst = tuple(x.float() for x in subject.draw(subject.length, device=device)), 0.0
     for is_causal in subject.modes:
-        plain = subject.call(made, inputs, is_causal, None)
+        plain = subject.call(module, inputs, is_causal, None)
         for dtype in (torch.bfloat16, torch.float16):
             with torch.autocast(torch.device(device).type, dtype):
-                low = subject.call(made, inputs, is_causal, None)
+                low = subject.call(module, inputs, is_causal, None)
             error = (low.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
             worst = max(worst, float(error.detach()))
     return judged(worst, 2e-2, "relative rms")
@@ -135,24 +135,24 @@ def autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 
 @law("backward inside autocast")
 def backward_autocast(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """A pass backward computes as its pass forward did: the same gradients called inside of autocast and outside.
+    """A backward pass computes as its forward pass did: inside autocast and outside it gives the same gradients.
 
-    Of a pass forward outside of autocast only a backward pass is asked that does not fail: there torch runs the
-    products that autograd recorded in low precision, whoever recorded them.
+    After a forward pass outside of autocast the backward pass inside only has to succeed: torch then runs the products
+    that autograd recorded in low precision.
     """
-    made, kind = subject.built(dtype=torch.float32, device=device), torch.device(device).type
+    module, kind = subject.built(dtype=torch.float32, device=device), torch.device(device).type
     length = subject.length if subject.mechanism is None else 97
     inputs = tuple(x.float().requires_grad_() for x in subject.draw(length, batch=1, device=device))
-    weights = [w for w in made.parameters() if w.requires_grad] if isinstance(made, nn.Module) else []
+    weights = [w for w in module.parameters() if w.requires_grad] if isinstance(module, nn.Module) else []
     worst, at = 0.0, ""
     for is_causal in subject.modes:
-        found = []
+        results = []
         for forward, backward in ((False, True), (True, True), (True, False)):
             with torch.autocast(kind, torch.bfloat16, enabled=forward):
-                out = subject.call(made, inputs, is_causal, None).float().square().sum()
+                out = subject.call(module, inputs, is_causal, None).float().square().sum()
             with torch.autocast(kind, torch.bfloat16, enabled=backward):
-                found.append(torch.autograd.grad(out, (*inputs, *weights), allow_unused=True, materialize_grads=True))
-        _, inside, outside = found
+                results.append(torch.autograd.grad(out, (*inputs, *weights), allow_unused=True, materialize_grads=True))
+        _, inside, outside = results
         size = max(moved(a, b) for a, b in zip(inside, outside, strict=True))
         worst, at = max((worst, at), (size, f"is_causal={is_causal}"))
     return judged(worst, rounding(torch.float32), at)
@@ -161,47 +161,47 @@ def backward_autocast(subject: AttentionUnderTest, device: str = "cpu") -> Findi
 @law("determinism")
 def repeats(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Two calls agree to the bit, and so do two instances with the same seed."""
-    made, again = subject.built(device=device), subject.built(device=device)
+    module, second = subject.built(device=device), subject.built(device=device)
     inputs, worst = subject.draw(subject.length, device=device), 0.0
     for is_causal in subject.modes:
-        first = subject.call(made, inputs, is_causal, None)
-        worst = max(worst, moved(subject.call(made, inputs, is_causal, None), first))
-        worst = max(worst, moved(subject.call(again, inputs, is_causal, None), first))
+        first = subject.call(module, inputs, is_causal, None)
+        worst = max(worst, moved(subject.call(module, inputs, is_causal, None), first))
+        worst = max(worst, moved(subject.call(second, inputs, is_causal, None), first))
     return judged(worst, 0.0)
 
 
 @law("inputs are left alone")
 def untouched(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """The caller's tensors are as they were."""
-    made = subject.built(device=device)
+    module = subject.built(device=device)
     inputs = subject.draw(subject.length, device=device)
-    kept = tuple(x.clone() for x in inputs)
+    copies = tuple(x.clone() for x in inputs)
     mask = None
     if subject.padding:
         mask = torch.ones(2, subject.length, dtype=torch.bool, device=inputs[0].device)
         mask[1, subject.length // 2 :] = False
     for is_causal in subject.modes:
-        subject.call(made, inputs, is_causal, mask)
-    return judged(max(moved(a, b) for a, b in zip(inputs, kept, strict=True)), 0.0)
+        subject.call(module, inputs, is_causal, mask)
+    return judged(max(moved(a, b) for a, b in zip(inputs, copies, strict=True)), 0.0)
 
 
 @law("state_dict round trip")
 def saved(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """A state_dict loaded into another instance gives the same outputs, random features included."""
-    made = subject.built(device=device)
-    if not isinstance(made, nn.Module):
+    module = subject.built(device=device)
+    if not isinstance(module, nn.Module):
         return unclaimed("not a module")
     other = subject.built(seed=1, device=device)
-    other.load_state_dict(made.state_dict())
+    other.load_state_dict(module.state_dict())
     inputs = subject.draw(subject.length, device=device)
-    sizes = [moved(subject.call(other, inputs, c, None), subject.call(made, inputs, c, None)) for c in subject.modes]
+    sizes = [moved(subject.call(other, inputs, c, None), subject.call(module, inputs, c, None)) for c in subject.modes]
     return judged(max(sizes), rounding(subject.dtype) * 1e-3)
 
 
 @law("torch.compile(fullgraph=True)")
 def compiled(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """torch.compile(fullgraph=True) traces it without a break and changes nothing."""
-    made = subject.built(device=device)
+    module = subject.built(device=device)
     if subject.mechanism is not None and not subject.mechanism.traits.compile:
         return unclaimed("denied by its traits")
     inputs, worst = subject.draw(subject.length, device=device), 0.0
@@ -209,7 +209,9 @@ def compiled(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         torch.compiler.reset()
         run: Callable[..., Tensor] = torch.compile(subject.call, fullgraph=True, backend="eager")
         try:
-            worst = max(worst, moved(run(made, inputs, is_causal, None), subject.call(made, inputs, is_causal, None)))
+            worst = max(
+                worst, moved(run(module, inputs, is_causal, None), subject.call(module, inputs, is_causal, None))
+            )
         except Exception as error:
             return Finding("broken", float("inf"), 0.0, str(error).strip().splitlines()[0][:200])
     return judged(worst, rounding(subject.dtype))

@@ -1,4 +1,4 @@
-"""Describes an attention under test, ours or a third party's: its calling convention, said once."""
+"""Describes an attention under test, ours or a third party's: how it is called and what it claims."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CAUSAL = ("is_causal", "causal")
 
 @dataclass(frozen=True)
 class AttentionUnderTest:
-    """What the laws need to know of an attention.
+    """An attention as the laws call it, with what it claims.
 
     Args:
-        name: How the report calls it.
-        make: ``make()`` gives a module or function; asked again, it gives a fresh one.
-        call: ``call(made, inputs, is_causal, key_mask)`` -> outputs. ``inputs`` are (q, k, v), each (B, H, L, E), or
+        name: Its name in reports.
+        make: ``make()`` gives a module or function, a fresh one each time.
+        call: ``call(module, inputs, is_causal, key_mask)`` -> outputs. ``inputs`` are (q, k, v), each (B, H, L, E), or
             (x,), (B, L, E); ``key_mask`` is None or boolean (B, L), True = may be seen.
-        inputs: Which of the two.
+        inputs: ``"qkv"`` or ``"x"``.
         heads: Heads of q, k and v (1 for ``"x"``).
         width: Width per head, or of a token.
         length: A length it takes; the law of any length tries others.
@@ -63,8 +63,8 @@ class AttentionUnderTest:
         """A fresh instance with seeded weights; torch's random state is left as it was."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            made = self.make()
-        return made.to(device=device, dtype=dtype or self.dtype).eval() if isinstance(made, nn.Module) else made
+            module = self.make()
+        return module.to(device=device, dtype=dtype or self.dtype).eval() if isinstance(module, nn.Module) else module
 
     def draw(self, length: int, *, batch: int = 2, seed: int = 0, device: Any = "cpu") -> tuple[Tensor, ...]:
         """Gaussian inputs of a length."""
@@ -82,25 +82,25 @@ class AttentionUnderTest:
 
 
 def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int = 8) -> AttentionUnderTest:
-    """One of our mechanisms as a subject; its claims are its traits.
+    """Describe one of our mechanisms, whose claims are its traits.
 
     Learned weights are moved off their initial values, which often are zeros that would hide a leak.
     """
-    chosen = catalogue.parse(mechanism)
-    traits, heads = chosen.traits, 2
-    attends = isinstance(chosen, Attention)
+    parsed = catalogue.parse(mechanism)
+    traits, heads = parsed.traits, 2
+    attends = isinstance(parsed, Attention)
 
-    def call(made: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        return made(*inputs, is_causal=is_causal, key_mask=key_mask)
+    def call(module: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        return module(*inputs, is_causal=is_causal, key_mask=key_mask)
 
     def make() -> Bound:
-        bound = Bound(chosen, Shape(heads, width, max_len))
+        bound = Bound(parsed, Shape(heads, width, max_len))
         for parameter in bound.parameters():
             parameter.data.add_(0.3 * torch.randn_like(parameter))
         return bound
 
     return AttentionUnderTest(
-        name=repr(chosen),
+        name=repr(parsed),
         make=make,
         call=call,
         inputs="qkv" if attends else "x",
@@ -110,7 +110,7 @@ def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int =
         padding=traits.padding,
         shrinks=not traits.spans,
         order=traits.order,
-        mechanism=chosen,
+        mechanism=parsed,
     )
 
 
@@ -127,11 +127,11 @@ def third_party(
     mask_keeps: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> AttentionUnderTest:
-    """Anybody's attention as a subject; what is not said is read from the signature of what ``make()`` gives.
+    """Describe a third-party attention; what is not given is read from the signature of what ``make()`` returns.
 
     Args:
         make: Gives a module or function taking (q, k, v) or (x).
-        name: How the report calls it.
+        name: Its name in reports.
         inputs: ``"qkv"`` or ``"x"``; by default by the number of required arguments.
         heads: Heads of q, k and v.
         width: Width per head, or of a token for ``"x"``.
@@ -144,8 +144,8 @@ def third_party(
     Raises:
         ValueError: It takes neither one tensor nor three.
     """
-    made = _made(make, name)
-    forward = made.forward if isinstance(made, nn.Module) else made
+    module = _build(make, name)
+    forward = module.forward if isinstance(module, nn.Module) else module
     parameters = inspect.signature(forward).parameters
     required = [
         p
@@ -155,42 +155,42 @@ def third_party(
     if inputs is None:
         if len(required) not in (1, 3):
             raise ValueError(
-                f"{name or made!r} takes {len(required)} required arguments: describe it with a factory that returns "
+                f"{name or module!r} takes {len(required)} required arguments: describe it with a factory that returns "
                 "fast_attention.conformance.AttentionUnderTest(...)"
             )
         inputs = "x" if len(required) == 1 else "qkv"
     flag = next((word for word in CAUSAL if word in parameters), None)
-    claims = bool(getattr(made, "causal", False)) if causal is None else causal
+    claims_causal = bool(getattr(module, "causal", False)) if causal is None else causal
     mask = mask or next((word for word in MASKS if word in parameters), None)
 
-    def call(made: Any, tensors: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def call(module: Any, tensors: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
         options: dict[str, Any] = {flag: is_causal} if flag else {}
         if mask and key_mask is not None:
             options[mask] = key_mask if mask_keeps else ~key_mask
-        out = made(*tensors, **options)
+        out = module(*tensors, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return AttentionUnderTest(
-        name=name or type(made).__name__,
+        name=name or type(module).__name__,
         make=make,
         call=call,
         inputs=inputs,
         heads=heads if inputs == "qkv" else 1,
         width=width,
         length=length,
-        causal=claims or (flag is not None and causal is None),
-        bidirectional=flag is not None or not claims,
+        causal=claims_causal or (flag is not None and causal is None),
+        bidirectional=flag is not None or not claims_causal,
         padding=mask is not None,
         dtype=dtype,
     )
 
 
-def _made(make: Callable[[], Any], name: str | None) -> Any:
+def _build(make: Callable[[], Any], name: str | None) -> Any:
     with torch.random.fork_rng():
-        made = make()
-    if not callable(made):
-        raise ValueError(f"{name or made!r} gives {type(made).__name__}, which is no module and no function")
-    return made
+        module = make()
+    if not callable(module):
+        raise ValueError(f"{name or module!r} gives {type(module).__name__}, which is no module and no function")
+    return module
 
 
 def resolve(text: str, **options: Any) -> AttentionUnderTest:
@@ -206,21 +206,25 @@ def resolve(text: str, **options: Any) -> AttentionUnderTest:
     if not colon:
         return of(text)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        factory = getattr(importlib.import_module(module), attribute)
     except THIRD_PARTY_ERRORS as error:
-        raise ValueError(f"{text!r}: {_said(error)}") from error
-    if isinstance(found, AttentionUnderTest):
-        return found
-    if not (inspect.isclass(found) or inspect.isfunction(inspect.unwrap(found)) or isinstance(found, partial)):
+        raise ValueError(f"{text!r}: {_message(error)}") from error
+    if isinstance(factory, AttentionUnderTest):
+        return factory
+    if not (inspect.isclass(factory) or inspect.isfunction(inspect.unwrap(factory)) or isinstance(factory, partial)):
         raise ValueError(f"{text!r} is no factory: write a Python function or a class that gives an attention")
     try:
-        made = found()
-        return made if isinstance(made, AttentionUnderTest) else third_party(found, name=text, **options)
+        built = factory()
+        return built if isinstance(built, AttentionUnderTest) else third_party(factory, name=text, **options)
     except THIRD_PARTY_ERRORS as error:
-        raise ValueError(f"{text!r} called without arguments gives no attention: {_said(error)}") from error
+        raise ValueError(f"{text!r} called without arguments gives no attention: {_message(error)}") from error
 
 
-def _said(error: BaseException) -> str:
-    """The first line of what a third party's code raised."""
-    said = " ".join(str(error).split())
-    return said if isinstance(error, ImportError | AttributeError | ValueError) else f"{type(error).__name__}: {said}"
+def _message(error: BaseException) -> str:
+    """The message of an error that a third party's code raised, in one line."""
+    message = " ".join(str(error).split())
+    return (
+        message
+        if isinstance(error, ImportError | AttributeError | ValueError)
+        else f"{type(error).__name__}: {message}"
+    )

@@ -1,4 +1,4 @@
-"""A pretrained model's attention made fast, and its quality won back: swap, attention transfer, choice, fine-tune."""
+"""Converts a pretrained model to fast attention: swap, attention transfer, choice of exact layers, fine-tune."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def convert(
     resume: bool = False,
     watch: Watch = lambda line: None,
 ) -> Conversion:
-    """Give a trained model another attention, in place, and train it back to what it was.
+    """Give a trained model another attention, in place, and train it until it is near the original.
 
-    Attention transfer first: every layer's output on the original's own inputs is drawn to the original's (squared
+    Attention transfer first: every layer learns to give the original layer's output on the original's inputs (squared
     error; the mechanism's weights and the layer's projections learn). Then all weights but the input embeddings are
     tuned together: a model that ``train`` made on the loss of its task, a decoder with a head of tokens on the loss of
     its text, any other model on the original's hidden states and on the cosine of their means. The model stays in
@@ -49,14 +49,14 @@ def convert(
             library in nats per target; any other model's is 2 - the mean cosine of its sentence embeddings to the
             original's, so that 1.02 asks for a cosine of 0.98.
         choosing: Held-out batches for that choice and for the loss with each layer put back; ``held_out`` if empty.
-        checkpoint: A file to which the state is written now and then, whole or not at all.
-        resume: Go on from that file, if it is there. Given ``settings.steps`` and no minutes, the result is to the bit
-            that of a run that was never stopped.
+        checkpoint: A file to which the state is written from time to time, whole or not at all.
+        resume: Continue from that file, if it exists. With ``settings.steps`` and no minutes, the result equals that of
+            an uninterrupted run to the bit.
         watch: Called with a line (a dictionary) for every step and every measurement.
 
     Returns:
         What was measured: before, in between and after. SIGINT, SIGTERM and SIGUSR1 end it early, status
-        ``"interrupted"``, with a checkpoint written and the model whole.
+        ``"interrupted"``, with a checkpoint written and a model that can be used.
 
     Raises:
         Unsupported: No layer can run the mechanism, the model is of another library or both encoder and decoder, or

@@ -1,4 +1,4 @@
-"""The stages of a conversion, one after the other, each of which can be stopped and gone on with."""
+"""Runs the stages of a conversion, each of which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue
-from fast_attention.conversion import choosing, kinds, place, transfer
-from fast_attention.conversion.goals import Held
-from fast_attention.conversion.kinds import Batch
+from fast_attention.conversion import adapters, checkpoint, choosing, transfer
+from fast_attention.conversion.adapters import Batch
+from fast_attention.conversion.checkpoint import STAGES, Progress, Stage
+from fast_attention.conversion.goals import HeldOutBatch
 from fast_attention.conversion.outcome import Conversion, Figures
-from fast_attention.conversion.place import STAGES, Place, Stage
 from fast_attention.conversion.settings import ConversionSettings
 from fast_attention.mechanism import Unsupported
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
 
 POINTS = 100  # of a stage's curve of losses
-FADING = 0.95  # of the running mean of losses, a step
+DECAY = 0.95  # of the running mean of losses, per step
 BETAS = (0.9, 0.98)  # AdamW's
-FASTER = 10.0  # the mechanisms' own weights in the fine-tune, against all others
+MAP_RATE_FACTOR = 10.0  # learning rate of the mechanisms' own weights in the fine-tune, relative to all others
 
 
 class _Stopped(Exception):
-    """A signal asked for the end."""
+    """Raised when a signal asked to stop."""
 
 
 def run(
@@ -41,10 +41,10 @@ def run(
     """See ``fast_attention.convert``."""
     _check(held_out, budget)
     path = None if checkpoint is None else Path(checkpoint)
-    under_way = _Run(model, catalogue.parse(mechanism), batches, settings, keep, budget, path, watch)
+    conversion = _Run(model, catalogue.parse(mechanism), batches, settings, keep, budget, path, watch)
     with Signals() as signals:
-        under_way.signals = signals
-        return under_way.go(held_out, choosing or held_out, resume)
+        conversion.signals = signals
+        return conversion.run(held_out, choosing or held_out, resume)
 
 
 def _check(held_out: Sequence[Batch], budget: float | None) -> None:
@@ -63,203 +63,213 @@ class _Run:
     ) -> None:  # fmt: skip
         self.model, self.mechanism, self.batches = model, mechanism, batches
         self.settings, self.budget, self.path, self.watch = settings, budget, path, watch
-        self.kind = kinds.of(model)
-        self.original = self.kind.original(model)
-        self.wished = {name: p.requires_grad for name, p in model.named_parameters()}
-        runs = {name: repr(bound.mechanism) for name, bound in self.kind.layers(self.original).items()}
-        layers = [*runs]
+        self.adapter = adapters.of(model)
+        self.original = self.adapter.original(model)
+        self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        mechanisms = {name: repr(bound.mechanism) for name, bound in self.adapter.layers(self.original).items()}
+        layers = [*mechanisms]
         for number in keep:
             if not 0 <= number < len(layers):
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
-        asked = {name: "asked for" for i, name in enumerate(layers) if i in keep}
+        kept = {name: "asked for" for i, name in enumerate(layers) if i in keep}
         torch.manual_seed(settings.seed)
-        kept = asked | self.kind.put(model, mechanism, [name for name in layers if name not in asked])
+        kept |= self.adapter.put(model, mechanism, [name for name in layers if name not in kept])
         model.eval()
-        self.goal = self.kind.goal(model, settings.distil)
-        self.told = Conversion(self.goal.name, repr(mechanism), layers, kept, runs)
+        self.goal = self.adapter.goal(model, settings.distil)
+        self.result = Conversion(self.goal.name, repr(mechanism), layers, kept, mechanisms)
         self.device = next(model.parameters()).device
-        self.at, self.optimiser = Place(), None
-        self.of = {
+        self.progress, self.optimiser = Progress(), None
+        self.identity = {
             "model": f"{type(model).__name__} of {sum(p.numel() for p in self.original.parameters()):,} parameters",
             "mechanism": repr(mechanism), "keep": repr(sorted(keep)), "budget": repr(budget),
             "settings": repr(settings),
         }  # fmt: skip
 
-    def go(self, held_out: Sequence[Batch], apart: Sequence[Batch], resume: bool) -> Conversion:
-        """All stages that are left."""
+    def run(self, held_out: Sequence[Batch], for_choice: Sequence[Batch], resume: bool) -> Conversion:
+        """Run all stages that are left."""
         if resume and self.path is not None and self.path.exists():
             self._resume(self.path)
-        held, aside = (
-            self.goal.hold(self.original, [self._placed(batch) for batch in given]) for given in (held_out, apart)
+        prepared, prepared_for_choice = (
+            self.goal.prepare(self.original, [self._to_device(batch) for batch in raw])
+            for raw in (held_out, for_choice)
         )
         try:
-            if "original" not in self.told.figures:
-                self.told.figures["original"] = self._figures("original", self.original, held)
-            self._measure("swapped", held)
-            if self.at.stage == "transfer" and not self.at.step:
-                first = self._placed(self.batches(0))
-                transfer.calibrate(self.model, self.original, self.told.converted, first)
-            self._stage("transfer", self._transfer_groups())
-            self._measure("transferred", held)
-            self._choose(aside)
-            self._stage("fine-tune", self._tuned_groups())
-            self._measure("tuned", held)
+            if "original" not in self.result.figures:
+                self.result.figures["original"] = self._figures("original", self.original, prepared)
+            self._measure("swapped", prepared)
+            if self.progress.stage == "transfer" and not self.progress.step:
+                first = self._to_device(self.batches(0))
+                transfer.calibrate(self.model, self.original, self.result.converted, first)
+            self._train_stage("transfer", self._transfer_groups())
+            self._measure("transferred", prepared)
+            self._choose(prepared_for_choice)
+            self._train_stage("fine-tune", self._tuned_groups())
+            self._measure("tuned", prepared)
             self._save()
-            self.told.status = "complete"
+            self.result.status = "complete"
         except _Stopped:
-            self.told.status = "interrupted"
+            self.result.status = "interrupted"
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.grad = None
-                parameter.requires_grad_(self.wished.get(name, True))
-        return self.told
+                parameter.requires_grad_(self.requires_grad.get(name, True))
+        return self.result
 
     def _resume(self, path: Path) -> None:
-        self.at, tensors, self.optimiser = place.load(path, self.of)
-        self.told = Conversion(**{**self.at.told, "status": "running"})
-        if self.told.chosen:
-            names = [*self.told.converted, *self.told.chosen]
-            self.kind.keep(self.model, self.original, self.mechanism, names, [*self.told.chosen])
+        self.progress, tensors, self.optimiser = checkpoint.load(path, self.identity)
+        self.result = Conversion(**{**self.progress.result, "status": "running"})
+        if self.result.chosen:
+            names = [*self.result.converted, *self.result.chosen]
+            self.adapter.keep(self.model, self.original, self.mechanism, names, [*self.result.chosen])
         self.model.load_state_dict(tensors)
-        self.watch({"message": f"goes on from {path}: {self.at.stage}, step {self.at.step:,}"})
+        self.watch({"message": f"resumes from {path}: {self.progress.stage}, step {self.progress.step:,}"})
 
     def _save(self, optimiser: torch.optim.Optimizer | None = None) -> None:
         if self.path is not None:
-            self.at.told = asdict(self.told)
+            self.progress.result = asdict(self.result)
             state = None if optimiser is None else optimiser.state_dict()
-            place.save(self.path, self.of, self.at, self.model.state_dict(), state)
+            checkpoint.save(self.path, self.identity, self.progress, self.model.state_dict(), state)
 
     def _poll(self) -> None:
         if self.signals.caught:
             raise _Stopped
 
-    def _figures(self, when: str, model: Any, held: Sequence[Held]) -> Figures:
+    def _figures(self, when: str, model: Any, prepared: Sequence[HeldOutBatch]) -> Figures:
         self._poll()
         self.watch({"measuring": when})
-        found = self.goal.measure(model, held)
-        self.watch({"measured": when, **found})
-        return found
+        figures = self.goal.measure(model, prepared)
+        self.watch({"measured": when, **figures})
+        return figures
 
-    def _measure(self, when: str, held: Sequence[Held]) -> None:
-        """The figures and every layer's error as they are now, unless they are known."""
-        if when not in self.told.figures:
-            found = self._figures(when, self.model, held)
-            batches = [each.batch for each in held]
-            self.told.errors[when] = transfer.errors(self.model, self.original, self.told.converted, batches)
-            self.told.figures[when] = found
+    def _measure(self, when: str, prepared: Sequence[HeldOutBatch]) -> None:
+        """Measure the figures and every layer's error after a stage, unless a checkpoint brought them."""
+        if when not in self.result.figures:
+            figures = self._figures(when, self.model, prepared)
+            batches = [held.batch for held in prepared]
+            self.result.errors[when] = transfer.errors(self.model, self.original, self.result.converted, batches)
+            self.result.figures[when] = figures
 
     def _transfer_groups(self) -> list[dict[str, Any]]:
-        maps, projections = transfer.weights(self.model, self.told.converted)
+        maps, projections = transfer.weights(self.model, self.result.converted)
         rates = ((maps, self.settings.lr_maps), (projections, self.settings.lr_projections))
-        return [{"params": each, "top": rate, "weight_decay": 0.0} for each, rate in rates if each and rate]
+        return [
+            {"params": parameters, "top": rate, "weight_decay": 0.0}
+            for parameters, rate in rates
+            if parameters and rate
+        ]
 
     def _tuned_groups(self) -> list[dict[str, Any]]:
-        fixed = {id(p) for p in self.kind.embeddings(self.model)}
-        maps = transfer.weights(self.model, self.told.converted)[0]
-        fixed |= {id(p) for p in maps}
-        free = [p for p in self.model.parameters() if id(p) not in fixed]
-        matrices, rest = [p for p in free if p.ndim == 2], [p for p in free if p.ndim != 2]
-        decay, top = self.settings.weight_decay, self.settings.lr
+        excluded = {id(p) for p in self.adapter.embeddings(self.model)}
+        maps = transfer.weights(self.model, self.result.converted)[0]
+        excluded |= {id(p) for p in maps}
+        trainable = [p for p in self.model.parameters() if id(p) not in excluded]
+        matrices, others = [p for p in trainable if p.ndim == 2], [p for p in trainable if p.ndim != 2]
+        decay, rate = self.settings.weight_decay, self.settings.lr
         groups = [
-            {"params": maps, "top": FASTER * top, "weight_decay": 0.0},
-            {"params": matrices, "top": top, "weight_decay": decay},
-            {"params": rest, "top": top, "weight_decay": 0.0},
+            {"params": maps, "top": MAP_RATE_FACTOR * rate, "weight_decay": 0.0},
+            {"params": matrices, "top": rate, "weight_decay": decay},
+            {"params": others, "top": rate, "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 
-    def _stage(self, stage: Stage, groups: list[dict[str, Any]]) -> None:
-        """The steps of a stage that are left; nothing where it lies behind or has nothing to train."""
-        if STAGES.index(self.at.stage) > STAGES.index(stage):
+    def _train_stage(self, stage: Stage, groups: list[dict[str, Any]]) -> None:
+        """Run the steps of a stage that are left: none if it is finished or has nothing to train."""
+        if STAGES.index(self.progress.stage) > STAGES.index(stage):
             return
-        settings, at = self.settings, self.at
-        share = settings.share if stage == "transfer" else 1 - settings.share
+        settings, progress = self.settings, self.progress
+        fraction = settings.share if stage == "transfer" else 1 - settings.share
         self.model.requires_grad_(False)
         for parameter in (p for group in groups for p in group["params"]):
             parameter.requires_grad_(True)
         optimiser = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True) if groups else None
         if optimiser is not None and self.optimiser is not None:
             optimiser.load_state_dict(self.optimiser)
-        start, saved, self.optimiser = time.monotonic() - at.seconds, at.seconds, None
+        start, saved_at, self.optimiser = time.monotonic() - progress.seconds, progress.seconds, None
         try:
-            while optimiser is not None and settings.done(share, at.step, at.seconds) < 1.0:
+            while optimiser is not None and settings.done(fraction, progress.step, progress.seconds) < 1.0:
                 self._poll()
-                self._step(stage, optimiser, settings.pace(share, at.step, at.seconds))
-                at.seconds = time.monotonic() - start
-                self._tell(stage, settings.done(share, at.step, at.seconds))
-                if at.seconds - saved >= settings.save_seconds:
-                    saved = at.seconds
+                self._step(stage, optimiser, settings.pace(fraction, progress.step, progress.seconds))
+                progress.seconds = time.monotonic() - start
+                self._report(stage, settings.done(fraction, progress.step, progress.seconds))
+                if progress.seconds - saved_at >= settings.save_seconds:
+                    saved_at = progress.seconds
                     self._save(optimiser)
         except _Stopped:
             self._save(optimiser)
             raise
-        self._next(stage)
+        self._enter_next(stage)
 
-    def _tell(self, stage: Stage, done: float) -> None:
-        """A line for the watcher, and now and then a point of the curve."""
-        curve = self.told.curves.setdefault(stage, [])
-        line = {"stage": stage, "step": self.at.step, "seconds": self.at.seconds, "loss": self.at.loss}
+    def _report(self, stage: Stage, done: float) -> None:
+        """Send a line to the watcher, and at fixed fractions of the stage add a point to the curve."""
+        curve = self.result.curves.setdefault(stage, [])
+        line = {
+            "stage": stage,
+            "step": self.progress.step,
+            "seconds": self.progress.seconds,
+            "loss": self.progress.loss,
+        }
         if done * POINTS >= len(curve) + 1:
             curve.append([line[name] for name in ("step", "seconds", "loss")])
         self.watch({**line, "done": min(done, 1.0)})
 
-    def _next(self, stage: Stage) -> None:
-        self.at = Place(STAGES[STAGES.index(stage) + 1], batches=self.at.batches)
+    def _enter_next(self, stage: Stage) -> None:
+        self.progress = Progress(STAGES[STAGES.index(stage) + 1], batches=self.progress.batches)
         self._save()
 
-    def _placed(self, batch: Batch) -> Batch:
-        return self.kind.placed(batch, self.device)
+    def _to_device(self, batch: Batch) -> Batch:
+        return self.adapter.to_device(batch, self.device)
 
     def _step(self, stage: Stage, optimiser: torch.optim.Optimizer, pace: float) -> None:
-        batch = self._placed(self.batches(self.at.batches))
-        half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
+        batch = self._to_device(self.batches(self.progress.batches))
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
         if stage == "transfer":
-            with half:
-                loss = transfer.train(self.model, self.original, self.told.converted, batch)
+            with autocast:
+                loss = transfer.train(self.model, self.original, self.result.converted, batch)
         else:
-            with half:
-                found = self.goal.loss(self.model, self.original, batch)
-            found.backward()
-            loss = float(found.detach())
+            with autocast:
+                loss_tensor = self.goal.loss(self.model, self.original, batch)
+            loss_tensor.backward()
+            loss = float(loss_tensor.detach())
             trained = [p for group in optimiser.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(trained, self.settings.clip or math.inf)
         if not math.isfinite(loss):
-            raise Diverged(f"in the {stage}, at step {self.at.step}, the loss is {loss}: try lower rates")
+            raise Diverged(f"in the {stage}, at step {self.progress.step}, the loss is {loss}: try lower rates")
         for group in optimiser.param_groups:
             group["lr"] = group["top"] * pace
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        self.at.loss = loss if self.at.loss is None else FADING * self.at.loss + (1 - FADING) * loss
-        self.at.step += 1
-        self.at.batches += 1
+        self.progress.loss = loss if self.progress.loss is None else DECAY * self.progress.loss + (1 - DECAY) * loss
+        self.progress.step += 1
+        self.progress.batches += 1
 
-    def _choose(self, apart: Sequence[Held]) -> None:
-        """What each layer is worth if it is put back, and which stay exact for the budget."""
-        if STAGES.index(self.at.stage) > STAGES.index("choice"):
+    def _choose(self, prepared: Sequence[HeldOutBatch]) -> None:
+        """Measure the loss with each layer put back, and choose those that stay exact for the budget."""
+        if STAGES.index(self.progress.stage) > STAGES.index("choice"):
             return
-        names, known = self.told.converted, {}
+        names, losses = self.result.converted, {}
 
         def loss_with(kept: Sequence[str]) -> float:
-            if (key := frozenset(kept)) not in known:
+            if (key := frozenset(kept)) not in losses:
                 self._poll()
                 self.watch({"measuring": f"with {', '.join(kept) or 'no layer'} exact"})
                 with choosing.put_back(self.model, self.original, kept):
-                    known[key] = self.goal.measure(self.model, apart)["loss"]
-            return known[key]
+                    losses[key] = self.goal.measure(self.model, prepared)["loss"]
+            return losses[key]
 
-        self.told.whole = loss_with([])
-        self.told.put_back = {name: loss_with([name]) for name in names}
+        self.result.whole = loss_with([])
+        self.result.put_back = {name: loss_with([name]) for name in names}
         if self.budget is not None:
-            self.told.limit = self.budget * self.goal.measure(self.original, apart)["loss"]
-            found = choosing.choose(loss_with, names, self.told.limit)
-            if len(found.kept) == len(names):
-                least = [self.told.whole, *found.losses][-2]
+            self.result.limit = self.budget * self.goal.measure(self.original, prepared)["loss"]
+            choice = choosing.choose(loss_with, names, self.result.limit)
+            if len(choice.kept) == len(names):
+                best = [self.result.whole, *choice.losses][-2]
                 raise Unsupported(
                     f"within {self.budget:g} times the original's loss no layer can run {self.mechanism!r}: with one "
-                    f"layer of {len(names)} left to it the loss is {least:.4f}, and {self.told.limit:.4f} is allowed. "
+                    f"layer of {len(names)} left to it the loss is {best:.4f}, and {self.result.limit:.4f} is allowed. "
                     "What would work: a larger budget, more minutes"
                 )
-            if found.kept:
-                self.kind.keep(self.model, self.original, self.mechanism, names, found.kept)
-                self.told.chosen = dict(zip(found.kept, found.losses, strict=True))
-                self.told.kept |= dict.fromkeys(found.kept, "for the budget")
-        self._next("choice")
+            if choice.kept:
+                self.adapter.keep(self.model, self.original, self.mechanism, names, choice.kept)
+                self.result.chosen = dict(zip(choice.kept, choice.losses, strict=True))
+                self.result.kept |= dict.fromkeys(choice.kept, "for the budget")
+        self._enter_next("choice")

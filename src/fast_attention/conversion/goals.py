@@ -1,4 +1,4 @@
-"""What a converted model is for: a loss to train on and figures to report, of its text or of the original's outputs."""
+"""Goals of a conversion: the loss that the fine-tune trains on, and the figures that are reported."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from fast_attention.conversion.outcome import Figures
 Batch = dict[str, Tensor]  # what a Hugging Face model's forward takes
 
 
-class Held(NamedTuple):
-    """A batch that is never trained on, and what the original makes of it."""
+class HeldOutBatch(NamedTuple):
+    """A batch that is never trained on, and the original's output for it."""
 
     batch: Any
-    wanted: Tensor | None
+    reference: Tensor | None
 
 
 class Goal(Protocol):
-    """What a converted model is judged by."""
+    """The loss and the figures of a converted model."""
 
     name: str
 
-    def hold(self, original: Any, batches: Sequence[Any]) -> list[Held]:
-        """Batches to measure on."""
+    def prepare(self, original: Any, batches: Sequence[Any]) -> list[HeldOutBatch]:
+        """Held-out batches with the original's outputs, to measure on."""
         ...
 
     def loss(self, model: Any, original: Any, batch: Any) -> Tensor:
-        """What the fine-tune makes small."""
+        """The loss of the fine-tune."""
         ...
 
-    def measure(self, model: Any, held: Sequence[Held]) -> Figures:
-        """What a model is worth."""
+    def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
+        """The figures of a model; ``loss`` is the one that a budget limits."""
         ...
 
 
 class LanguageModel:
-    """The next token: nats per token, and beside it, if wished, the original's distribution.
+    """Next-token prediction: nats per token and, with ``distil``, distillation from the original.
 
     Args:
         distil: Weight of the divergence of the model's distribution from the original's.
@@ -52,65 +52,65 @@ class LanguageModel:
     def __init__(self, distil: float = 0.0) -> None:
         self.distil = distil
 
-    def hold(self, original: Any, batches: Sequence[Batch]) -> list[Held]:
-        """The text itself is all there is to know."""
-        return [Held(batch, None) for batch in batches]
+    def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
+        """Batches as they are: the text is its own reference."""
+        return [HeldOutBatch(batch, None) for batch in batches]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Nats per token, and ``distil`` times the Kullback-Leibler divergence of the original's distribution."""
-        logits, targets, told = _predictions(model, batch)
-        loss = F.cross_entropy(logits[told], targets[told])
+        logits, targets, valid = _predictions(model, batch)
+        loss = F.cross_entropy(logits[valid], targets[valid])
         if not self.distil:
             return loss
         with torch.no_grad():
-            wanted = _predictions(original, batch)[0][told].log_softmax(-1)
-        got = logits[told].log_softmax(-1)
-        return loss + self.distil * F.kl_div(got, wanted, log_target=True, reduction="batchmean")
+            reference = _predictions(original, batch)[0][valid].log_softmax(-1)
+        output = logits[valid].log_softmax(-1)
+        return loss + self.distil * F.kl_div(output, reference, log_target=True, reduction="batchmean")
 
     @torch.no_grad()
-    def measure(self, model: Any, held: Sequence[Held]) -> Figures:
+    def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
         """``loss``: nats per token over all tokens of all batches."""
         total, count = 0.0, 0
-        for each in held:
-            logits, targets, told = _predictions(model, each.batch)
-            total += float(F.cross_entropy(logits[told], targets[told], reduction="sum"))
-            count += int(told.sum())
+        for held_batch in held:
+            logits, targets, valid = _predictions(model, held_batch.batch)
+            total += float(F.cross_entropy(logits[valid], targets[valid], reduction="sum"))
+            count += int(valid.sum())
         return {"loss": total / max(count, 1)}
 
 
-class Likeness:
-    """The original's last hidden states, token by token, and their mean, which is what sentences are compared by.
+class HiddenStates:
+    """Similarity to the original's hidden states, token by token, and to their mean, the sentence embedding.
 
-    The loss that a budget is about is 2 - the mean cosine of the sentence embeddings: the original's is 1, and a budget
+    The loss that a budget limits is 2 - the mean cosine of the sentence embeddings: the original's is 1, and a budget
     of 1.02 asks for a cosine of 0.98.
     """
 
     name = "likeness to the original"
 
-    def hold(self, original: Any, batches: Sequence[Batch]) -> list[Held]:
-        """With the original's hidden states."""
+    def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
+        """Batches with the original's last hidden states."""
         with torch.no_grad():
-            return [Held(batch, hidden(original, batch)[-1]) for batch in batches]
+            return [HeldOutBatch(batch, hidden(original, batch)[-1]) for batch in batches]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Squared errors of the hidden states behind every block over their variance, and 1 - cosine of the mean."""
         with torch.no_grad():
-            wanted = [x.float() for x in hidden(original, batch)]
-        got, seen = [x.float() for x in hidden(model, batch)], tokens(batch)
-        layers = [error(a, b, seen) for a, b in zip(got[1:], wanted[1:], strict=True)]
-        likeness = F.cosine_similarity(pooled(got[-1], seen), pooled(wanted[-1], seen), dim=-1)
+            reference = [x.float() for x in hidden(original, batch)]
+        outputs, mask = [x.float() for x in hidden(model, batch)], tokens(batch)
+        layers = [error(a, b, mask) for a, b in zip(outputs[1:], reference[1:], strict=True)]
+        likeness = F.cosine_similarity(pooled(outputs[-1], mask), pooled(reference[-1], mask), dim=-1)
         return torch.stack(layers).mean() + 1 - likeness.mean()
 
     @torch.no_grad()
-    def measure(self, model: Any, held: Sequence[Held]) -> Figures:
+    def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
         """Cosines to the original: of the sentence embeddings, mean and least, and of single tokens."""
         sentences, single = [], []
-        for batch, wanted in held:
-            assert wanted is not None
-            got, seen = hidden(model, batch)[-1], tokens(batch)
-            sentences.append(F.cosine_similarity(pooled(got, seen), pooled(wanted, seen), dim=-1))
-            each = F.cosine_similarity(got, wanted, dim=-1)
-            single.append(each.flatten() if seen is None else each[seen])
+        for batch, reference in held:
+            assert reference is not None
+            output, mask = hidden(model, batch)[-1], tokens(batch)
+            sentences.append(F.cosine_similarity(pooled(output, mask), pooled(reference, mask), dim=-1))
+            each = F.cosine_similarity(output, reference, dim=-1)
+            single.append(each.flatten() if mask is None else each[mask])
         sentence = torch.cat(sentences)
         figures = {"sentence_cosine": float(sentence.mean()), "worst_sentence_cosine": float(sentence.min())}
         return {"loss": 2 - figures["sentence_cosine"], **figures, "token_cosine": float(torch.cat(single).mean())}
@@ -123,8 +123,8 @@ def is_language_model(model: Any) -> bool:
 
 def run(model: Any, batch: Batch, *, hidden_states: bool = False) -> Any:
     """A forward pass without a cache."""
-    known = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in known else {}
+    parameters = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in parameters else {}
     return model(**batch, **options, **({"output_hidden_states": True} if hidden_states else {}))
 
 
@@ -134,35 +134,35 @@ def hidden(model: Any, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def tokens(batch: Batch) -> Tensor | None:
-    """Which places are tokens, (B, L); None: all."""
+    """Mask (B, L) of the positions that are tokens; None: all."""
     mask = batch.get("attention_mask")
     return None if mask is None or bool(mask.all()) else mask.bool()
 
 
-def pooled(x: Tensor, seen: Tensor | None) -> Tensor:
+def pooled(x: Tensor, mask: Tensor | None) -> Tensor:
     """The mean over the tokens of each sequence, (B, L, D) to (B, D)."""
-    if seen is None:
+    if mask is None:
         return x.mean(1)
-    return (x * seen[..., None]).sum(1) / seen.sum(1, keepdim=True)
+    return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
-def error(got: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
-    """Mean squared error over the variance of what is wanted, on tokens only: 0 is equal, 1 no better than a constant.
+def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean squared error over the reference's variance, on tokens only: 0 is equal, 1 no better than a constant.
 
     Args:
-        got: (B, L, D).
-        wanted: The same shape.
-        seen: Which places are tokens, (B, L); None: all.
+        output: (B, L, D).
+        reference: The same shape.
+        mask: Which positions are tokens, (B, L); None: all.
     """
-    if seen is not None and seen.shape == wanted.shape[:2]:
-        got, wanted = got[seen], wanted[seen]
-    got, wanted = got.float(), wanted.float()
-    return (got - wanted).pow(2).mean() / wanted.var().clamp_min(1e-12)
+    if mask is not None and mask.shape == reference.shape[:2]:
+        output, reference = output[mask], reference[mask]
+    output, reference = output.float(), reference.float()
+    return (output - reference).pow(2).mean() / reference.var().clamp_min(1e-12)
 
 
 def _predictions(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, L - 1, V) in float32, the tokens they are about, and which of those are told (no padding)."""
+    """Logits (B, L - 1, V) in float32, the tokens that they predict, and which of those are no padding."""
     logits = run(model, batch).logits[:, :-1].float()
-    targets, seen = batch["input_ids"][:, 1:], tokens(batch)
-    told = torch.ones_like(targets, dtype=torch.bool) if seen is None else seen[:, 1:] & seen[:, :-1]
-    return logits, targets, told
+    targets, mask = batch["input_ids"][:, 1:], tokens(batch)
+    valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask[:, 1:] & mask[:, :-1]
+    return logits, targets, valid

@@ -1,4 +1,4 @@
-"""Converting models of Hugging Face's transformers: their attention is swapped."""
+"""Conversion of Hugging Face models, by swapping their attention."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
 
 
-class HuggingFace:
-    """A pretrained encoder or decoder. See ``kinds.Kind``."""
+class HuggingFaceAdapter:
+    """Conversion of a pretrained encoder or decoder. See ``adapters.Adapter``."""
 
     def original(self, model: Any) -> Any:
-        """With exact attention, called through this library, as the layers that stay exact are."""
+        """A frozen copy with exact attention, called through this library, as in the layers that stay exact."""
         if model.config.is_encoder_decoder:
             raise Unsupported(
                 f"convert takes an encoder or a decoder, and {type(model).__name__} is both. What would work: its "
                 "encoder"
             )
         swap_back(model)
-        made = copy.deepcopy(model).eval().requires_grad_(False)
-        swap(made, "Softmax")
-        return made
+        original = copy.deepcopy(model).eval().requires_grad_(False)
+        swap(original, "Softmax")
+        return original
 
     def layers(self, model: Any) -> dict[str, Bound]:
-        """Of a model that is swapped."""
+        """The mechanisms of a swapped model."""
         return {name: swapped.bound for name, swapped in layers_of(model).items()}
 
     def put(self, model: Any, mechanism: Mechanism[Any, Any], names: Sequence[str]) -> dict[str, str]:
-        """By ``swap``."""
+        """Swap the layers ``names``; the reasons for those that stay exact."""
         wanted: dict[str, Any] = dict.fromkeys(names, mechanism)
         return {layer.name: layer.why for layer in swap(model, wanted).kept if layer.name in names}
 
     def keep(self, model: Any, original: Any, mechanism: Any, names: Sequence[str], kept: Sequence[str]) -> None:
-        """By another swap, after which all weights are given back."""
+        """Swap again without ``kept``, and load all weights again."""
         state = {name: x.clone() for name, x in model.state_dict().items()}
         swap(model, {name: mechanism for name in names if name not in kept})
-        gone = tuple(f"{name}.{CHILD}." for name in kept)
-        state = {name: x for name, x in state.items() if not name.startswith(gone)}
+        prefixes = tuple(f"{name}.{CHILD}." for name in kept)
+        state = {name: x for name, x in state.items() if not name.startswith(prefixes)}
         for name in kept:
-            state |= {f"{name}.{own}": x for own, x in original.get_submodule(name).state_dict().items()}
+            state |= {f"{name}.{key}": x for key, x in original.get_submodule(name).state_dict().items()}
         model.load_state_dict(state)
 
     def embeddings(self, model: Any) -> Iterable[nn.Parameter]:
-        """Of the tokens."""
+        """The input embeddings."""
         return model.get_input_embeddings().parameters()
 
     def goal(self, model: Any, distil: float) -> goals.Goal:
-        """Text for a decoder with a head of tokens, the original's hidden states for every other model."""
-        return goals.LanguageModel(distil) if goals.is_language_model(model) else goals.Likeness()
+        """The text's loss for a decoder with a head of tokens, the original's hidden states for every other model."""
+        return goals.LanguageModel(distil) if goals.is_language_model(model) else goals.HiddenStates()
 
-    def placed(self, batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Every tensor of it."""
+    def to_device(self, batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Move every tensor of a batch."""
         return {name: x.to(device) for name, x in batch.items()}
 
     def run(self, model: Any, batch: dict[str, Tensor]) -> Any:
-        """Without a cache."""
+        """A forward pass without a cache."""
         return goals.run(model, batch)
 
     def tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """By the mask of padding."""
+        """The batch's padding mask."""
         return goals.tokens(batch)

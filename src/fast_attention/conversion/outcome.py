@@ -1,15 +1,15 @@
-"""What a conversion leaves behind: which layers run what, and what was measured at every stage."""
+"""The result of a conversion: the mechanism of every layer, and what was measured at every stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Figures = dict[str, float]  # "loss" is the one that a budget is about
+Figures = dict[str, float]  # "loss" is the one that a budget limits
 
 
 @dataclass
 class Conversion:
-    """What a conversion did and measured. Layers are named as in ``model.named_modules()``.
+    """The result of a conversion. Layers are named as in ``model.named_modules()``.
 
     Figures and errors are of the held-out batches, under ``"original"``, ``"swapped"`` (before any training),
     ``"transferred"`` and ``"tuned"``. A figure ``loss`` is nats per token of a language model, nats per target of a
@@ -24,8 +24,8 @@ class Conversion:
     figures: dict[str, Figures] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # of each layer's output, over its variance
     whole: float | None = None  # the loss before the choice, on the batches for choosing
-    put_back: dict[str, float] = field(default_factory=dict)  # the same with that single layer as it was
-    limit: float | None = None  # the greatest loss that the budget allows there
+    put_back: dict[str, float] = field(default_factory=dict)  # that loss with a single original layer, by its name
+    limit: float | None = None  # the largest loss that the budget allows
     chosen: dict[str, float] = field(default_factory=dict)  # layers put back for the budget, the loss after each
     curves: dict[str, list[list[float]]] = field(default_factory=dict)  # of a stage: step, seconds, training loss
     status: str = "running"  # "complete" or "interrupted" in the end

@@ -1,4 +1,4 @@
-"""How to convert: one frozen value."""
+"""The settings of a conversion, as one frozen value."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, repr=False)
 class ConversionSettings(Value):
-    """Everything about a conversion but model, mechanism and data.
+    """The settings of a conversion: time, learning rates, seed.
 
     Args:
         minutes: Time for transfer and fine-tune together, measurements not included; 0 for no limit but ``steps``.
-        steps: Updates in each of the two; 0 for no limit but ``minutes``.
-        share: Of the minutes, what the transfer gets; 0 or 1 leaves one of the two out.
+        steps: Training steps in each of the two; 0 for no limit but ``minutes``.
+        share: The transfer's fraction of the minutes; 0 or 1 leaves one of the two out.
         lr_maps: The highest learning rate of the mechanisms' own weights, in the transfer.
-        lr_projections: That of the attention modules' projections, in the transfer; 0 leaves them as they are.
-        lr: That of all weights in the fine-tune, but for the mechanisms' own, which get ten times as much.
-        warmup: Share of each of the two in which the rate rises; in the rest it falls to zero along a cosine.
+        lr_projections: The highest one of the attention modules' projections, in the transfer; 0 does not train them.
+        lr: The highest one of all weights in the fine-tune, but for the mechanisms' own, which get ten times as much.
+        warmup: Fraction of each of the two in which the rate rises; in the rest it falls to zero along a cosine.
         weight_decay: AdamW's, in the fine-tune, on matrices.
-        clip: The longest gradient, by its norm, in the fine-tune.
-        distil: For language models and models of this library: weight of the original's distribution beside the loss
-            on the text or the task.
+        clip: The largest norm of a gradient in the fine-tune; 0 for no limit.
+        distil: For language models and models of this library: weight of the divergence from the original's
+            distribution, added to the loss on the text or the task.
         precision: ``"bfloat16"`` trains under autocast; weights, updates and all figures stay in float32.
-        seed: Of the mechanisms' weights.
+        seed: For the mechanisms' weights.
         save_seconds: Seconds between checkpoints; one is always written at the end of a stage.
     """
 
@@ -57,21 +57,21 @@ class ConversionSettings(Value):
         one_of(self, "precision", self.precision, Precision)
         for setting, limit in (("share", 1.0), ("warmup", 0.99)):
             if getattr(self, setting) > limit:
-                raise ValueError(f"{self!r}: {setting} is a share, at most {limit:g}")
+                raise ValueError(f"{self!r}: {setting} is a fraction, at most {limit:g}")
         if not self.steps and not self.minutes:
             raise ValueError("ConversionSettings(minutes=0.0, steps=0): give one of them, or conversion has no end")
 
-    def done(self, share: float, step: int, seconds: float) -> float:
-        """How much of a stage with ``share`` of the minutes lies behind: by steps or by time, whichever is further."""
-        if not share:
+    def done(self, fraction: float, step: int, seconds: float) -> float:
+        """The finished part of a stage with ``fraction`` of the minutes: by steps or by time, whichever is further."""
+        if not fraction:
             return 1.0
         by_steps = step / self.steps if self.steps else 0.0
-        return max(by_steps, seconds / (60 * self.minutes * share) if self.minutes else 0.0)
+        return max(by_steps, seconds / (60 * self.minutes * fraction) if self.minutes else 0.0)
 
-    def pace(self, share: float, step: int, seconds: float) -> float:
-        """The learning rate of a step of a stage, as a share of its height."""
+    def pace(self, fraction: float, step: int, seconds: float) -> float:
+        """The learning rate of a step of a stage, as a fraction of the highest."""
         by_steps = (step + 1) / (self.steps + 1) if self.steps else 0.0
-        done = min(max(self.done(share, step, seconds), by_steps), 1.0)
+        done = min(max(self.done(fraction, step, seconds), by_steps), 1.0)
         if done < self.warmup:
             return done / self.warmup
         return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))

@@ -1,7 +1,7 @@
-"""Attention transfer: each layer's outputs on the original's own inputs, as near the original's as they get.
+"""Attention transfer: trains each layer to give the original layer's outputs on the original's inputs.
 
-Zhang et al. 2024 (LoLCATs, arXiv 2410.10254) train the maps of linear attention so, on outputs instead of weights. Here
-every layer is trained at once, each on the original's inputs, and the layer's projections learn as well.
+Zhang et al. 2024 (LoLCATs, arXiv 2410.10254) train the feature maps of linear attention so, on outputs instead of
+weights. Here all layers are trained at once, each on the original's inputs, and their projections learn as well.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.conversion import goals, kinds
-from fast_attention.conversion.kinds import Batch
+from fast_attention.conversion import adapters, goals
+from fast_attention.conversion.adapters import Batch
 
-Hear = Callable[[str, Tensor], None]
+OnError = Callable[[str, Tensor], None]
 
 
 def train(model: Any, original: Any, names: Sequence[str], batch: Batch) -> float:
-    """Add every layer's gradient, one layer's memory at a time; the mean error of the layers."""
+    """Add up every layer's gradient, with the memory of one layer at a time; the mean error of the layers."""
     errors: dict[str, list[float]] = {}
 
-    def hear(name: str, error: Tensor) -> None:
+    def on_error(name: str, error: Tensor) -> None:
         error.backward()
         errors.setdefault(name, []).append(float(error.detach()))
 
-    with _heard(model, original, names, batch, hear, learning=True), torch.no_grad():
-        kinds.of(original).run(original, batch)
-    found = [x for each in errors.values() for x in each]
-    return sum(found) / max(len(found), 1)
+    with _layer_errors(model, original, names, batch, on_error, learning=True), torch.no_grad():
+        adapters.of(original).run(original, batch)
+    all_errors = [x for each in errors.values() for x in each]
+    return sum(all_errors) / max(len(all_errors), 1)
 
 
 def errors(model: Any, original: Any, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, float]:
@@ -38,40 +38,40 @@ def errors(model: Any, original: Any, names: Sequence[str], batches: Sequence[Ba
 
     Args:
         model: The swapped model.
-        original: The original, as ``kinds`` makes it.
+        original: The original, as its adapter makes it.
         names: The layers.
         batches: What the original reads.
     """
-    found: dict[str, list[float]] = {name: [] for name in names}
+    errors_of: dict[str, list[float]] = {name: [] for name in names}
 
-    def hear(name: str, error: Tensor) -> None:
-        found[name].append(float(error))
+    def on_error(name: str, error: Tensor) -> None:
+        errors_of[name].append(float(error))
 
     for batch in batches:
-        with _heard(model, original, names, batch, hear, learning=False), torch.no_grad():
-            kinds.of(original).run(original, batch)
-    return {name: sum(each) / max(len(each), 1) for name, each in found.items()}
+        with _layer_errors(model, original, names, batch, on_error, learning=False), torch.no_grad():
+            adapters.of(original).run(original, batch)
+    return {name: sum(each) / max(len(each), 1) for name, each in errors_of.items()}
 
 
 def weights(model: nn.Module, names: Sequence[str]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What the transfer may train: the mechanisms' own weights, and the projections of their attention modules."""
-    layers = kinds.of(model).layers(model)
+    """The parameters that the transfer trains: the mechanisms' own, and the projections of their attention modules."""
+    layers = adapters.of(model).layers(model)
     maps = [parameter for name in names for parameter in layers[name].parameters()]
-    own = {id(parameter) for parameter in maps}
-    inside = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
-    return maps, [parameter for parameter in inside if id(parameter) not in own]
+    map_ids = {id(parameter) for parameter in maps}
+    parameters = [parameter for name in names for parameter in model.get_submodule(name).parameters()]
+    return maps, [parameter for parameter in parameters if id(parameter) not in map_ids]
 
 
 def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> None:
-    """Suit weights such as the damping of ``FavorPlusPlus`` to the queries and keys on the original's inputs."""
+    """Calibrate weights such as the damping of ``FavorPlusPlus`` on the queries and keys of the original's inputs."""
 
-    def suit(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+    def calibrate_bound(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         q, k = inputs[:2]
         bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options["key_mask"]))
 
-    layers = kinds.of(model).layers(model)
+    layers = adapters.of(model).layers(model)
     bounds = [layers[name] for name in names]
-    handles = [bound.register_forward_pre_hook(suit, with_kwargs=True) for bound in bounds]
+    handles = [bound.register_forward_pre_hook(calibrate_bound, with_kwargs=True) for bound in bounds]
     try:
         errors(model, original, names, [batch])
     finally:
@@ -80,22 +80,22 @@ def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> 
 
 
 @contextmanager
-def _heard(
-    model: Any, original: Any, names: Sequence[str], batch: Batch, hear: Hear, *, learning: bool
+def _layer_errors(
+    model: Any, original: Any, names: Sequence[str], batch: Batch, on_error: OnError, *, learning: bool
 ) -> Iterator[None]:
-    """While the original runs, every layer of the model is given what the original's has, and its error is told."""
-    seen = kinds.of(original).tokens(batch)
+    """Run every layer of the model on the inputs of the original's layer, and call ``on_error`` with its error."""
+    mask = adapters.of(original).tokens(batch)
 
-    def listen(name: str) -> Any:
-        ours = model.get_submodule(name)
+    def add_hook(name: str) -> Any:
+        layer = model.get_submodule(name)
 
-        def after(module: nn.Module, args: Any, options: Any, output: Any) -> None:
+        def compare(module: nn.Module, args: Any, options: Any, output: Any) -> None:
             with torch.set_grad_enabled(learning):
-                hear(name, goals.error(_output(ours(*args, **options)), _output(output), seen))
+                on_error(name, goals.error(_output(layer(*args, **options)), _output(output), mask))
 
-        return original.get_submodule(name).register_forward_hook(after, with_kwargs=True)
+        return original.get_submodule(name).register_forward_hook(compare, with_kwargs=True)
 
-    handles = [listen(name) for name in names]
+    handles = [add_hook(name) for name in names]
     try:
         yield
     finally:
@@ -103,5 +103,5 @@ def _heard(
             handle.remove()
 
 
-def _output(found: Any) -> Tensor:
-    return found[0] if isinstance(found, tuple) else found
+def _output(returned: Any) -> Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned

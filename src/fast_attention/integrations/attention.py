@@ -1,4 +1,4 @@
-"""The attention that transformers calls in a swapped model, and the masks it makes for it."""
+"""The attention function that transformers calls in a swapped model, and the masks it makes for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fast_attention.engine.heads import repeat
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
-from fast_attention.integrations.visible import Positions, Visible
+from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
@@ -29,18 +29,18 @@ CHANGES = ("position_bias", "softcap", "s_aux")  # arguments that alter the scor
 
 
 class Call(NamedTuple):
-    """What an attention module asked of its attention function."""
+    """One call of the attention function by an attention module, as a probe records it."""
 
     module: nn.Module
     heads: int
     head_dim: int
     scaling: float | None
     is_causal: bool
-    crosses: bool  # other keys than queries
-    back: int | None
-    ahead: int | None
+    crosses: bool  # keys of another sequence than the queries
+    back: int | None  # earlier keys that a query sees; None: all
+    ahead: int | None  # later ones
     extra: tuple[str, ...]  # arguments that change the scores
-    window: int | None  # the layer's, at any length
+    window: int | None  # the layer's setting, whatever the length
 
 
 _calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
@@ -60,7 +60,7 @@ class Swapped(nn.Module):
         self.hooks: tuple[Any, ...] = ()
 
     def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
-        """Where transformers' cache keeps the state of a call of the attention module; None where it keeps none."""
+        """The layer of transformers' cache that keeps the mechanism's state; None where keys and values are kept."""
         index, traits = getattr(module, "layer_idx", None), self.bound.mechanism.traits
         keeps = traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
         if not keeps or module.training or not getattr(module, "is_causal", False) or None in (cache, index):
@@ -80,11 +80,11 @@ def layers_of(model: nn.Module) -> dict[str, Swapped]:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """All calls within, of which none is carried out: outputs are zeros."""
-    found: list[Call] = []
-    token = _calls.set(found)
+    """Record all attention calls in the block instead of computing them: their outputs are zeros."""
+    recorded_calls: list[Call] = []
+    token = _calls.set(recorded_calls)
     try:
-        yield found
+        yield recorded_calls
     finally:
         _calls.reset(token)
 
@@ -93,35 +93,35 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
     mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
     **settings: Any,
-) -> Visible | Tensor:  # fmt: skip
-    """What the queries see, instead of a mask of every query for every key; that mask for a cache of a fixed size."""
+) -> Visibility | Tensor:  # fmt: skip
+    """The mask function for transformers: a ``Visibility`` instead of a dense mask; a dense one for a static cache."""
     dropped = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config")
-    rest = {name: value for name, value in settings.items() if name not in dropped}
+    options = {name: value for name, value in settings.items() if name not in dropped}
 
     def dense() -> Tensor:
-        found = sdpa_mask(
+        dense_mask = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap=use_vmap,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **rest,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **options,
         )  # fmt: skip
-        assert found is not None
-        return found
+        assert dense_mask is not None
+        return dense_mask
 
     causal = "allow_is_bidirectional_skip" not in settings  # as transformers announces it
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
-        return dense()  # a cache with room for more tokens than there are
-    traced = torch.compiler.is_compiling()  # or exporting: no number can be asked for
-    tokens = attention_mask if traced or attention_mask is None or not bool(attention_mask.all()) else None
-    if use_vmap:  # somebody's own function, which may do anything
-        return Visible(dense, tokens, plain=False)
+        return dense()  # a cache of a fixed size, longer than the tokens so far
+    compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
+    tokens = attention_mask if compiling or attention_mask is None or not bool(attention_mask.all()) else None
+    if use_vmap:  # a mask function of the caller's, which may do anything
+        return Visibility(dense, tokens, complete=False)
     if exporting():
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
         return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
-    if traced:
+    if compiling:
         window = settings.get("local_size")
-        found = visible.announced(mask_function, positions, tokens, dense, is_causal=causal, window=window)
-        return found if calls.positions() and attention_mask is None else visible.sure(found)
+        visibility = visible.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
+        return visibility if calls.positions() and attention_mask is None else visible.asserted(visibility)
     return visible.read(mask_function, positions, tokens, dense)
 
 
@@ -129,24 +129,25 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Queries (B, H, L, E), keys and values (B, G, S, E) with G a divisor of H, to outputs (B, L, H, E).
+    """The attention function for transformers: runs the layer's mechanism.
 
-    Beside them the attention matrices (B, H, L, S), where the model was called with ``output_attentions=True``.
+    Queries are (B, H, L, E), keys and values (B, G, S, E) with G a divisor of H, outputs (B, L, H, E). Attention
+    matrices (B, H, L, S) are returned where the model was called with ``output_attentions=True``.
 
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (repeat(x, groups) if groups > 1 else x for x in (key, value))
-    seen = _seen(module, query, key, attention_mask, is_causal)
+    visibility = _visibility(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
     recording = None if torch.compiler.is_compiling() else _calls.get()
     if recording is not None:
         crosses = query.shape[-2] != key.shape[-2]
         recording.append(
             Call(
-                module, query.shape[1], query.shape[-1], scaling, seen.is_causal, crosses, seen.back, seen.ahead,
-                tuple(changes), extra.get("sliding_window"),
+                module, query.shape[1], query.shape[-1], scaling, visibility.is_causal, crosses, visibility.back,
+                visibility.ahead, tuple(changes), extra.get("sliding_window"),
             )
         )  # fmt: skip
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -157,38 +158,38 @@ def attention(
     cache = None if call is None else call.cache
     if call is not None:
         call.attended = True
-    own = query.shape[-1] ** -0.5
-    if scaling is not None and abs(scaling - own) > 1e-6 * own:
-        query = query * (scaling / own)
-    given = (swapped.bound, cache, query, key, value, seen, changes, dropout)
-    out, weights = _shown(*given) if calls.shows(swapped) else (_run(*given), None)
+    default_scale = query.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
+        query = query * (scaling / default_scale)
+    arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
+    out, weights = _run_with_matrices(*arguments) if calls.shows(swapped) else (_run(*arguments), None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _seen(module: nn.Module, q: Tensor, k: Tensor, given: Any, is_causal: bool | None) -> Visible:
-    """What the model says about visibility, in one form."""
-    if isinstance(given, Visible):
-        return given
+def _visibility(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
+    """The model's mask argument, of whatever form, as a ``Visibility``."""
+    if isinstance(mask, Visibility):
+        return mask
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
     causal = causal and q.shape[-2] > 1
 
     def dense() -> Tensor:
-        found = masks.visible(q.shape[-2], k.shape[-2], is_causal=causal, key_mask=None, device=q.device)
-        everything = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-        return (everything if found is None else found).expand(len(q), 1, -1, -1)
+        causal_mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=causal, key_mask=None, device=q.device)
+        full_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        return (full_mask if causal_mask is None else causal_mask).expand(len(q), 1, -1, -1)
 
-    if given is None:
-        return Visible(dense, is_causal=causal)
-    if given.ndim == 2:
-        return Visible(dense, given.bool(), is_causal=causal)
-    return Visible(lambda: given, plain=False)
+    if mask is None:
+        return Visibility(dense, is_causal=causal)
+    if mask.ndim == 2:
+        return Visibility(dense, mask.bool(), is_causal=causal)
+    return Visibility(lambda: mask, complete=False)
 
 
-def _shown(
-    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, seen: Visible,
+def _run_with_matrices(
+    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
     changes: dict[str, Tensor], dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs and matrices: A [v, I] = [A v, A] of one pass, hence of the same dropped weights."""
+    """Outputs and attention matrices, from one pass with the same dropped weights: A [v, I] = [A v, A]."""
     mechanism, width = bound.mechanism, v.shape[-1]
     if not mechanism.traits.matrix:
         raise mechanism.refuse("output_attentions=True", "matrix")
@@ -199,80 +200,84 @@ def _shown(
         )
     identity = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
     if cache is None:
-        both = _run(bound, None, q, k, torch.cat([v, identity], -1), seen, changes, dropout)
-        return both[..., :width], both[..., width:]
-    out = _run(bound, cache, q, k, v, seen, changes, dropout)
-    return out, _run(bound, None, q, k, identity, seen, changes, dropout)  # no part of what is remembered
+        outputs_and_matrices = _run(bound, None, q, k, torch.cat([v, identity], -1), visibility, changes, dropout)
+        return outputs_and_matrices[..., :width], outputs_and_matrices[..., width:]
+    out = _run(bound, cache, q, k, v, visibility, changes, dropout)
+    return out, _run(bound, None, q, k, identity, visibility, changes, dropout)  # not added to the state
 
 
 def _run(
-    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, seen: Visible,
+    bound: Bound, cache: StateLayer | None, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
     changes: dict[str, Tensor], dropout: float,
 ) -> Tensor:  # fmt: skip
-    """By the cheapest form that computes what was asked: the mechanism's own, a state, packed rows, a whole mask."""
-    mechanism, key_mask = bound.mechanism, seen.key_mask(k.shape[-2])
+    """Run the mechanism in the cheapest form that serves: as it is, with a state, in packed rows, with a dense mask."""
+    mechanism, key_mask = bound.mechanism, visibility.key_mask(k.shape[-2])
     dropout = dropout if mechanism.traits.mask else 0.0  # the report says which layers drop nothing
-    if seen.holds is not None:  # compiled, with position_ids: perhaps packed rows
+    if visibility.valid is not None:  # compiled, with position_ids: perhaps packed rows
         if mechanism.traits.mask and cache is None:
-            return _masked(bound, q, k, v, seen, changes, dropout)
-        seen = visible.sure(seen)
-    if changes or not seen.plain or not narrower(mechanism, seen.back, seen.ahead):
+            return _run_masked(bound, q, k, v, visibility, changes, dropout)
+        visibility = visible.asserted(visibility)
+    if changes or not visibility.complete or not within_window(mechanism, visibility.back, visibility.ahead):
         if mechanism.traits.mask:
-            return _masked(bound, q, k, v, seen, changes, dropout)
+            return _run_masked(bound, q, k, v, visibility, changes, dropout)
         if changes:
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
-        if not seen.plain:
+        if not visibility.complete:
             raise mechanism.refuse("a mask of the model's own", "mask")
-        raise Unsupported(window_words(mechanism, seen.back, seen.ahead))
-    if seen.sequences is not None:
-        return _packed(bound, q, k, v, seen, dropout)
+        raise Unsupported(window_refusal(mechanism, visibility.back, visibility.ahead))
+    if visibility.sequences is not None:
+        return _run_packed(bound, q, k, v, visibility, dropout)
     if cache is not None:
         return cache.advance(q, k, v, key_mask)
-    return bound(q, k, v, is_causal=seen.is_causal, key_mask=key_mask, dropout=dropout)
+    return bound(q, k, v, is_causal=visibility.is_causal, key_mask=key_mask, dropout=dropout)
 
 
-def _masked(
-    bound: Bound, q: Tensor, k: Tensor, v: Tensor, seen: Visible, changes: dict[str, Tensor], dropout: float
+def _run_masked(
+    bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, changes: dict[str, Tensor], dropout: float
 ) -> Tensor:
-    """A mechanism whose scores stand in the open takes every mask and bias."""
-    if others := [name for name in changes if name != "position_bias"]:
-        raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(others)}: keep the model's attention")
-    given = seen.dense()
+    """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
+    if unknown := [name for name in changes if name != "position_bias"]:
+        raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
+    mask = visibility.dense()
     if "position_bias" in changes:
         bias = changes["position_bias"].to(q.dtype)
-        given = bias + given if given.is_floating_point() else bias.masked_fill(~given, float("-inf"))
-    return bound(q, k, v, attn_mask=given, dropout=dropout)
+        mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
+    return bound(q, k, v, attn_mask=mask, dropout=dropout)
 
 
-def _packed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, seen: Visible, dropout: float) -> Tensor:
-    """Sequences that stand one behind the other in a row, each by itself: out of the row, padded, and back again."""
-    assert seen.sequences is not None
-    numbers = seen.sequences + seen.sequences.new_tensor(range(len(q)))[:, None] * (int(seen.sequences.max()) + 1)
-    _, lengths = numbers.flatten().unique_consecutive(return_counts=True)
-    room = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
+def _run_packed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
+    """Run each of the sequences that are packed in a row by itself: unpack and pad them, and pack the outputs."""
+    assert visibility.sequences is not None
+    sequence_ids = visibility.sequences + visibility.sequences.new_tensor(range(len(q)))[:, None] * (
+        int(visibility.sequences.max()) + 1
+    )
+    _, lengths = sequence_ids.flatten().unique_consecutive(return_counts=True)
+    is_token = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
 
-    def apart(x: Tensor) -> Tensor:
-        found = x.new_zeros(*room.shape, *x.shape[1::2])
-        found[room] = x.transpose(1, 2).flatten(0, 1)
-        return found.transpose(1, 2)
+    def unpacked(x: Tensor) -> Tensor:
+        padded = x.new_zeros(*is_token.shape, *x.shape[1::2])
+        padded[is_token] = x.transpose(1, 2).flatten(0, 1)
+        return padded.transpose(1, 2)
 
-    out = bound(apart(q), apart(k), apart(v), is_causal=seen.is_causal, key_mask=room, dropout=dropout)
-    return out.transpose(1, 2)[room].unflatten(0, (len(q), -1)).transpose(1, 2)
+    out = bound(
+        unpacked(q), unpacked(k), unpacked(v), is_causal=visibility.is_causal, key_mask=is_token, dropout=dropout
+    )
+    return out.transpose(1, 2)[is_token].unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
-def narrower(mechanism: Any, back: int | None, ahead: int | None) -> bool:
-    """Whether the mechanism sees no more than a window of the model's."""
+def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:
+    """Whether the mechanism sees no more than the model's window of ``back`` and ``ahead`` keys."""
     if back is None and ahead is None:
         return True
-    own = getattr(mechanism, "window", None)
-    if not isinstance(mechanism, Local) or own is None:
+    window = getattr(mechanism, "window", None)
+    if not isinstance(mechanism, Local) or window is None:
         return False
-    left, right = own if isinstance(own, tuple) else (own, own)
+    left, right = window if isinstance(window, tuple) else (window, window)
     return (back is None or left <= back) and (ahead is None or right <= ahead)
 
 
-def window_words(mechanism: Any, back: int | None, ahead: int | None) -> str:
-    """Why a mechanism cannot serve a layer with a window."""
+def window_refusal(mechanism: Any, back: int | None, ahead: int | None) -> str:
+    """The message that a mechanism cannot serve a layer with a window."""
     sides = [f"{n} tokens {where}" for n, where in ((back, "back"), (ahead, "ahead")) if n is not None]
     least = min(n for n in (back, ahead) if n is not None)
     return (

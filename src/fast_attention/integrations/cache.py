@@ -1,4 +1,4 @@
-"""A layer of transformers' cache that keeps a mechanism's state instead of all keys and values."""
+"""A layer for transformers' cache that keeps a mechanism's decoding state instead of all keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fast_attention.nn.bound import Bound
 
 
 class StateLayer(CacheLayerMixin):
-    """What a mechanism remembers. ``update`` hands the new keys and values through; ``advance`` takes them in."""
+    """A cache layer that holds a mechanism's state: ``update`` passes keys and values on, ``advance`` decodes."""
 
     is_sliding = False
     is_croppable = False
@@ -25,23 +25,23 @@ class StateLayer(CacheLayerMixin):
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the state comes with the first tokens."""
+        """Note dtype and device; the state comes with the first tokens."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The same keys and values: the state stands for those before."""
+        """Return the keys and values unchanged: the state holds what came before."""
         self.lazy_initialization(key_states, value_states)
         self.batch = key_states.shape[0]
         return key_states, value_states
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Outputs of the new tokens (B, H, N, E), which the state then holds."""
+        """Decode the new tokens (B, H, N, E): their outputs. The state then includes them."""
         out, self.state = self.bound.decode(q, k, v, self.state, key_mask=key_mask)
         self.length += q.shape[-2]
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are for the new tokens only, behind all before."""
+        """Length and offset of the keys in a mask: the new tokens only, after all before."""
         return query_length, self.length
 
     def get_seq_length(self) -> int:
@@ -59,7 +59,7 @@ class StateLayer(CacheLayerMixin):
         self.state, self.length = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with other sequences: beam search."""
+        """Reorder the sequences of the batch, for beam search."""
         if self.state is not None:
             self.state = decoding.select(self.state, beam_idx)
 
@@ -68,20 +68,20 @@ class StateLayer(CacheLayerMixin):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence several times."""
+        """Repeat each sequence ``repeats`` times."""
         if self.state is not None:
             self.reorder_cache(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        """Stay: a state is small."""
+        """Do nothing: a state is small enough to stay on the device."""
 
     def prefetch(self) -> None:
-        """Be here already."""
+        """Do nothing: the state never left the device."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: a state cannot forget its last tokens, which assisted decoding may ask at any step.
+        """Refuse to remove the last tokens, as assisted decoding asks: a state cannot forget them.
 
-        On Apple's GPUs ordinary generation asks for 0 tokens to be taken away, and gets that.
+        On Apple's GPUs ordinary generation asks to remove 0 tokens, which is granted.
 
         Raises:
             Unsupported: In every other case.
@@ -94,7 +94,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
-    """The state's layer in a cache, put where an empty growing layer stood; None where a growing one holds tokens.
+    """The ``StateLayer`` of a cache at ``index``, made in place of an empty ``DynamicLayer``; None if that has tokens.
 
     Raises:
         Unsupported: The cache is of a fixed size.
@@ -110,11 +110,11 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
         return layer
     if not isinstance(layer, DynamicLayer):
         raise Unsupported(
-            f"{bound.mechanism!r} keeps a state and {type(layer).__name__} room for all tokens: generate without "
+            f"{bound.mechanism!r} keeps a state and {type(layer).__name__} memory for all tokens: generate without "
             "cache_implementation, or with use_cache=False"
         )
     if layer.get_seq_length():
         return None
-    made = StateLayer(bound)
-    cache.layers[index] = made
-    return made
+    state_layer = StateLayer(bound)
+    cache.layers[index] = state_layer
+    return state_layer

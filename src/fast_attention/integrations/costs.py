@@ -1,4 +1,4 @@
-"""What a swapped layer's attention costs at a length, beside exact attention's: counted, and timed here."""
+"""Counts and times the attention of swapped layers at a length, beside exact attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fast_attention.nn.bound import Bound
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a forward pass of one layer's attention, projections left out."""
+    """The cost of one layer's attention in a forward pass, without projections."""
 
     operations: int  # as ``counting.count_operations`` counts them
     bytes: int  # the most held at once beyond queries, keys and values, the outputs included
@@ -29,40 +29,43 @@ class Cost:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the replaced layers cost, each as it was and as it is. Print it."""
+    """The costs of the replaced layers, before and after. Print it."""
 
     length: int
     batch: int
     layers: dict[str, tuple[Cost, Cost]]  # name -> exact attention's, the mechanism's
 
     def __str__(self) -> str:
-        """Layers of equal cost stand together, with their number."""
-        same: dict[tuple[Cost, Cost], list[str]] = {}
+        """A paragraph for each group of layers with equal costs."""
+        groups: dict[tuple[Cost, Cost], list[str]] = {}
         for name, costs in self.layers.items():
-            same.setdefault(costs, []).append(name)
+            groups.setdefault(costs, []).append(name)
         lines = [
             f"{self.batch} x {self.length:,} tokens, forward, attention alone; time measured here, the rest counted:"
         ]
-        for (before, after), names in same.items():
+        for (before, after), names in groups.items():
             lines.append(f"{span(names)}{', each' * (len(names) > 1)}")
             rows = (
                 ("operations", 1e-6, "M", before.operations, after.operations),
                 ("memory", 2**-20, "MiB", before.bytes, after.bytes),
                 ("time", 1e3, "ms", before.seconds, after.seconds),
             )
-            counted = [f"{what} {_short(a * by)} {unit} -> {_short(b * by)} {unit}" for what, by, unit, a, b in rows]
-            lines += folded(", ".join(counted))
-            lines += folded(f"runs {after.path}") if after.path else []
+            counted = [
+                f"{what} {_rounded(a * factor)} {unit} -> {_rounded(b * factor)} {unit}"
+                for what, factor, unit, a, b in rows
+            ]
+            lines += wrapped(", ".join(counted))
+            lines += wrapped(f"runs {after.path}") if after.path else []
         return "\n".join(lines)
 
 
-def folded(text: str) -> list[str]:
-    """Lines of at most 100 columns, set in below a layer's name."""
+def wrapped(text: str) -> list[str]:
+    """The text in indented lines of at most 100 columns."""
     return textwrap.wrap(text, 100, initial_indent="    ", subsequent_indent="      ")
 
 
-def _short(number: float) -> str:
-    """Three digits, and no exponent below a million."""
+def _rounded(number: float) -> str:
+    """The number with three digits, without an exponent below a million."""
     return f"{float(f'{number:.3g}'):,g}"
 
 
@@ -71,25 +74,25 @@ def span(names: list[str]) -> str:
     first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
     if len(names) == 1:
         return names[0]
-    apart = [at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b]
-    joined = f"{names[0]} ... {names[-1]}"
-    if len(first) == len(last) and len(apart) == 1 and apart[0] % 2 == 1:
-        low, high = first[apart[0]], last[apart[0]]
+    differing = [i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b]
+    text = f"{names[0]} ... {names[-1]}"
+    if len(first) == len(last) and len(differing) == 1 and differing[0] % 2 == 1:
+        low, high = first[differing[0]], last[differing[0]]
         if int(high) - int(low) + 1 == len(names):
-            joined = "".join([*first[: apart[0]], f"{low}-{high}", *first[apart[0] + 1 :]])
-    return f"{joined} ({len(names)} layers)"
+            text = "".join([*first[: differing[0]], f"{low}-{high}", *first[differing[0] + 1 :]])
+    return f"{text} ({len(names)} layers)"
 
 
-ROUNDS = 5  # of both, in turns
+ROUNDS = 5  # of timing both in turns
 PATIENCE = 2.0  # seconds after which no further round begins
 
 
 @torch.no_grad()
 def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool) -> tuple[Cost, Cost]:
-    """Exact attention's cost and the mechanism's, on Gaussian tensors of the layer's sizes; random generators stay.
+    """Exact attention's cost and the mechanism's, on Gaussian tensors of the layer's sizes.
 
     Raises:
-        ValueError: The mechanism's weights are cut for fewer tokens.
+        ValueError: The mechanism's weights are for fewer tokens.
     """
     size = (batch, bound.shape.heads, length, bound.shape.head_dim)
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +105,9 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
     with torch.random.fork_rng(devices=[]):
         costs = [counted(run, like.device) for run in runs]
         with dispatch.recorded() as steps:
-            took = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
+            seconds_of = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
     path = ", ".join(dict.fromkeys(step.path for step in steps))
-    exact, ours = (Cost(*found, statistics.median(times)) for found, times in zip(costs, took.values(), strict=True))
+    exact, ours = (
+        Cost(*counts, statistics.median(times)) for counts, times in zip(costs, seconds_of.values(), strict=True)
+    )
     return exact, replace(ours, path=path)

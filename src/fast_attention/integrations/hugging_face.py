@@ -1,4 +1,4 @@
-"""Swapping the attention of a Hugging Face model: found by a probe, replaced, and checked by another probe."""
+"""Swaps the attention of a Hugging Face model: a probe forward finds the layers, and a second one checks the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from fast_attention.integrations import attention, calls, probing, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
-from fast_attention.integrations.report import UNNAMED, Layer, chosen, no_queries, nothing, undropped
+from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
@@ -39,12 +39,12 @@ def swap(
     own_config(model)
     try:
         model.set_attn_implementation(NAME)
-        forward, found = probing.found(model, probe)
-        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in found.items()]
+        forward, called = probing.find_layers(model, probe)
+        layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
-            raise Unsupported(nothing(model, [layer for layer, _ in layers]))
-        missed = [_missed(name, *sizes) for name, sizes in probing.uncalled(model, found).items()]
-        for layer, bound in (*layers, *missed):
+            raise Unsupported(nothing_swapped(model, [layer for layer, _ in layers]))
+        uncalled = [_uncalled(name, *sizes) for name, sizes in probing.uncalled(model, called).items()]
+        for layer, bound in (*layers, *uncalled):
             if bound is not None:
                 _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
         _check_called(model, [layer.name for layer, _ in layers], forward)
@@ -54,11 +54,11 @@ def swap(
         raise
     settle(model, before, model.name_or_path)
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
-    return tuple(layer for layer, _ in (*layers, *missed))
+    return tuple(layer for layer, _ in (*layers, *uncalled))
 
 
 def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
-    """Put mechanisms, by name, into a model whose weights are about to be loaded; ``settle`` ends it."""
+    """Put mechanisms, by name, into a model whose weights are about to be loaded; call ``settle`` afterwards."""
     _check(model)
     model.set_attn_implementation(NAME)
     for name, swapped in layers.items():
@@ -66,15 +66,15 @@ def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
 
 
 def settle(model: PreTrainedModel, before: str, name: str | None) -> None:
-    """Make a model with mechanisms in it a swapped one, which had the implementation ``before`` under ``name``."""
+    """Complete a swap: note the former implementation ``before`` and ``name``, and hook attention maps and saving."""
     model.__dict__.update({BEFORE: before, EXACT: name})
-    weights.listen(model)
-    kept: Any = model
-    kept.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
+    weights.add_hooks(model)
+    untyped: Any = model
+    untyped.save_pretrained = partial(save_pretrained, model)  # transformers' own would lose the mechanisms
 
 
 def swap_back(model: PreTrainedModel) -> bool:
-    """The model with the attention that it had; whether there was anything to undo."""
+    """Restore the model's own attention; whether it had been swapped."""
     before = removed(model)
     if before is not None:
         model.set_attn_implementation(before)
@@ -82,7 +82,7 @@ def swap_back(model: PreTrainedModel) -> bool:
 
 
 def removed(model: PreTrainedModel) -> str | None:
-    """Take the mechanisms out of a model: the implementation that it had before, None where it was not swapped."""
+    """Remove the mechanisms from a model and return its former implementation; None if it was not swapped."""
     before = model.__dict__.pop(BEFORE, None)
     if before is not None:
         _remove(model)
@@ -107,21 +107,24 @@ def _loaded(model: PreTrainedModel) -> None:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """A config that no other model shares, which would otherwise be set to call mechanisms that it has not."""
+    """Give the model a config of its own: another model that shares it would be set to call mechanisms it has not."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
-    for part in model.modules():
-        for name, value in [*vars(part).items()]:
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                setattr(part, name, copies[id(value)])
+                setattr(module, name, copies[id(value)])
 
 
-def _missed(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound | None]:
-    """A layer that the probe did not call, with exact attention for those who will; None where it keeps its own."""
+def _uncalled(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound | None]:
+    """The report of a layer that the probe did not call, and exact attention for it; None where it keeps its own."""
     bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
     if getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
-        like, why = next(module.parameters()), "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=like.device, dtype=like.dtype)
+        parameter, why = (
+            next(module.parameters()),
+            "the probe did not call it: give swap(..., probe={...}) inputs that do",
+        )
+        bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=parameter.device, dtype=parameter.dtype)
     causal = bool(getattr(module, "is_causal", False))
     return Layer(name, type(module).__name__, heads, head_dim, causal, "Softmax()", why, replaced=False), bound
 
@@ -129,32 +132,32 @@ def _missed(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[La
 def _plan(
     name: str, call: Call, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
 ) -> tuple[Layer, Bound]:
-    """What a layer will run: the mechanism, or exact attention where that cannot serve, with the reason."""
+    """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
     reason = UNNAMED if mechanism is None else _obstacle(mechanism, call)
-    runs: Any = Softmax() if mechanism is None or reason else mechanism
+    chosen_mechanism: Any = Softmax() if mechanism is None or reason else mechanism
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
-    shape = Shape(call.heads, call.head_dim, longest if runs.traits.bounded else 0)
-    like = next(model.get_submodule(name).parameters())
-    bound = Bound(runs, shape).to(device=like.device, dtype=like.dtype)
+    shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.bounded else 0)
+    parameter = next(model.get_submodule(name).parameters())
+    bound = Bound(chosen_mechanism, shape).to(device=parameter.device, dtype=parameter.dtype)
     learned = sum(p.numel() for p in bound.parameters())
-    notes = [] if reason else _notes(runs, call, _dropout(model.get_submodule(name)))
+    notes = [] if reason else _notes(chosen_mechanism, call, _dropout(model.get_submodule(name)))
     kind = type(model.get_submodule(name)).__name__
-    made = Layer(
+    layer = Layer(
         name,
         kind,
         call.heads,
         call.head_dim,
         call.is_causal,
-        repr(runs),
+        repr(chosen_mechanism),
         reason or "; ".join(notes),
         not reason,
         learned,
     )
-    return made, bound
+    return layer, bound
 
 
 def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
-    """Why a mechanism cannot serve a layer; empty if it can."""
+    """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
         return no_queries(mechanism)
@@ -166,30 +169,30 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
         return f"the layer adds {', '.join(call.extra)} to its scores, which {mechanism!r} does not form (traits.mask)"
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
-    if not (traits.mask or attention.narrower(mechanism, call.back, call.ahead)):
-        return attention.window_words(mechanism, call.back, call.ahead)
+    if not (traits.mask or attention.within_window(mechanism, call.back, call.ahead)):
+        return attention.window_refusal(mechanism, call.back, call.ahead)
     return ""
 
 
-def _notes(mechanism: Mechanism[Any, Any], call: Call, dropped: float) -> list[str]:
-    """What to know about a layer that was swapped."""
-    notes, free = [], mechanism.traits.mask
-    if dropped and not free:
-        notes.append(undropped(dropped))
-    if call.window and not attention.narrower(mechanism, call.window - 1, call.window - 1):
-        beyond = "takes a mask of every pair" if free else "refuses"
-        notes.append(f"beyond {call.window:,} tokens, the layer's window, it {beyond}")
+def _notes(mechanism: Mechanism[Any, Any], call: Call, dropout: float) -> list[str]:
+    """Remarks on a layer that was swapped, for the report."""
+    notes, takes_masks = [], mechanism.traits.mask
+    if dropout and not takes_masks:
+        notes.append(dropout_note(dropout))
+    if call.window and not attention.within_window(mechanism, call.window - 1, call.window - 1):
+        outcome = "takes a mask of every pair" if takes_masks else "refuses"
+        notes.append(f"beyond {call.window:,} tokens, the layer's window, it {outcome}")
     return notes
 
 
 def _dropout(module: nn.Module) -> float:
     """The fraction of attention weights that a module drops in training."""
     for name in ("attention_dropout", "attn_dropout", "dropout"):
-        found = getattr(module, name, None)
-        if isinstance(found, nn.Dropout):
-            return found.p
-        if isinstance(found, float):
-            return found
+        dropout = getattr(module, name, None)
+        if isinstance(dropout, nn.Dropout):
+            return dropout.p
+        if isinstance(dropout, float):
+            return dropout
     return 0.0
 
 
@@ -202,16 +205,16 @@ def _install(module: nn.Module, swapped: Swapped) -> None:
 
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Keep transformers' cache for the attention function, which does not get it."""
-    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
-    cache = found[0] if found else kwargs.get("past_key_values")
+    """Note transformers' cache for the attention function, which does not get it."""
+    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
+    cache = caches[0] if caches else kwargs.get("past_key_values")
     swapped = module._modules.get(CHILD)
     if isinstance(swapped, Swapped):
         calls.begin(module, cache=swapped.state_in(cache, module))
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    """Forget the cache, and see to it that no other attention ran; there is no output where an error is on its way."""
+    """Forget the cache, and raise if other attention ran; ``output`` is None where an error was raised."""
     call, swapped = calls.end(module), module._modules.get(CHILD)
     if isinstance(swapped, Swapped) and call is not None and output is not None and not call.attended:
         raise RuntimeError(
@@ -223,7 +226,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 def _remove(model: PreTrainedModel) -> None:
     model.__dict__.pop("save_pretrained", None)
     model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
-    weights.deafen(model)
+    weights.remove_hooks(model)
     for name, swapped in layers_of(model).items():
         for hook in swapped.hooks:
             hook.remove()
@@ -234,15 +237,15 @@ def _check_called(model: PreTrainedModel, names: list[str], forward: Callable[[]
     """Run a forward pass, and raise ``Unsupported`` unless it called every one of the layers."""
     called: set[str] = set()
 
-    def watch(name: str, part: Swapped) -> Any:
-        return part.bound.register_forward_hook(lambda module, args, out: called.add(name))
+    def watch(name: str, swapped: Swapped) -> Any:
+        return swapped.bound.register_forward_hook(lambda module, args, out: called.add(name))
 
-    handles = [watch(name, part) for name, part in layers_of(model).items()]
+    handles = [watch(name, swapped) for name, swapped in layers_of(model).items()]
     try:
         forward()
     finally:
         for handle in handles:
             handle.remove()
-    silent = [name for name in names if name not in called]
-    if silent:
-        raise Unsupported(f"after the swap these layers were not called: {', '.join(silent)}")
+    uncalled = [name for name in names if name not in called]
+    if uncalled:
+        raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled)}")

@@ -1,9 +1,8 @@
 """Makes transformers' own ``from_pretrained`` read swapped models: mechanisms are put in before the weights are loaded.
 
-transformers lets libraries that change a model's modules before loading, those of quantization, register themselves
-by the name that ``config.json`` gives under ``quantization_config``. Nothing is quantized here: only that door is used,
-so that shards, ``dtype``, ``device_map`` and the hub are transformers' business. This file is imported while
-transformers imports its models, so what needs those is imported inside functions.
+It registers as a quantizer, by the name that ``config.json`` gives under ``quantization_config``: transformers' hook
+for changing modules before loading. Nothing is quantized; shards, ``dtype``, ``device_map`` and the hub stay
+transformers' business. It is imported while transformers imports its models: what needs those is imported in functions.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ NAME = "fast_attention"
 
 @register_quantization_config(NAME)
 class Record(QuantizationConfigMixin):
-    """What ``config.json`` says of a swapped model.
+    """The entry of ``config.json`` about a swapped model.
 
     Raises:
-        ValueError: It was written in another format, as by a newer version, or is not all there.
+        ValueError: It was written in another format, as by a newer version, or is incomplete.
     """
 
     def __init__(self, **record: Any) -> None:
         from fast_attention.integrations.saving import FORMAT  # and the attention's name is known from here on
 
         files.readable(record, FORMAT, "the model")
-        if absent := {"layers", "sha256"} - {*record}:
-            raise ValueError(f"config.json lacks the {' and '.join(sorted(absent))} of a swapped model")
+        if missing := {"layers", "sha256"} - {*record}:
+            raise ValueError(f"config.json lacks the {' and '.join(sorted(missing))} of a swapped model")
         self.quant_method: Any = NAME
         self.layers, self.sha256 = record["layers"], record["sha256"]
 
@@ -68,41 +67,41 @@ class Restoring(HfQuantizer):
         """Compare the files with their hashes, and put the mechanisms in."""
         from fast_attention.integrations import hugging_face
 
-        given = model.config._attn_implementation
-        if given != NAME:
+        implementation = model.config._attn_implementation
+        if implementation != NAME:
             raise ValueError(
                 f"config.json names mechanisms for {type(model).__name__}, whose weights were trained for them, and "
-                f"attn_implementation={given!r} would run other attention: leave that out, and call "
+                f"attn_implementation={implementation!r} would run other attention: leave that out, and call "
                 "fast_attention.swap_back(model) for exact attention"
             )
         verify(checkpoint_files or (), self.quantization_config.sha256)
-        hugging_face.restore(model, _made(model, self.quantization_config.layers))
+        hugging_face.restore(model, _mechanisms(model, self.quantization_config.layers))
         self.sizes = {name: x.shape for name, x in model.state_dict().items()}
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
-        """Nothing is quantized, and the model is the one that was saved."""
+        """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
         from fast_attention.integrations import hugging_face
 
         self.remove_quantization_config(model)
         del model.is_quantized
         hugging_face.settle(model, model.get_correct_attn_implementation(None), "")
         tensors = model.state_dict(keep_vars=True)
-        others = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
+        mismatched = [f"{name} {tuple(x.shape)} for {tuple(self.sizes[name])}" for name, x in tensors.items()
                   if x.shape != self.sizes.get(name, x.shape)]  # fmt: skip
-        if others:  # of which transformers 5.5 tells nothing
-            raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(others)}")
-        ours = [(name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name]
-        absent = [name for name, x in ours if not getattr(x, "_is_hf_initialized", x.is_meta)]
-        if absent:
-            raise ValueError(f"weights of the mechanisms are missing: {', '.join(absent)}")
+        if mismatched:  # of which transformers 5.5 tells nothing
+            raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(mismatched)}")
+        mechanism_tensors = [(name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name]
+        missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
+        if missing:
+            raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
         return model
 
 
 def verify(paths: Sequence[str], digests: dict[str, str]) -> None:
-    """Compare files of weights, and the list of them beside, with the hashes that were taken when they were saved.
+    """Compare files of weights, and their index file, with the hashes that were saved.
 
     Raises:
-        ValueError: One was cut short or changed, or is not among those that were saved. It is named.
+        ValueError: A file was cut short or changed, or is not among those that were saved. It is named.
     """
     folder = Path(paths[0]).parent if paths else Path()
     lists = [folder / name for name in digests if ".index." in name and len(paths) > 1]
@@ -112,29 +111,29 @@ def verify(paths: Sequence[str], digests: dict[str, str]) -> None:
         files.verify(path, digests[path.name])
 
 
-def _made(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
+def _mechanisms(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
     """Each layer's mechanism without its weights, by the name of the attention module in this model.
 
-    A model with a head has the names of one without behind a prefix, and the reverse.
+    Names are matched with and without the prefix that a model with a head puts before those of its base model.
     """
-    own, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
-    spellings = [layers, {prefix + name: x for name, x in layers.items()}]
-    spellings.append({name.removeprefix(prefix): x for name, x in layers.items()})
-    fits = max(spellings, key=lambda names: len(own.intersection(names)))
-    if not own.intersection(fits):
+    modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    candidates = [layers, {prefix + name: x for name, x in layers.items()}]
+    candidates.append({name.removeprefix(prefix): x for name, x in layers.items()})
+    best = max(candidates, key=lambda names: len(modules.intersection(names)))
+    if not modules.intersection(best):
         raise ValueError(f"{type(model).__name__} has none of the layers that config.json names: {', '.join(layers)}")
-    return {name: _layer(model.get_submodule(name), **fit) for name, fit in fits.items() if name in own}
+    return {name: _layer(model.get_submodule(name), **settings) for name, settings in best.items() if name in modules}
 
 
 def _layer(module: nn.Module, *, mechanism: str, kept: bool, **shape: int) -> Any:
-    """transformers loads onto "meta" under a default dtype; draws want a device and precision that have them."""
+    """A layer's mechanism, its weights drawn on the CPU in float32: transformers loads on "meta" in another dtype."""
     from fast_attention.integrations.attention import Swapped
 
-    like, before = next(module.parameters()), torch.get_default_dtype()
+    parameter, default_dtype = next(module.parameters()), torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             bound = Bound(catalogue.parse(mechanism), Shape(**shape))
     finally:
-        torch.set_default_dtype(before)
-    return Swapped(bound.to(device=like.device, dtype=like.dtype), kept=kept)
+        torch.set_default_dtype(default_dtype)
+    return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), kept=kept)

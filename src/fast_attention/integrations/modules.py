@@ -1,4 +1,4 @@
-"""Putting modules of ours in the place of a library's own, layer by layer: what torch's and timm's layers share."""
+"""Replaces a library's attention modules by ours, layer by layer: shared by the swaps of torch's and timm's layers."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from typing import Any
 
 from torch import nn
 
-from fast_attention.integrations.report import Layer, chosen, nothing
+from fast_attention.integrations.report import Layer, chosen, nothing_swapped
 from fast_attention.mechanism import Unsupported
 
 Plan = Callable[[str, Any, Any], tuple[Layer, nn.Module | None]]
 
 
-def exchange(model: nn.Module, wanted: Any, ours: Callable[[nn.Module], bool], plan: Plan) -> tuple[Layer, ...]:
-    """Replace every module that is one of ``ours`` and that ``wanted`` names; what became of each.
+def exchange(model: nn.Module, wanted: Any, is_attention: Callable[[nn.Module], bool], plan: Plan) -> tuple[Layer, ...]:
+    """Replace every attention module that ``wanted`` names; the report of each.
 
     Args:
         model: The model, changed in place.
         wanted: A mechanism, or one for every pattern of layer names.
-        ours: Whether a module is an attention of this kind.
-        plan: From a layer's name, its module and its mechanism or None: what it will run, and the module for it, None
-            where it stays.
+        is_attention: Whether a module is an attention of this kind.
+        plan: From a layer's name, its module and its mechanism or None: its report, and the new module or None.
 
     Raises:
         Unsupported: There are such layers, and none can be swapped.
     """
-    layers, made = [], {}
+    layers, replacements = [], {}
     for name, module in model.named_modules():
-        if ours(module):
+        if is_attention(module):
             layer, new = plan(name, module, chosen(name, wanted))
             layers.append(layer)
             if new is not None:
-                made[name] = new
-    if layers and not made:
-        raise Unsupported(nothing(model, layers))
-    for name, new in made.items():
-        put(model, name, new)
+                replacements[name] = new
+    if layers and not replacements:
+        raise Unsupported(nothing_swapped(model, layers))
+    for name, new in replacements.items():
+        replace_module(model, name, new)
     return tuple(layers)
 
 
-def put(model: nn.Module, name: str, new: nn.Module) -> None:
-    """``new`` in the place of the module called ``name``."""
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, new)
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put ``new`` in place of the module called ``name``."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new)

@@ -1,4 +1,4 @@
-"""torch's random generators, which putting a mechanism into a model leaves as they were."""
+"""Leaves torch's random generators as they were, whatever is drawn while a mechanism is put into a model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 @contextmanager
-def kept(model: nn.Module | None = None) -> Iterator[None]:
-    """Draws inside come from torch's generators as they stand, which afterwards stand there again.
+def restored_generators(model: nn.Module | None = None) -> Iterator[None]:
+    """Restore torch's generators at the end of the block, which may draw from them.
 
     So a program continues with the numbers that it had without the swap, and what is drawn depends on ``manual_seed``.
 
     Args:
-        model: On whose accelerators numbers are drawn too.
+        model: The generators of its accelerators are restored too.
     """
-    places = {p.device for p in model.parameters()} if model is not None else set()
-    beside = sorted({d.index for d in places if d.index is not None and d.type == "cuda"})
-    with torch.random.fork_rng(devices=beside):
+    devices = {p.device for p in model.parameters()} if model is not None else set()
+    cuda = sorted({d.index for d in devices if d.index is not None and d.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda):
         yield

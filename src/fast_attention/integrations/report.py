@@ -1,4 +1,4 @@
-"""What a swap did, layer by layer."""
+"""The report of a swap, layer by layer, and its messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fast_attention.integrations.costs import Cost, Expected, folded, pair, span
+from fast_attention.integrations.costs import Cost, Expected, pair, span, wrapped
 from fast_attention.mechanism import Mechanism
 from fast_attention.nn.bound import Bound
 
@@ -26,18 +26,15 @@ class Layer:
     heads: int
     head_dim: int
     is_causal: bool
-    mechanism: str  # what runs now
-    why: str = ""  # for a layer that was kept: why; for a swapped one: what to know
+    mechanism: str  # what it runs after the swap
+    why: str = ""  # for a layer that was kept: the reason; for a swapped one: remarks
     replaced: bool = True
     parameters: int = 0  # learned ones that came with it
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``swap`` did. Print it.
-
-    ``model`` is the model itself, with the mechanisms in it.
-    """
+    """The result of ``swap``: ``model`` with the mechanisms in it, and every layer. Print it."""
 
     model: nn.Module = field(repr=False)
     layers: tuple[Layer, ...]
@@ -59,43 +56,43 @@ class Report:
         return sum(layer.parameters for layer in self.layers)
 
     def expected(self, length: int, *, batch: int = 1) -> Expected:
-        """What the attention of every replaced layer costs at a length, as it was and as it is.
+        """The costs of every replaced layer's attention at a length, before and after.
 
         Operations and memory are counted in one forward pass on Gaussian tensors, as many keys as queries; times are
-        medians of up to five passes on the layer's device, here and now, and the implementation is the one that these
-        took. ``fast-attention advise`` compares many mechanisms.
+        medians of up to five passes on the layer's device, of the implementation that it chooses there.
+        ``fast-attention advise`` compares many mechanisms.
 
         Args:
             length: Tokens of a sequence.
             batch: Sequences.
 
         Raises:
-            ValueError: ``length`` or ``batch`` is below 1, or a mechanism's weights are cut for fewer tokens.
+            ValueError: ``length`` or ``batch`` is below 1, or a mechanism's weights are for fewer tokens.
         """
         if length < 1 or batch < 1:
             raise ValueError(f"expected(length={length}, batch={batch}): both must be at least 1")
-        known: dict[Any, tuple[Cost, Cost]] = {}
-        found = {}
+        costs: dict[Any, tuple[Cost, Cost]] = {}
+        layers = {}
         for layer in self.replaced:
             module = self.model.get_submodule(layer.name)
             bound = next(part for part in module.modules() if isinstance(part, Bound))
             kind = (layer.heads, layer.head_dim, layer.is_causal, layer.mechanism)
-            if kind not in known:
+            if kind not in costs:
                 like = next(module.parameters())
-                known[kind] = pair(bound, length, batch, like, is_causal=layer.is_causal)
-            found[layer.name] = known[kind]
-        return Expected(length, batch, found)
+                costs[kind] = pair(bound, length, batch, like, is_causal=layer.is_causal)
+            layers[layer.name] = costs[kind]
+        return Expected(length, batch, layers)
 
     def __str__(self) -> str:
-        """Equal layers in a row stand together, with what they were, what they are and what to know."""
+        """A paragraph for each run of equal layers: their class, the mechanism, remarks."""
         lines = []
         for group in _groups(self.layers):
             first = group[0]
             causal = ", causal" if first.is_causal else ""
             lines.append(f"{span([layer.name for layer in group])}: {first.heads} heads of {first.head_dim}{causal}")
-            done = f"-> {first.mechanism}" if first.replaced else f"kept, {first.mechanism}"
-            for text in filter(None, (f"{first.kind} {done}", first.why)):
-                lines += folded(text)
+            outcome = f"-> {first.mechanism}" if first.replaced else f"kept, {first.mechanism}"
+            for text in filter(None, (f"{first.kind} {outcome}", first.why)):
+                lines += wrapped(text)
         total = f"{len(self.replaced)} of {len(self.layers)} attention layers replaced"
         return "\n".join([*lines, f"{total}, {self.parameters:,} parameters added", *self.refused])
 
@@ -103,8 +100,8 @@ class Report:
 def _groups(layers: tuple[Layer, ...]) -> list[list[Layer]]:
     groups: list[list[Layer]] = []
     for layer in layers:
-        alike = groups and _plain(groups[-1][-1]) == _plain(layer)
-        groups[-1].append(layer) if alike else groups.append([layer])
+        is_equal = groups and _plain(groups[-1][-1]) == _plain(layer)
+        groups[-1].append(layer) if is_equal else groups.append([layer])
     return groups
 
 
@@ -113,30 +110,30 @@ def _plain(layer: Layer) -> tuple[Any, ...]:
 
 
 def chosen(name: str, wanted: Mechanism[Any, Any] | dict[str, Any]) -> Any:
-    """The mechanism for a layer: the first pattern that fits its name; None for none."""
+    """The mechanism for a layer, by the first pattern that fits its name; None where none does."""
     if not isinstance(wanted, dict):
         return wanted
     return next((mechanism for pattern, mechanism in wanted.items() if fnmatchcase(name, pattern)), None)
 
 
-def nothing(model: nn.Module, layers: Sequence[Layer]) -> str:
-    """What to say where no layer of a model was swapped."""
+def nothing_swapped(model: nn.Module, layers: Sequence[Layer]) -> str:
+    """The message that no layer of a model was swapped, with the reasons."""
     reasons = dict.fromkeys(layer.why for layer in layers)
     names = f"; {listed(layers)}" if UNNAMED in reasons else ""
     return f"no attention layer of {type(model).__name__} was swapped: {'; '.join(reasons)}{names}"
 
 
 def listed(layers: Sequence[Layer]) -> str:
-    """The layers that a pattern can name, so that the right one can be written."""
+    """The names of the layers, for messages about patterns."""
     more = f" and {len(layers) - MANY} more" if len(layers) > MANY else ""
     return f"there are {', '.join(layer.name for layer in layers[:MANY])}{more}"
 
 
 def no_queries(mechanism: object) -> str:
-    """Why a mixer cannot stand in for an attention."""
+    """The reason why a mixer cannot replace an attention."""
     return f"{mechanism!r} mixes whole tokens and takes no queries"
 
 
-def undropped(p: float) -> str:
-    """What to know where attention weights are not dropped in training though the model asks for it."""
+def dropout_note(p: float) -> str:
+    """The remark that attention weights are not dropped in training though the model asks for it."""
     return f"in training its attention weights are not dropped (the model drops {p:g})"

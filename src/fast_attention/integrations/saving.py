@@ -1,8 +1,8 @@
-"""A swapped Hugging Face model as a folder that transformers itself reads once ``fast_attention`` was imported.
+"""Saves a swapped Hugging Face model as a folder that transformers itself reads once ``fast_attention`` was imported.
 
-transformers writes the folder; ``config.json`` says besides which layer runs what, and the SHA-256 of every file of
+transformers writes the folder; ``config.json`` also gets the mechanism of each layer and the SHA-256 of every file of
 weights. It names an attention implementation that transformers does not know: where this library was not imported,
-loading fails instead of quietly running exact attention on weights that were trained for another.
+loading fails instead of silently running exact attention on weights that were trained for another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 2"
 RECORD = "quantization_config"  # the place in config.json from which transformers calls another library while loading
-FORMER = "fast_attention.safetensors"  # the weights of folders written before the first release
+OLD_WEIGHTS = "fast_attention.safetensors"  # the weights of folders written before the first release
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PUSH = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
@@ -45,10 +45,10 @@ def save_pretrained(
     Args:
         model: The model. After a swap this is also its own ``save_pretrained``.
         save_directory: Where to.
-        is_main_process: Only then anything is written.
+        is_main_process: False writes nothing.
         state_dict: Other weights than the model's present ones.
-        push_to_hub: Afterwards the same as ``model.push_to_hub(repo_id or the folder's name)``.
-        settings: What transformers' ``save_pretrained`` takes besides, such as ``max_shard_size`` and ``variant``.
+        push_to_hub: Call ``model.push_to_hub(repo_id or the folder's name)`` afterwards.
+        settings: Further arguments of transformers' ``save_pretrained``, such as ``max_shard_size`` and ``variant``.
 
     Raises:
         ValueError: The model is not swapped.
@@ -66,20 +66,20 @@ def save_pretrained(
     _check(model, settings)
     hub = {name: settings.pop(name) for name in PUSH if name in settings}
     folder = Path(save_directory)
-    with files.together(folder / "config.json") as place:
-        write(model, place.parent, state_dict=state_dict, **settings)
+    with files.together(folder / "config.json") as config_path:
+        write(model, config_path.parent, state_dict=state_dict, **settings)
         weights = sorted(
-            path for path in place.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
+            path for path in config_path.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
         )
-        record = {"quant_method": NAME, "format": FORMAT, "version": __version__, "layers": _spelt(layers)}
+        record = {"quant_method": NAME, "format": FORMAT, "version": __version__, "layers": _layer_records(layers)}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
-        config = json.loads(place.read_text(encoding="utf-8"))
+        config = json.loads(config_path.read_text(encoding="utf-8"))
         config = {**config, "attn_implementation": NAME, RECORD: record}
-        place.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    former = _names(settings.get("variant"))
-    for left in folder.iterdir():
-        if left.name not in record["sha256"] and re.fullmatch(former, left.name):
-            left.unlink()
+        config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    pattern = _weights_pattern(settings.get("variant"))
+    for path in folder.iterdir():
+        if path.name not in record["sha256"] and re.fullmatch(pattern, path.name):
+            path.unlink()
     if push_to_hub:
         model.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
 
@@ -88,24 +88,24 @@ def from_pretrained(
     folder: str | os.PathLike[str], *, architecture: type[PreTrainedModel] | None = None, **settings: Any
 ) -> Any:
     """See ``fast_attention.from_pretrained``."""
-    place = Path(folder) / settings.get("subfolder", "")
-    if place.is_dir() and (place / FORMER).exists():
-        raise ValueError(f"{place} was written before the first release, in another form: save its model again")
-    if place.is_dir() and not (place / "config.json").exists():
-        raise FileNotFoundError(errno.ENOENT, f"{place} holds no swapped model", "config.json")
-    asked = {name: settings[name] for name in HUB if name in settings}
+    local = Path(folder) / settings.get("subfolder", "")
+    if local.is_dir() and (local / OLD_WEIGHTS).exists():
+        raise ValueError(f"{local} was written before the first release, in another form: save its model again")
+    if local.is_dir() and not (local / "config.json").exists():
+        raise FileNotFoundError(errno.ENOENT, f"{local} holds no swapped model", "config.json")
+    hub_settings = {name: settings[name] for name in HUB if name in settings}
     try:
-        config: Any = PreTrainedConfig.get_config_dict(folder, **asked)[0]
+        config: Any = PreTrainedConfig.get_config_dict(folder, **hub_settings)[0]
         if config.get(RECORD, {}).get("quant_method") != NAME:
             raise ValueError("config.json names no mechanisms; transformers loads exact models")
         kind: Any = architecture or getattr(transformers, config["architectures"][0])
-        model, found = kind.from_pretrained(folder, output_loading_info=True, **settings)
+        model, info = kind.from_pretrained(folder, output_loading_info=True, **settings)
     except Exception as error:  # whatever damaged files make the libraries raise
-        if isinstance(error, OSError) and not place.is_dir():
+        if isinstance(error, OSError) and not local.is_dir():
             raise  # the hub's
         raise ValueError(f"{os.fspath(folder)} holds no sound swapped model: {error}") from error
-    if wrong := {why: sorted(map(str, names)) for why, names in found.items() if names}:
-        raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {wrong}")
+    if problems := {why: sorted(map(str, names)) for why, names in info.items() if names}:
+        raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {problems}")
     return model
 
 
@@ -121,15 +121,15 @@ def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         raise Unsupported("distributed_checkpoint=True: a swapped model is saved whole, with a hash of every file")
 
 
-def _spelt(layers: dict[str, Swapped]) -> dict[str, Any]:
-    """What each attention module runs, and the shape that its weights are cut for."""
+def _layer_records(layers: dict[str, Swapped]) -> dict[str, Any]:
+    """The mechanism of each attention module and the shape of its weights."""
     return {
         name: {"mechanism": repr(part.bound.mechanism), **dataclasses.asdict(part.bound.shape), "kept": part.kept}
         for name, part in layers.items()
     }
 
 
-def _names(variant: str | None) -> str:
-    """A pattern of the names under which transformers writes weights."""
+def _weights_pattern(variant: str | None) -> str:
+    """A regular expression for the names under which transformers writes weights."""
     v = rf"\.{re.escape(variant)}" if variant else ""
     return rf"model{v}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{v}\.json"

@@ -12,7 +12,7 @@ from torch import nn
 
 from fast_attention import catalogue
 from fast_attention.integrations import timm, torch_nn
-from fast_attention.integrations.randomness import kept
+from fast_attention.integrations.randomness import restored_generators
 from fast_attention.integrations.report import Layer, Report, listed
 from fast_attention.mechanism import Mechanism, Unsupported
 
@@ -26,9 +26,9 @@ def swap(
     with an ``nn.MultiheadAttention`` in it, or one of timm's vision transformers.
 
     The projections stay, with their weights; a mechanism's own weights are drawn here and belong to the model from then
-    on. Afterwards a small forward pass has called every layer. A layer that the mechanism cannot serve keeps exact
-    attention, and the report says why. Draws come from torch's generators as they stand, and these are left as they
-    were: for other draws, seed anew by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
+    on. A small forward pass checks that every layer is called. A layer that the mechanism cannot serve keeps exact
+    attention, and the report says why. Draws come from torch's generators, which are then set back: for other draws,
+    seed by ``torch.manual_seed`` or redraw by ``Bound.redraw``.
 
     Args:
         model: The model, or a module that holds some.
@@ -39,11 +39,11 @@ def swap(
             known (the error says so), or has layers that the known ones do not reach (the report does).
 
     Returns:
-        What was done: print it.
+        The report of every layer: print it.
 
     Raises:
-        Unsupported: Nothing can be swapped. The message says what was found and what would work. The model then has
-            exact attention, also where an earlier swap had put something else.
+        Unsupported: Nothing can be swapped. The message names the obstacles and what would work. The model then has
+            exact attention, also where it had been swapped before.
         ValueError: ``mechanism`` names none, a pattern fits no layer, the model does not take ``probe``, or a mechanism
             needs ``max_len``.
     """
@@ -54,7 +54,7 @@ def swap(
         parsed = catalogue.parse(mechanism)
     swap_back(model)
     try:
-        with kept(model):
+        with restored_generators(model):
             return _swapped(model, parsed, max_len, probe)
     except BaseException:
         swap_back(model)
@@ -62,46 +62,46 @@ def swap(
 
 
 def _swapped(model: nn.Module, parsed: Any, max_len: int | None, probe: dict[str, Any] | None) -> Report:
-    """Hugging Face models first, then torch's and timm's modules wherever they are."""
+    """Swap Hugging Face models first, then torch's and timm's modules wherever they are."""
     layers: list[Layer] = []
     refused: list[str] = []
-    known: list[str] = []  # names that a pattern may fit: a Hugging Face model's layers have their names in it
-    for name, part in pretrained(model).items():
+    names: list[str] = []  # names that a pattern may fit: a Hugging Face model's layers have their names in it
+    for name, submodel in pretrained(model).items():
         from fast_attention.integrations import hugging_face
 
         try:
-            found = hugging_face.swap(part, parsed, max_len, probe)
+            swapped_layers = hugging_face.swap(submodel, parsed, max_len, probe)
         except Unsupported as error:
             refused.append(str(error))
         else:
-            layers += [_renamed(layer, name) for layer in found]
-            known += [layer.name for layer in found]
+            layers += [_renamed(layer, name) for layer in swapped_layers]
+            names += [layer.name for layer in swapped_layers]
     for library in (torch_nn, timm):
         try:
             layers += library.swap(model, parsed, max_len)
         except Unsupported as error:
             refused.append(str(error))
     if not any(layer.replaced for layer in layers):
-        raise Unsupported(refused[0] if refused else _nothing(model))
+        raise Unsupported(refused[0] if refused else _nothing_found(model))
     for pattern in parsed if isinstance(parsed, dict) else ():
-        if not any(fnmatchcase(name, pattern) for name in known + [layer.name for layer in layers]):
+        if not any(fnmatchcase(name, pattern) for name in names + [layer.name for layer in layers]):
             raise ValueError(f"the pattern {pattern!r} fits no attention layer; {listed(layers)}")
     return Report(model, tuple(layers), tuple(refused))
 
 
 def swap_back(model: nn.Module) -> bool:
-    """The model with exact attention as it was before ``swap``, its weights as they are now.
+    """Undo ``swap``: restore the model's own attention, with the present weights.
 
     Returns:
         Whether anything had been swapped.
     """
-    with kept(model):
-        undone = torch_nn.swap_back(model) | timm.swap_back(model)
-        for part in pretrained(model).values():
+    with restored_generators(model):
+        any_undone = torch_nn.swap_back(model) | timm.swap_back(model)
+        for submodel in pretrained(model).values():
             from fast_attention.integrations import hugging_face
 
-            undone = hugging_face.swap_back(part) or undone
-    return undone
+            any_undone = hugging_face.swap_back(submodel) or any_undone
+    return any_undone
 
 
 def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None = None, **settings: Any) -> Any:
@@ -121,28 +121,28 @@ def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None
     """
     from fast_attention.integrations import saving
 
-    with kept():
+    with restored_generators():
         return saving.from_pretrained(folder, architecture=architecture, **settings)
 
 
 def pretrained(model: nn.Module) -> dict[str, Any]:
-    """The Hugging Face models in a model, the outermost of each, by name."""
+    """The Hugging Face models in a model, by name, without those inside others."""
     library = sys.modules.get("transformers.modeling_utils")  # where it was never imported, none of its models is
     if library is None:
         return {}
-    found: dict[str, Any] = {}
-    for name, part in model.named_modules():
-        inside = any(name.startswith(f"{other}.") or other == "" for other in found)
-        if isinstance(part, library.PreTrainedModel) and not inside:
-            found[name] = part
-    return found
+    outermost: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        is_inner = any(name.startswith(f"{other}.") or other == "" for other in outermost)
+        if isinstance(module, library.PreTrainedModel) and not is_inner:
+            outermost[name] = module
+    return outermost
 
 
 def _renamed(layer: Layer, prefix: str) -> Layer:
     return replace(layer, name=f"{prefix}.{layer.name}") if prefix else layer
 
 
-def _nothing(model: nn.Module) -> str:
+def _nothing_found(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} holds no Hugging Face model, no nn.MultiheadAttention and no attention of timm's: "
         "nothing was swapped. In a model of your own, put fast_attention.MultiheadAttention or TokenMixer in place of "

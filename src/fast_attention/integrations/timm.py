@@ -1,4 +1,4 @@
-"""Swapping the attention of timm's vision transformers: ViT, DeiT and all others that are made of its ``Attention``."""
+"""Swaps the attention of timm's vision transformers: ViT, DeiT and all others that are made of its ``Attention``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.integrations.modules import exchange, put
-from fast_attention.integrations.report import UNNAMED, Layer, no_queries, undropped
+from fast_attention.integrations.modules import exchange, replace_module
+from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 
@@ -18,10 +18,10 @@ PARTS = ("norm", "gate")  # that only newer releases of timm have
 
 
 class VisionAttention(nn.Module):
-    """timm's ``Attention`` with any mechanism: its parts under the names they had, the mechanism as ``attention``.
+    """timm's ``Attention`` with any mechanism: the same submodules under the same names, and ``attention``.
 
     Args:
-        old: timm's module; its parts are shared, not copied.
+        old: timm's module; its submodules are shared, not copied.
         mechanism: What attends.
         max_len: The longest sequence, for mechanisms with ``traits.bounded``.
     """
@@ -35,8 +35,8 @@ class VisionAttention(nn.Module):
 
     def __init__(self, old: Any, mechanism: Mechanism[Any, Any], max_len: int) -> None:
         super().__init__()
-        for name, part in old.named_children():
-            self.add_module(name, part)
+        for name, child in old.named_children():
+            self.add_module(name, child)
         shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.bounded else 0)
         self.attention = Bound(mechanism, shape).to(old.qkv.weight).train(old.training)
         # timm's fused attention has a scale of its own and does not read the module's
@@ -58,12 +58,12 @@ class VisionAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.attention.shape.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         q = q if abs(self.factor - 1) < 1e-6 else q * self.factor
-        free = self.attention.mechanism.traits.mask
-        dropout = self.attn_drop.p if self.training and free else 0.0
-        tokens = None if attn_mask is None or free else _tokens(attn_mask, len(x), x.shape[1])
-        if tokens is not None:
-            out = self.attention(q, k, v, is_causal=is_causal, key_mask=tokens[1])
-            out = out.masked_fill(~tokens[0][:, None, :, None], 0.0)
+        takes_masks = self.attention.mechanism.traits.mask
+        dropout = self.attn_drop.p if self.training and takes_masks else 0.0
+        visible_tokens = None if attn_mask is None or takes_masks else _tokens(attn_mask, len(x), x.shape[1])
+        if visible_tokens is not None:
+            out = self.attention(q, k, v, is_causal=is_causal, key_mask=visible_tokens[1])
+            out = out.masked_fill(~visible_tokens[0][:, None, :, None], 0.0)
         else:
             out = self.attention(q, k, v, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout)
         norm, gate = (self._modules.get(name) for name in PARTS)
@@ -84,60 +84,62 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
 
 
 def swap_back(model: nn.Module) -> bool:
-    """timm's modules in place of those that ``swap`` made, weights as they are now; whether there were any."""
-    ours = [(name, part) for name, part in model.named_modules() if isinstance(part, VisionAttention)]
-    for name, part in ours:
-        old = part.__dict__[BEFORE]
-        for own, now in part.named_children():
-            if own in old._modules:
-                setattr(old, own, now)
-        old.training = part.training
-        put(model, name, old)
-    return bool(ours)
+    """Undo ``swap``: put timm's modules back, with the present weights; whether there were any to undo."""
+    swapped = [(name, module) for name, module in model.named_modules() if isinstance(module, VisionAttention)]
+    for name, module in swapped:
+        old = module.__dict__[BEFORE]
+        for child, part in module.named_children():
+            if child in old._modules:
+                setattr(old, child, part)
+        old.training = module.training
+        replace_module(model, name, old)
+    return bool(swapped)
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether it is one of timm's attentions: all of them can choose a fused kernel."""
+    """Whether a module is one of timm's attentions, which all have ``fused_attn``."""
     return type(module).__module__.startswith("timm.") and isinstance(getattr(module, "fused_attn", None), bool)
 
 
 def _plan(
     name: str, module: Any, mechanism: Mechanism[Any, Any] | None, max_len: int | None
 ) -> tuple[Layer, VisionAttention | None]:
-    """What a layer will run, and the module for it; None where it stays."""
+    """The report of a layer, and its new module; None where it stays."""
     kind, heads = type(module).__name__, getattr(module, "num_heads", 1)
     library = sys.modules.get("timm.models.vision_transformer")
-    plain = library is not None and type(module) is library.Attention
-    width = module.head_dim if plain else 0
+    is_plain = library is not None and type(module) is library.Attention
+    width = module.head_dim if is_plain else 0
     reason = UNNAMED if mechanism is None else ""
     if mechanism is not None and not isinstance(mechanism, Attention):
         reason = no_queries(mechanism)
-    elif not plain:
+    elif not is_plain:
         reason = f"{type(module).__module__}.{kind} is not the attention of timm's plain vision transformer"
     if mechanism is None or reason:
-        return Layer(name, kind, heads, width, False, "Softmax()" if plain else "its own", reason, replaced=False), None
+        return Layer(
+            name, kind, heads, width, False, "Softmax()" if is_plain else "its own", reason, replaced=False
+        ), None
     new, note = VisionAttention(module, mechanism, max_len or 0), ""
     if module.attn_drop.p and not mechanism.traits.mask:
-        note = undropped(module.attn_drop.p)
+        note = dropout_note(module.attn_drop.p)
     learned = sum(p.numel() for p in new.attention.parameters())
     return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned), new
 
 
 def _tokens(mask: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor] | None:
-    """Which queries (B, N) may see anything and which keys (B, N) may be seen; None where a mask says more.
+    """A mask of whole tokens as queries (B, N) that see anything and keys (B, N) that may be seen; else None.
 
-    A compiled graph cannot ask; it takes the mask for one of tokens and ends with an error where it is not.
+    A compiled graph, which cannot read values, assumes such a mask and fails at run time where it is another.
     """
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    holds = True if mask.dtype == torch.bool else (seen | (mask <= torch.finfo(mask.dtype).min)).all()
-    seen = seen.expand(torch.broadcast_shapes(seen.shape, (batch, 1, length, length)))
-    queries, keys = seen.any(-1, keepdim=True), seen.any(-2, keepdim=True)
-    holds = holds & (seen == (queries & keys)).all()
-    if seen.shape[1] > 1 or not (torch.compiler.is_compiling() or bool(holds)):
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    separable = True if mask.dtype == torch.bool else (visible | (mask <= torch.finfo(mask.dtype).min)).all()
+    visible = visible.expand(torch.broadcast_shapes(visible.shape, (batch, 1, length, length)))
+    queries, keys = visible.any(-1, keepdim=True), visible.any(-2, keepdim=True)
+    separable = separable & (visible == (queries & keys)).all()
+    if visible.shape[1] > 1 or not (torch.compiler.is_compiling() or bool(separable)):
         return None
     if torch.compiler.is_compiling():
         torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-            holds,
+            separable,
             "an attn_mask that says more than which tokens are there, in a compiled swapped model. What would work: "
             "such a mask, or a mechanism that takes every mask, as Softmax or ReLUAttention",
         )

@@ -1,4 +1,4 @@
-"""Swapping the attention of ``nn.Transformer`` and of every model with an ``nn.MultiheadAttention`` in it."""
+"""Swaps the attention of ``nn.Transformer`` and of every model with an ``nn.MultiheadAttention`` in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from fast_attention.integrations.modules import exchange, put
-from fast_attention.integrations.report import UNNAMED, Layer, no_queries, undropped
+from fast_attention.integrations.modules import exchange, replace_module
+from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
 from fast_attention.mechanism import Attention, Mechanism
 from fast_attention.nn.multihead import MultiheadAttention
 
-DROPOUT = "_dropout_before_swap"  # of torch's module; ours that lack it were put there by somebody else
-_STANDS_IN = (nn.TransformerDecoderLayer, "multihead_attn")  # where torch's layers attend to another sequence
+DROPOUT = "_dropout_before_swap"  # marks a module that ``swap`` made, with the dropout of torch's
+_CROSS_ATTENTION = (nn.TransformerDecoderLayer, "multihead_attn")  # where torch's layers attend to another sequence
 
 
 def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
@@ -29,19 +29,25 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
 
 
 def swap_back(model: nn.Module) -> bool:
-    """torch's modules in place of those that ``swap`` made, weights as they are now; whether there were any."""
-    ours = [(name, part) for name, part in model.named_modules() if DROPOUT in part.__dict__]
-    for name, part in ours:
-        assert isinstance(part, MultiheadAttention)
-        dropout = part.__dict__[DROPOUT]
-        sizes = (part.embed_dim, part.num_heads, dropout, part.in_proj_bias is not None, part.bias_k is not None)
-        like = part.out_proj.weight
-        old = nn.MultiheadAttention(
-            *sizes, part.add_zero_attn, part.kdim, part.vdim, part.batch_first, like.device, like.dtype
+    """Undo ``swap``: put torch's modules back, with the present weights; whether there were any to undo."""
+    swapped = [(name, module) for name, module in model.named_modules() if DROPOUT in module.__dict__]
+    for name, module in swapped:
+        assert isinstance(module, MultiheadAttention)
+        dropout = module.__dict__[DROPOUT]
+        sizes = (
+            module.embed_dim,
+            module.num_heads,
+            dropout,
+            module.in_proj_bias is not None,
+            module.bias_k is not None,
         )
-        _share(part, old)
-        put(model, name, old.train(part.training))
-    return bool(ours)
+        weight = module.out_proj.weight
+        old = nn.MultiheadAttention(
+            *sizes, module.add_zero_attn, module.kdim, module.vdim, module.batch_first, weight.device, weight.dtype
+        )
+        _share(module, old)
+        replace_module(model, name, old.train(module.training))
+    return bool(swapped)
 
 
 def _plan(
@@ -51,36 +57,36 @@ def _plan(
     model: nn.Module,
     max_len: int | None,
 ) -> tuple[Layer, MultiheadAttention | None]:
-    """What a layer will run, and the module for it; None where it stays."""
+    """The report of a layer, and its new module; None where it stays."""
     head_dim = module.embed_dim // module.num_heads
     reason = UNNAMED if mechanism is None else _obstacle(name, module, mechanism, model)
     kind = type(module).__name__
     if mechanism is None or reason:
         return Layer(name, kind, module.num_heads, head_dim, False, "Softmax()", reason, replaced=False), None
-    like = module.out_proj.weight
+    weight = module.out_proj.weight
     new = MultiheadAttention(
         module.embed_dim, module.num_heads, module.dropout if mechanism.traits.mask else 0.0,
         module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
-        module.batch_first, like.device, like.dtype, mechanism=mechanism, max_len=max_len or 0,
+        module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len or 0,
     )  # fmt: skip
     _share(module, new)
     new.train(module.training)
     setattr(new, DROPOUT, module.dropout)
     note = ""
     if module.dropout and not mechanism.traits.mask:
-        note = undropped(module.dropout)
+        note = dropout_note(module.dropout)
     learned = sum(p.numel() for p in new.attention.parameters())
     return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), note, True, learned), new
 
 
 def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any], model: nn.Module) -> str:
-    """Why a mechanism cannot serve a layer; empty if it can."""
+    """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
         return no_queries(mechanism)
     parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-    kind, own = _STANDS_IN
-    crosses = isinstance(parent, kind) and name.rpartition(".")[2] == own
+    kind, attribute = _CROSS_ATTENTION
+    crosses = isinstance(parent, kind) and name.rpartition(".")[2] == attribute
     if crosses and not traits.cross:
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
     if isinstance(parent, kind) and not crosses and not traits.causal:
@@ -91,15 +97,8 @@ def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any
 
 
 def _share(old: nn.Module, new: nn.Module) -> None:
-    """The same parameters in both: nothing is copied, and an optimiser keeps them."""
-    for name in (
-        "in_proj_weight",
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-        "in_proj_bias",
-        "bias_k",
-        "bias_v",
-    ):
+    """Let ``new`` use the parameters of ``old``: nothing is copied, and an optimiser keeps them."""
+    names = "in_proj_weight q_proj_weight k_proj_weight v_proj_weight in_proj_bias bias_k bias_v"
+    for name in names.split():
         setattr(new, name, getattr(old, name))
     new.out_proj = old.out_proj

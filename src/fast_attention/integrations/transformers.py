@@ -1,4 +1,4 @@
-"""Mechanisms by name in ``model.set_attn_implementation``, once ``register()`` was called."""
+"""Lets ``model.set_attn_implementation`` take mechanisms by name, once ``register()`` was called."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PREFIX = "fast_attention:"  # before a mechanism, in set_attn_implementation
 def register() -> None:
     """Let ``model.set_attn_implementation("fast_attention:FavorPlus(num_features=128)")`` swap a model's attention.
 
-    The same as ``swap(model, "FavorPlus(num_features=128)")``, for code that sets implementations by name; any other
-    name puts a swapped model back first. Done once, it stays for this process.
+    It does what ``swap(model, "FavorPlus(num_features=128)")`` does, for code that sets implementations by name; any
+    other name swaps the model back first. Once called, it holds for this process.
     """
-    before = PreTrainedModel.set_attn_implementation
-    if getattr(before, "swaps", False):
+    original = PreTrainedModel.set_attn_implementation
+    if getattr(original, "swaps", False):
         return
 
     def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **settings: Any) -> None:
@@ -31,8 +31,8 @@ def register() -> None:
             return
         if attn_implementation != NAME:
             removed(self)
-        before(self, attn_implementation, *args, **settings)
+        original(self, attn_implementation, *args, **settings)
 
     set_attn_implementation.swaps = True  # type: ignore[attr-defined]
-    set_attn_implementation.__doc__ = before.__doc__
+    set_attn_implementation.__doc__ = original.__doc__
     PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What transformers lets each token see, read off its mask functions in a number of steps linear in the length."""
+"""Finds out what transformers' mask functions let each token see, with a number of evaluations linear in the length."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Sees = Callable[..., Tensor]  # (batch, head, query, key), positions that broadc
 
 
 @dataclass(frozen=True)
-class Visible:
-    """What the queries of a call may see.
+class Visibility:
+    """The mask of a call in structured form: causal, windowed, padded, packed.
 
-    ``dense`` makes the whole mask (B, 1, L, S), True = may be seen, for mechanisms that take one; where ``plain`` is
-    False, only that says everything.
+    ``dense`` makes the mask (B, 1, L, S), True = may be seen, for mechanisms that take one; where ``complete`` is
+    False, the other fields do not describe all of it.
     """
 
     dense: Callable[[], Tensor]
     tokens: Bool[Tensor, "batch all"] | None = None  # which positions so far are tokens; None: all
     is_causal: bool = False
-    sequences: Int[Tensor, "batch keys"] | None = None  # packed in one row: their numbers; None: one in each row
-    back: int | None = None  # keys before itself that a query sees; None: all
-    ahead: int | None = None  # keys behind itself; None: all, or none if causal
-    plain: bool = True
-    holds: Bool[Tensor, ""] | None = None  # in a compiled model: whether all of this is so, where it may not be
+    sequences: Int[Tensor, "batch keys"] | None = None  # of a packed row: each key's sequence; None: one in each row
+    back: int | None = None  # earlier keys that a query sees; None: all
+    ahead: int | None = None  # later keys; None: all, or none if causal
+    complete: bool = True
+    valid: Bool[Tensor, ""] | None = None  # in a compiled model: whether the fields hold, computed at each call
 
     def key_mask(self, keys: int) -> Bool[Tensor, "batch keys"] | None:
         """Which of the last ``keys`` positions are tokens."""
@@ -39,7 +39,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Positions:
-    """Which queries and keys a mask is about, by their positions in the sequence."""
+    """The positions of the queries and keys that a mask is about."""
 
     batch: int
     first_query: int
@@ -49,132 +49,136 @@ class Positions:
     device: torch.device
 
     def columns(self) -> Int[Tensor, "keys"]:
-        """Of all keys."""
+        """The positions of all keys."""
         return torch.arange(self.first_key, self.first_key + self.keys, device=self.device)
 
     def rows(self) -> Int[Tensor, "queries"]:
-        """Of all queries."""
+        """The positions of all queries."""
         return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
 
 
-def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
-    """What a mask function allows: by all pairs of neighbours, and by the first, middle and last row.
+def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
+    """The structure of a mask function, read from all pairs of neighbours and from the first, middle and last row.
 
     Args:
         sees: The function.
-        positions: What it is asked about.
+        positions: Its queries and keys.
         tokens: Which positions so far are tokens, (B, all).
-        dense: Makes the whole mask.
+        dense: Makes the dense mask.
     """
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
 
-    def seen(queries: Tensor, keys: Tensor) -> Tensor:
+    def visible(queries: Tensor, keys: Tensor) -> Tensor:
         return torch.as_tensor(sees(batch, head, queries, keys)).expand(positions.batch, len(keys))
 
-    found = Visible(dense, tokens)
+    result = Visibility(dense, tokens)
     columns, rows = positions.columns(), positions.rows()
     if positions.queries > 1:
-        causal = not bool(seen(rows[:-1], rows[:-1] + 1).any())
-        apart = ~seen(rows[1:], rows[1:] - 1)
-        sequences = torch.nn.functional.pad(apart.cumsum(-1), (1, 0)) if bool(apart.any()) else None
-        found = replace(found, is_causal=causal, sequences=sequences)
-    else:  # a step of decoding, or a question to all of a memory
-        found = replace(found, is_causal=positions.first_query == positions.first_key + positions.keys - 1)
-    probes = {i: seen(rows[i : i + 1], columns) for i in {0, positions.queries // 2, positions.queries - 1}}
-    at = {i: positions.first_query + i - positions.first_key for i in probes}
-    if found.sequences is None:
+        causal = not bool(visible(rows[:-1], rows[:-1] + 1).any())
+        separate = ~visible(rows[1:], rows[1:] - 1)
+        sequences = torch.nn.functional.pad(separate.cumsum(-1), (1, 0)) if bool(separate.any()) else None
+        result = replace(result, is_causal=causal, sequences=sequences)
+    else:  # a step of decoding, or one query that sees all keys of another sequence
+        result = replace(result, is_causal=positions.first_query == positions.first_key + positions.keys - 1)
+    probes = {i: visible(rows[i : i + 1], columns) for i in {0, positions.queries // 2, positions.queries - 1}}
+    offsets = {i: positions.first_query + i - positions.first_key for i in probes}
+    if result.sequences is None:
         last = max(probes)
-        back = _reach(probes[last][0, : at[last]].flip(0))
-        ahead = None if found.is_causal else _reach(probes[0][0, at[0] + 1 :])
-        found = replace(found, back=back, ahead=ahead)
+        back = _leading(probes[last][0, : offsets[last]].flip(0))
+        ahead = None if result.is_causal else _leading(probes[0][0, offsets[0] + 1 :])
+        result = replace(result, back=back, ahead=ahead)
     elif positions.first_query != positions.first_key or positions.queries != positions.keys:
-        return replace(found, plain=False)
+        return replace(result, complete=False)
     else:
-        begins = torch.nn.functional.pad(found.sequences.diff(dim=-1) > 0, (1, 0))
+        begins = torch.nn.functional.pad(result.sequences.diff(dim=-1) > 0, (1, 0))
         first = torch.where(begins, rows - rows[0], 0).cummax(-1).values + rows[0]
-        reach = torch.as_tensor(sees(batch, head, rows, first)).all()  # each the first of its own sequence
-        if not found.is_causal:
-            reach = reach & torch.as_tensor(sees(batch, head, first, rows)).all()
-        if not bool(reach):
-            return replace(found, plain=False)
+        reached = torch.as_tensor(sees(batch, head, rows, first)).all()  # each the first of its own sequence
+        if not result.is_causal:
+            reached = reached & torch.as_tensor(sees(batch, head, first, rows)).all()
+        if not bool(reached):
+            return replace(result, complete=False)
     distance = columns - positions.first_key
-    matches = all(bool((_predicted(found, distance - at[i], i) == row).all()) for i, row in probes.items())
+    matches = all(bool((_predicted(result, distance - offsets[i], i) == row).all()) for i, row in probes.items())
     reaches = positions.first_query + positions.queries == positions.first_key + positions.keys  # our sense of causal
-    return replace(found, plain=matches and (reaches or not found.is_causal))
+    return replace(result, complete=matches and (reaches or not result.is_causal))
 
 
-def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visible:
-    """The same while a model is exported: read at ``longest`` tokens, outside of the trace, which holds no numbers.
+def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
+    """The structure of a mask function while a model is exported, read at ``longest`` tokens outside of the trace.
 
     Raises:
-        Unsupported: The function asks the inputs, as for sequences packed in one row.
+        Unsupported: The function depends on the inputs, as for sequences packed in one row.
     """
     try:
         with _disable_current_modes():
-            found = read(sees, Positions(1, 0, longest, 0, longest, torch.device("cpu")), None, dense)
+            result = read(sees, Positions(1, 0, longest, 0, longest, torch.device("cpu")), None, dense)
     except Exception as error:  # numbers of the trace were asked for, which torch refuses in many ways
         raise Unsupported(
             "what a token sees depends on the inputs (packed sequences, or a model's own mask), which an exported "
             "program cannot follow: pass attention_mask, and no position_ids"
         ) from error
-    return replace(found, tokens=tokens, plain=found.plain and found.sequences is None)
+    return replace(result, tokens=tokens, complete=result.complete and result.sequences is None)
 
 
-def announced(
+def declared(
     sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor], *, is_causal: bool,
     window: int | None,
-) -> Visible:  # fmt: skip
-    """The same while a model is compiled: as transformers announces the mask, of which the graph finds out at every
-    call (``holds``) what ``read`` would have read. It is not so for sequences packed in one row above all.
+) -> Visibility:  # fmt: skip
+    """The structure of a mask while a model is compiled, as transformers declares it. The graph computes at every call
+    whether the declaration holds (``valid``); for sequences packed in one row it does not.
 
     Args:
-        sees: The function.
-        positions: What it is asked about.
+        sees: The mask function.
+        positions: Its queries and keys.
         tokens: Which positions so far are tokens, (B, all).
-        dense: Makes the whole mask.
-        is_causal: Whether the mask is announced as causal, rather than as one that sees both sides.
-        window: The announced window: with the token itself if causal, without it otherwise.
+        dense: Makes the dense mask.
+        is_causal: Whether the mask is declared causal, rather than bidirectional.
+        window: The declared window: with the token itself if causal, without it otherwise.
     """
     back = None if window is None else window - 1 if is_causal else window
     if back is not None and positions.first_query + positions.queries - 1 - positions.first_key <= back:
         back = None  # the first of all keys is still in the last query's window
-    found = Visible(dense, tokens, is_causal, back=back, ahead=None if is_causal else back)
+    result = Visibility(dense, tokens, is_causal, back=back, ahead=None if is_causal else back)
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
     columns, rows = positions.columns(), positions.rows()
-    holds = torch.ones((), dtype=torch.bool, device=positions.device)
+    valid = torch.ones((), dtype=torch.bool, device=positions.device)
     for i in (0, positions.queries // 2, positions.queries - 1):
         row = torch.as_tensor(sees(batch, head, rows[i : i + 1], columns))
-        holds = holds & (row == _predicted(found, columns - positions.first_query - i, i)).all()
+        valid = valid & (row == _predicted(result, columns - positions.first_query - i, i)).all()
     if positions.queries > 1 and back != 0:
-        holds = holds & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
-    return replace(found, holds=holds)
+        valid = valid & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
+    return replace(result, valid=valid)
 
 
-def sure(found: Visible) -> Visible:
-    """The same, relied on: a compiled graph ends with an error where it does not hold."""
-    if found.holds is not None:
+def asserted(visibility: Visibility) -> Visibility:
+    """The visibility without its condition: a compiled graph fails at run time where that does not hold."""
+    if visibility.valid is not None:
         torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-            found.holds,
+            visibility.valid,
             "sequences packed in one row, or a mask of the model's own, in a compiled swapped model. What would work: "
             "the model uncompiled, or with position_ids a mechanism that takes masks, as Softmax or ReLUAttention",
         )
-    return replace(found, holds=None)
+    return replace(visibility, valid=None)
 
 
-def _predicted(found: Visible, distance: Tensor, row: int) -> Tensor:
-    """A row of the mask as the fields tell it."""
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if found.is_causal:
-        seen = seen & (distance <= 0)
-    if found.back is not None:
-        seen = seen & (distance >= -found.back)
-    if found.ahead is not None:
-        seen = seen & (distance <= found.ahead)
-    return seen if found.sequences is None else seen & (found.sequences == found.sequences[:, row : row + 1])
+def _predicted(visibility: Visibility, distance: Tensor, row: int) -> Tensor:
+    """A row of the mask that the fields describe."""
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if visibility.is_causal:
+        visible = visible & (distance <= 0)
+    if visibility.back is not None:
+        visible = visible & (distance >= -visibility.back)
+    if visibility.ahead is not None:
+        visible = visible & (distance <= visibility.ahead)
+    return (
+        visible
+        if visibility.sequences is None
+        else visible & (visibility.sequences == visibility.sequences[:, row : row + 1])
+    )
 
 
-def _reach(side: Tensor) -> int | None:
-    """How many neighbours in a row are seen; None: all of them."""
+def _leading(side: Tensor) -> int | None:
+    """How many keys of a row are visible before the first that is not; None: all of them."""
     return None if bool(side.all()) else int((~side).int().argmax())

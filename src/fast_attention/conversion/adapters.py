@@ -1,4 +1,4 @@
-"""What a conversion has to know of a model, whichever library it is of: its attention layers, its loss, its batches."""
+"""The interface by which a conversion uses models of different libraries: attention layers, loss, batches."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fast_attention.nn.models import Model
 Batch = Any  # tensors by name, as a Hugging Face model's forward takes them; a ``tasks.Batch`` for one of this library
 
 
-class Kind(Protocol):
-    """How models of one library are converted. It holds nothing of a model."""
+class Adapter(Protocol):
+    """The operations on models of one library that a conversion needs. It keeps no state."""
 
     def original(self, model: Any) -> Any:
-        """A frozen copy as it was before any conversion, which is undone in the model, too."""
+        """A frozen copy of the model without any conversion, which is undone in the model, too."""
         ...
 
     def layers(self, model: Any) -> dict[str, Bound]:
-        """The mechanisms of the attention layers, by the names of the modules that are given the layers' inputs."""
+        """The mechanisms of the attention layers, by the names of the modules that take the layers' inputs."""
         ...
 
     def put(self, model: Any, mechanism: Mechanism[Any, Any], names: Sequence[str]) -> dict[str, str]:
-        """A mechanism into those layers, in place; those that it cannot serve, each with the reason.
+        """Put a mechanism into the layers ``names``, in place; those that it cannot serve, each with the reason.
 
         Raises:
             Unsupported: It can serve none of them.
@@ -37,19 +37,19 @@ class Kind(Protocol):
         ...
 
     def keep(self, model: Any, original: Any, mechanism: Any, names: Sequence[str], kept: Sequence[str]) -> None:
-        """The original's own layers, weights included, in place of ``kept``; the other ``names`` stay as they are."""
+        """Put the original's layers, weights included, in place of ``kept``; the other ``names`` stay as they are."""
         ...
 
     def embeddings(self, model: Any) -> Iterable[nn.Parameter]:
-        """What the fine-tune leaves as it is."""
+        """The embeddings, which the fine-tune leaves as they are."""
         ...
 
     def goal(self, model: Any, distil: float) -> Goal:
-        """What the model is judged by."""
+        """The model's loss and figures."""
         ...
 
-    def placed(self, batch: Batch, device: torch.device) -> Batch:
-        """A batch on a device."""
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """The batch on a device."""
         ...
 
     def run(self, model: Any, batch: Batch) -> Any:
@@ -57,24 +57,24 @@ class Kind(Protocol):
         ...
 
     def tokens(self, batch: Batch) -> Tensor | None:
-        """Which places are tokens, (B, L); None: all."""
+        """Mask (B, L) of the positions that are tokens; None: all."""
         ...
 
 
-def of(model: Any) -> Kind:
-    """The kind of a model.
+def of(model: Any) -> Adapter:
+    """The adapter for a model.
 
     Raises:
         Unsupported: It is of neither library.
     """
     if isinstance(model, Model):
-        from fast_attention.conversion.own import Own
+        from fast_attention.conversion.library_models import LibraryAdapter
 
-        return Own()
+        return LibraryAdapter()
     if "" in pretrained(model):
-        from fast_attention.conversion.hugging_face import HuggingFace
+        from fast_attention.conversion.hugging_face import HuggingFaceAdapter
 
-        return HuggingFace()
+        return HuggingFaceAdapter()
     raise Unsupported(
         f"convert takes a Hugging Face model or a fast_attention.nn.models.Model, and {type(model).__name__} is "
         "neither. What would work: swap(...), and training the model as it was trained"

@@ -1,5 +1,4 @@
-"""Converting models of this library, which ``train`` makes: each layer is given another mechanism, and the model is
-judged by the task that it was trained on."""
+"""Conversion of this library's own models, judged by the task that they were trained on."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.conversion.goals import Held
+from fast_attention.conversion.goals import HeldOutBatch
 from fast_attention.conversion.outcome import Figures
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
@@ -21,47 +20,47 @@ from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.tasks.task import IGNORED, Batch
 
 
-class Own:
-    """A run of ``train``. See ``kinds.Kind``."""
+class LibraryAdapter:
+    """Conversion of a model that ``train`` made. See ``adapters.Adapter``."""
 
     def original(self, model: Model) -> Model:
-        """The model itself: whatever it runs is what its layers fall back on."""
+        """A frozen copy of the model, whose layers replace those that are put back."""
         return copy.deepcopy(model).eval().requires_grad_(False)
 
     def layers(self, model: Model) -> dict[str, Bound]:
-        """By the names of their token mixers."""
+        """The mechanisms of the token mixers."""
         return {name: mixer.attention for name, mixer in _mixers(model).items()}
 
     def put(self, model: Model, mechanism: Mechanism[Any, Any], names: Sequence[str]) -> dict[str, str]:
-        """By new token mixers, with copies of the projections of those before."""
-        refused: dict[str, str] = {}
+        """Replace token mixers, copying their projections; the reasons for those that cannot be replaced."""
+        reasons: dict[str, str] = {}
         for name, mixer in _mixers(model).items():
             if name in names:
                 try:
-                    model.set_submodule(name, _instead(model, mixer, mechanism))
+                    model.set_submodule(name, _replacement(model, mixer, mechanism))
                 except Unsupported as error:
-                    refused[name] = str(error)
-        if len(refused) == len(names):
-            raise Unsupported(next(iter(refused.values())) if refused else "keep names every layer: none is left")
-        _told(model)
-        return refused
+                    reasons[name] = str(error)
+        if len(reasons) == len(names):
+            raise Unsupported(next(iter(reasons.values())) if reasons else "keep names every layer: none is left")
+        _update_config(model)
+        return reasons
 
     def keep(self, model: Model, original: Model, mechanism: Any, names: Sequence[str], kept: Sequence[str]) -> None:
-        """By copies of the original's token mixers."""
+        """Put copies of the original's token mixers back."""
         for name in kept:
             model.set_submodule(name, copy.deepcopy(original.get_submodule(name)))
-        _told(model)
+        _update_config(model)
 
     def embeddings(self, model: Model) -> Iterable[nn.Parameter]:
-        """Of the tokens, which a head may share."""
+        """The token embedding, which a head may share."""
         return model.embedding.parameters()
 
     def goal(self, model: Model, distil: float) -> TaskLoss:
-        """The answers that the task wants."""
+        """The task's own loss."""
         return TaskLoss(distil)
 
-    def placed(self, batch: Batch, device: torch.device) -> Batch:
-        """All of it."""
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        """The batch on a device."""
         return batch.to(device)
 
     def run(self, model: Model, batch: Batch) -> Tensor:
@@ -69,12 +68,12 @@ class Own:
         return model(batch.tokens, batch.key_mask)
 
     def tokens(self, batch: Batch) -> Tensor | None:
-        """By the mask of padding."""
+        """The batch's padding mask."""
         return batch.key_mask
 
 
 class TaskLoss:
-    """The task's own answers: nats per target, and beside it, if wished, the original's distribution.
+    """The task's loss: nats per target and, with ``distil``, distillation from the original.
 
     Args:
         distil: Weight of the divergence of the model's distribution from the original's.
@@ -85,48 +84,48 @@ class TaskLoss:
     def __init__(self, distil: float = 0.0) -> None:
         self.distil = distil
 
-    def hold(self, original: Model, batches: Sequence[Batch]) -> list[Held]:
-        """With the original's answers."""
+    def prepare(self, original: Model, batches: Sequence[Batch]) -> list[HeldOutBatch]:
+        """Batches with the original's predictions."""
         with torch.no_grad():
-            return [Held(batch, _answers(original, batch)[0].argmax(-1)) for batch in batches]
+            return [HeldOutBatch(batch, _predictions(original, batch)[0].argmax(-1)) for batch in batches]
 
     def loss(self, model: Model, original: Model, batch: Batch) -> Tensor:
         """Nats per target, and ``distil`` times the Kullback-Leibler divergence of the original's distribution."""
-        logits, targets = _answers(model, batch)
+        logits, targets = _predictions(model, batch)
         loss = F.cross_entropy(logits, targets)
         if not self.distil:
             return loss
         with torch.no_grad():
-            wanted = _answers(original, batch)[0].log_softmax(-1)
-        divergence = F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+            reference = _predictions(original, batch)[0].log_softmax(-1)
+        divergence = F.kl_div(logits.log_softmax(-1), reference, log_target=True, reduction="batchmean")
         return loss + self.distil * divergence
 
     @torch.no_grad()
-    def measure(self, model: Model, held: Sequence[Held]) -> Figures:
-        """``loss``: nats per target over all batches; the shares of right answers, and of the original's."""
-        total, right, alike, count = 0.0, 0, 0, 0
-        for batch, wanted in held:
-            logits, targets = _answers(model, batch)
-            given = logits.argmax(-1)
+    def measure(self, model: Model, held: Sequence[HeldOutBatch]) -> Figures:
+        """``loss``: nats per target over all batches; the fractions of right answers, and of the original's answers."""
+        total, right, same, count = 0.0, 0, 0, 0
+        for batch, reference in held:
+            logits, targets = _predictions(model, batch)
+            predicted = logits.argmax(-1)
             total += float(F.cross_entropy(logits, targets, reduction="sum"))
-            right, alike = right + int((given == targets).sum()), alike + int((given == wanted).sum())
+            right, same = right + int((predicted == targets).sum()), same + int((predicted == reference).sum())
             count += len(targets)
         count = max(count, 1)
-        return {"loss": total / count, "accuracy": right / count, "same_answer": alike / count}
+        return {"loss": total / count, "accuracy": right / count, "same_answer": same / count}
 
 
-def _answers(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (targets, kinds) in float32 of all that is asked, and the targets."""
+def _predictions(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (targets, classes) in float32 at all positions with a target, and the targets."""
     logits, targets = model(batch.tokens, batch.key_mask).float().flatten(0, -2), batch.targets.flatten()
-    asked = targets != IGNORED
-    return logits[asked], targets[asked]
+    has_target = targets != IGNORED
+    return logits[has_target], targets[has_target]
 
 
 def _mixers(model: Model) -> dict[str, TokenMixer]:
-    return {name: part for name, part in model.named_modules() if isinstance(part, TokenMixer)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, TokenMixer)}
 
 
-def _instead(model: Model, mixer: TokenMixer, mechanism: Mechanism[Any, Any]) -> TokenMixer:
+def _replacement(model: Model, mixer: TokenMixer, mechanism: Mechanism[Any, Any]) -> TokenMixer:
     if mixer.mechanism == mechanism:
         raise Unsupported(f"the layer runs {mechanism!r} already: ask for another mechanism")
     if model.config.causal and not mechanism.traits.causal:
@@ -134,7 +133,7 @@ def _instead(model: Model, mixer: TokenMixer, mechanism: Mechanism[Any, Any]) ->
     return mixer.with_mechanism(mechanism)
 
 
-def _told(model: Model) -> None:
-    """The model's settings name what its layers run now."""
+def _update_config(model: Model) -> None:
+    """Name the layers' present mechanisms in the model's settings."""
     names = tuple(repr(mixer.mechanism) for mixer in _mixers(model).values())
     model.config = replace(model.config, mechanism=names if len({*names}) > 1 else names[0])
