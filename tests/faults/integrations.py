@@ -28,7 +28,7 @@ FAULTS = [
           "tests/integrations/test_swap.py -k 'recomputation and beams and Llama'"),
     Fault("padding of new tokens is that of the first ones", "integrations/visible.py", "self.tokens[:, -keys:]", "self.tokens[:, :keys]",
           "tests/integrations/test_swap.py -k 'recomputation and Llama'"),
-    Fault("swapping back leaves a module in training", "integrations/torch_nn.py", "old.train(part.training)", "old", "tests/integrations/test_swap.py -k only_what"),
+    Fault("swapping back leaves a module in training", "integrations/torch_nn.py", "old.train(module.training)", "old", "tests/integrations/test_swap.py -k only_what"),
     Fault("the request for attention maps outlives the call", "integrations/weights.py", "calls.end(model)", "pass",
           "tests/test_attention_maps.py -k shows_exact"),
     Fault("weights that a swapped model's file lacks are made up", "integrations/loading.py", "if missing:", "if missing == 0:",
