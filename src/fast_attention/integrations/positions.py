@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.integrations.modules import put
+from fast_attention.integrations.modules import replace_module
 from fast_attention.mechanism import Unsupported
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def extend_rotary(
     text.rope_parameters, text.max_position_embeddings = scaled, positions
     for name, part in rotary.items():
         fresh: Any = type(part)(config=text)  # type: ignore[call-arg]
-        put(model, name, fresh.to(next(model.parameters()).device))
+        replace_module(model, name, fresh.to(next(model.parameters()).device))
     return Extension("rotary", method, before, positions, tuple(rotary))
 
 
