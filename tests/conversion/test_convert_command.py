@@ -91,6 +91,23 @@ def test_a_model_is_converted_and_reported(
     assert (code, again) == (0, out)
 
 
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_a_model_is_converted_to_read_further(
+    name: str, folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = [str(folders / name), *SHORT, "--text", str(folders / "text.txt"), "--out", str(tmp_path)]
+    code, _, err = run(capsys, *given, "--minutes", "0.02", "--positions", "100", "--length", "90")
+    assert code == 0, err
+    held = Converted.read(tmp_path / "report.json")
+    assert held.meta["length"] == 90
+    assert held.meta["positions"].startswith("learned positions, copy: from 64 to 100 tokens")
+    assert "from 64 to 100 tokens" in (tmp_path / "report.html").read_text()
+    converted = from_pretrained(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).model_max_length == 100
+    with torch.no_grad():
+        assert converted(torch.randint(3, 300, (1, 100)))[0].isfinite().all()
+
+
 def _same_figures(told: dict[str, float], folders: Path, name: str, out: Path) -> None:
     """The report's last figures, from the folder that was written and the one that was read."""
     converted = from_pretrained(out)
@@ -147,7 +164,8 @@ BAD = {
     "cannot": (["decoder", "--mechanism", "Linformer(rank=4)"], "traits.causal"),
     "layers": (["encoder", "--keep-layers", "one"], "write numbers counted from 0"),
     "no such layer": (["encoder", "--keep-layers", "7"], "layers go from 0 to 1"),
-    "too long": (["encoder", "--length", "65"], "reads 64 tokens at most"),
+    "too long": (["encoder", "--length", "65"], "reads 64 tokens at most; --positions 65 lets it read more"),
+    "positions": (["encoder", "--positions", "64"], "--positions 64: positions=64: the model reads 64 tokens already"),
     "too short a text": (["encoder", "--text", "short.txt"], "too few for passages of 64"),
     "budget": (["encoder", "--budget", "0.9"], "--budget"),
 }

@@ -14,7 +14,7 @@ from fast_attention.lab.options import MODEL, SEED, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
-    from fast_attention.lab import inputs, loading, measure, progress, surroundings, tables
+    from fast_attention.lab import inputs, measure, progress, surroundings, tables
     from fast_attention.lab.converting import costs, page, subjects
     from fast_attention.lab.converting.record import RECORD, STAGES, Converted
     from fast_attention.lab.converting.subjects import ModelAndData
@@ -37,6 +37,9 @@ def convert_command(
         float | None, typer.Option(min=1.0, help="Put as few layers back as keep the loss within this multiple.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512 or less, or the run's.")] = None,
+    positions: Annotated[
+        int | None, typer.Option(min=2, help="Let a Hugging Face model read so many tokens, by more positions.")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Passages of a batch. Default: 1, or as the run had.")
     ] = None,
@@ -70,8 +73,9 @@ def convert_command(
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
         kind = inputs.mechanisms([mechanism])[0]
         subject = subjects.opened(
-            model, inputs.device(device), text=text, fasta=fasta, length=length, size=batch_size, seed=seed, out=out
-        )
+            model, inputs.device(device), text=text, fasta=fasta, length=length, size=batch_size, positions=positions,
+            seed=seed, out=out,
+        )  # fmt: skip
         held = Converted(_meta(model, subject, settings, budget), Conversion("", repr(kind), [], {}))
         held.conversion = _carry_out(
             subject,
@@ -85,8 +89,7 @@ def convert_command(
         subject.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
-            original = loading.load(model).float().to(inputs.device(device))
-            _measure_costs(held, original, subject, inputs.lengths(lengths or subject.lengths), out)
+            _measure_costs(held, subject.original(), subject, inputs.lengths(lengths or subject.lengths), out)
             (out / CHECKPOINT).unlink(missing_ok=True)
         _show(held, out, as_json)
     return 0 if held.conversion.status == "complete" else 130

@@ -90,6 +90,7 @@ def html(record: Converted) -> str:
         "Training": f"{meta['settings']}, {meta['batch_size']} passages a batch",
         "Budget": "none" if meta["budget"] is None else f"{meta['budget']:g} times the original's loss",
         "Loss": meta["loss"],
+        **({"Positions": meta["positions"]} if meta.get("positions") else {}),
     }
     sections = [pages.run(meta, facts)]
     if record.stages:

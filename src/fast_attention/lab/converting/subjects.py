@@ -11,11 +11,13 @@ import torch
 
 from fast_attention import tasks
 from fast_attention.conversion.goals import is_language_model
+from fast_attention.integrations import extend
 from fast_attention.lab import capture, corpus, inputs, loading
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.converting.record import RECORD, Converted
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.loading import Place
+from fast_attention.mechanism import Unsupported
 from fast_attention.nn import saving
 from fast_attention.nn.models import ModelConfig
 from fast_attention.tasks.task import Task
@@ -38,10 +40,15 @@ class ModelAndData(Protocol):
     held_out: list[Any]
     choosing: list[Any]
     positions: int | None  # how many a Hugging Face model knows; None: any
+    extension: str  # how it came to know more of them, or nothing
     lengths: list[int]  # where time and memory are best measured
 
     def batch(self, number: int) -> Any:
         """Batch number i to train on."""
+        ...
+
+    def original(self) -> Any:
+        """The model as it was opened."""
         ...
 
     def meta(self) -> dict[str, Any]:
@@ -55,7 +62,7 @@ class ModelAndData(Protocol):
 
 def opened(
     name: str, device: torch.device, *, text: str | None, fasta: str | None, length: int | None, size: int | None,
-    seed: int, out: Path,
+    positions: int | None, seed: int, out: Path,
 ) -> ModelAndData:  # fmt: skip
     """The model of that name.
 
@@ -66,6 +73,7 @@ def opened(
         fasta: A file of proteins to learn on.
         length: Tokens of a passage.
         size: Passages of a batch.
+        positions: Tokens that a Hugging Face model is extended to read; None: as many as it does.
         seed: For their order.
         out: Where the results will lie.
 
@@ -78,8 +86,11 @@ def opened(
         raise InputError(f"--out {out} is the folder of the model itself: name another")
     if (out / standing.MODEL / saving.SETTINGS).exists():
         raise InputError(f"--out {out} holds a run of train: name another folder")
-    kind = Run if place.ours else Pretrained
-    return kind(place, device, text, fasta, length, size, seed)
+    if not place.ours:
+        return Pretrained(place, device, text, fasta, length, size, positions, seed)
+    if positions is not None:
+        raise InputError(f"--positions {positions}: {name} is a model of this library: train it with a longer context")
+    return Run(place, device, text, fasta, length, size, seed)
 
 
 class Pretrained:
@@ -87,17 +98,31 @@ class Pretrained:
 
     def __init__(
         self, place: Place, device: torch.device, text: str | None, fasta: str | None, length: int | None,
-        size: int | None, seed: int,
+        size: int | None, positions: int | None, seed: int,
     ) -> None:  # fmt: skip
-        self.model = loading.load(place.name).float().to(device)
-        self.tokenizer = loading.tokenizer(place.name)
+        self.name, self.device, self.tokenizer = place.name, device, loading.tokenizer(place.name)
+        self.wanted, self.extension = positions, ""
+        self.model = self.original()
         self.positions = capture.context(self.model.config, self.tokenizer)
         if length is not None and self.positions is not None and length > self.positions:
-            raise InputError(f"--length {length}: the model reads {self.positions} tokens at most")
+            raise InputError(
+                f"--length {length}: the model reads {self.positions} tokens at most; --positions {length} lets it read "
+                "more"
+            )
         self.length = length or min(LONGEST, self.positions or LONGEST)
         self.read = Reading(corpus.read(text, fasta), self.tokenizer, self.length, size or 1, seed)
         self.batch, self.held_out, self.choosing = self.read.batch, self.read.held_out, self.read.choosing
         self.lengths: list[int] = [*LENGTHS]
+
+    def original(self) -> Any:
+        """With more positions, where they were asked for."""
+        model = loading.load(self.name).float().to(self.device)
+        if self.wanted is not None:
+            try:
+                self.extension = str(extend(model, self.wanted, tokenizer=self.tokenizer))
+            except (Unsupported, ValueError) as error:
+                raise InputError(f"--positions {self.wanted}: {error}") from error
+        return model
 
     def meta(self) -> dict[str, Any]:
         """The text."""
@@ -108,6 +133,7 @@ class Pretrained:
             "passages": sum(len(batch["input_ids"]) for batch in self.held_out),
             "bits_per_byte_of_a_nat": self.read.tokens_per_byte / math.log(2),
             "loss": "nats per token" if is_language_model(self.model) else LIKENESS,
+            "positions": self.extension,
             "opened_by": "fast_attention.from_pretrained",
             "transformers": inputs.need("transformers", "hf", "converting a model").__version__,
         }
@@ -122,12 +148,14 @@ class Run:
     """A run of ``train`` with its task, or a shipped model with one that it can read."""
 
     positions: int | None = None
+    extension = ""
 
     def __init__(
         self, place: Place, device: torch.device, text: str | None, fasta: str | None, length: int | None,
         size: int | None, seed: int,
     ) -> None:  # fmt: skip
-        self.model = loading.load(place.name).float().to(device)
+        self.name, self.device = place.name, device
+        self.model = self.original()
         config = self.model.config
         task, known = _learnt(place, config)
         self.task, self.size, self.seed = _changed(place, task, text, fasta, length), size or known.batch_size, seed
@@ -138,6 +166,10 @@ class Run:
         longest = config.longest
         self.lengths: list[int] = [n for n in LENGTHS if longest is None or n < longest]
         self.lengths += [] if longest is None else [longest]
+
+    def original(self) -> Any:
+        """Of the run."""
+        return loading.load(self.name).float().to(self.device)
 
     def batch(self, number: int) -> tasks.Batch:
         """Another seed has other batches."""
