@@ -106,8 +106,8 @@ class Pretrained:
         self.positions = capture.context(self.model.config, self.tokenizer)
         if length is not None and self.positions is not None and length > self.positions:
             raise InputError(
-                f"--length {length}: the model reads {self.positions} tokens at most; --positions {length} lets it read "
-                "more"
+                f"--length {length}: the model reads {self.positions} tokens at most; --positions {length} lets it "
+                "read more"
             )
         self.length = length or min(LONGEST, self.positions or LONGEST)
         self.read = Reading(corpus.read(text, fasta), self.tokenizer, self.length, size or 1, seed)
