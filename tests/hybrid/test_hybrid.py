@@ -13,7 +13,7 @@ from fast_attention import Bound, Hybrid, LinearAttention, Local, Shape, attenti
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Quadratic
-from fast_attention.mechanisms.hybrid import near_far_passes, spans
+from fast_attention.mechanisms.hybrid import fast, positions, reference
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import agree
@@ -38,9 +38,9 @@ def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 @pytest.mark.parametrize("mechanism", VARIANTS[1:4], ids=repr)
 def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "BLOCK", block)
-    monkeypatch.setattr(spans, "SCORES", 1)  # a stretch for every block
-    monkeypatch.setattr(spans, "FEW", 0)
+    monkeypatch.setattr(positions, "BLOCK", block)
+    monkeypatch.setattr(positions, "CHUNK_SCORES", 1)  # a chunk for every block
+    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
     bound = bind(mechanism)
     for length, keys in ((13, 13), (5, 12), (12, 5)):
         for is_causal in (False, True):
@@ -68,8 +68,8 @@ def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: 
 def test_long_sequences_are_the_dense_definition(
     window: Any, scores: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "SCORES", scores)
-    monkeypatch.setattr(spans, "FEW", 0)
+    monkeypatch.setattr(positions, "CHUNK_SCORES", scores)
+    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
     n = 333
     bound = bind(f"Hybrid(near=Local(window={window}), far=LearnedFeatures(num_features=6), first=2, last=3)")
     left, right = bound.mechanism._sides
@@ -82,18 +82,18 @@ def test_long_sequences_are_the_dense_definition(
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=5)", "LearnedFeatures(num_features=6)", "LinearAttention()"])
-def test_stretches_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, gradients and gradients of gradients: what is differentiated twice takes the plain form."""
-    monkeypatch.setattr(spans, "BLOCK", 8)
-    monkeypatch.setattr(spans, "SCORES", 1)
-    monkeypatch.setattr(spans, "FEW", 0)
+    monkeypatch.setattr(positions, "BLOCK", 8)
+    monkeypatch.setattr(positions, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
     bound = bind(f"Hybrid(near=Local(window=(3, 6)), far={far}, first=2)")
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(30, 37))
         mask, sides = some_keys(2, 37), []
-        for path in (near_far_passes._STRETCHES, near_far_passes._plain):
+        for path in (fast._CHUNKS, reference.near_far):
             with monkeypatch.context() as patched:
-                patched.setattr(near_far_passes, "_STRETCHES", path)
+                patched.setattr(fast, "_CHUNKS", path)
                 out = bound(q, k, v, is_causal=is_causal, key_mask=mask)
                 tensors = (q, k, v, *bound.parameters())
                 written = torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True)
@@ -122,7 +122,7 @@ def test_a_parameter_of_scales_gets_its_gradient(monkeypatch: pytest.MonkeyPatch
     bound, (q, k, v) = Bound(Hybrid(near=Local(window=5), far=LinearAttention(Gated())), Shape(2, 8)), qkv(80)
     found = []
     for few in (0, 2**20):
-        monkeypatch.setattr(spans, "FEW", few)
+        monkeypatch.setattr(positions, "SHORT_SCORES", few)
         found.append(torch.autograd.grad(bound(q.requires_grad_(), k, v).square().sum(), Gated.gate)[0])
     assert found[1].abs() > 1e-3
     torch.testing.assert_close(found[0], found[1])
@@ -130,7 +130,7 @@ def test_a_parameter_of_scales_gets_its_gradient(monkeypatch: pytest.MonkeyPatch
 
 def test_parameters_inside_a_users_map_get_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no weights of the mechanism's: only the plain form, which autograd follows, can reach them."""
-    monkeypatch.setattr(spans, "FEW", 0)
+    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
     inside = torch.nn.Linear(8, 5).double()
     far = LinearAttention(feature_map=Custom(lambda x: inside(x).exp()))
     bound = Bound(Hybrid(near=Local(window=5), far=far), Shape(2, 8))
@@ -177,7 +177,7 @@ def test_a_window_over_everything_is_softmax() -> None:
 
 
 def test_a_window_over_all_but_one_pair_is_nearly_softmax() -> None:
-    """The first query and the last key alone are far from each other, and landmarks make them near."""
+    """The first query and the last key alone are far from each other, and sink tokens make them near."""
     q, k, v = qkv(40)
     exact = attention(q, k, v, "Softmax")
     torch.testing.assert_close(attention(q, k, v, "Hybrid(near=Local(window=38))"), exact, rtol=1e-10, atol=1e-10)
@@ -210,7 +210,7 @@ def test_many_features_come_near_softmax() -> None:
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)"])
 @pytest.mark.parametrize("few", [0, 2**20])
 def test_logits_of_hundreds_stay_finite(far: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "FEW", few)
+    monkeypatch.setattr(positions, "SHORT_SCORES", few)
     bound = bind(f"Hybrid(near=Local(window=8), far={far})", dtype=torch.float32)
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(300, dtype=torch.float32, scale=15.0))
@@ -225,7 +225,7 @@ def test_logits_of_hundreds_stay_finite(far: str, few: int, monkeypatch: pytest.
 @pytest.mark.parametrize("few", [0, 2**20])
 def test_a_kernel_that_rounds_below_zero_gives_numbers(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``(1 + s)^2`` from features of order two: about -1e-8 near s = -1."""
-    monkeypatch.setattr(spans, "FEW", few)
+    monkeypatch.setattr(positions, "SHORT_SCORES", few)
     far = LinearAttention(feature_map=Quadratic())
     bound, (q, k, v) = Bound(Hybrid(near=Local(window=64), far=far), Shape(2, 8)), qkv(1000, dtype=torch.float32)
     assert (Quadratic()(q) @ Quadratic()(k).mT).min() < 0
@@ -248,7 +248,7 @@ def test_small_sums_have_finite_gradients(size: float) -> None:
 
 @pytest.mark.parametrize("kept", [1, 3, 70, 299])
 def test_padding_on_either_side_gives_the_shorter_sequence(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "FEW", 2 * 200 * 64)  # the shorter one may be taken at once
+    monkeypatch.setattr(positions, "SHORT_SCORES", 2 * 200 * 64)  # the shorter one may be taken at once
     bound = bind("Hybrid(near=Local(window=8), far=LearnedFeatures(num_features=4), first=2, last=2)")
     q, k, v = qkv(300)
     for side in (slice(0, kept), slice(300 - kept, 300)):

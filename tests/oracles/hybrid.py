@@ -31,17 +31,17 @@ def estimate(far: Any, x: Tensor, y: Tensor, w: Any, head: int) -> Tensor:
 def hybrid(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """Exact inside the window and at the landmarks, which are counted among the keys that may be seen at all."""
+    """Exact inside the window and at the sink tokens, which are counted among the keys that may be seen at all."""
     left, right = m.near.window if isinstance(m.near.window, tuple) else (m.near.window, m.near.window)
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
-    marks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
+    sinks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
     rows = []
     for i in range(len(q)):
         here, weights = i + len(k) - len(q), []
         seen = visible(i, len(q), len(k), is_causal, key_mask)
         for j in seen:
-            if here - left <= j <= here + right or j in marks:
+            if here - left <= j <= here + right or j in sinks:
                 weights.append((scale * (q[i] @ k[j])).exp())
             else:
                 weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))

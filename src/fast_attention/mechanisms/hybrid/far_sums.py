@@ -1,4 +1,4 @@
-"""Sums over the keys beyond the hybrid's spans: by blocks, and for every block of queries all before and behind."""
+"""Sums of features over keys outside the spans: of every block of keys, and of all before and after every span."""
 
 from __future__ import annotations
 
@@ -14,168 +14,173 @@ from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.states import state_sums
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.mechanisms.hybrid.spans import Plan
+from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.linear.linear_state import LinearState
 
 
 class FarSums(NamedTuple):
-    """What stretches of keys leave behind; the true sums are ``exp(top)`` times ``both``."""
+    """Sums over blocks of keys, divided by ``exp(log_scale)``."""
 
-    both: Float[Tensor, "*batch stretches C values_and_one"]  # sum_j phi(k_j) [v_j, 1]
-    top: Float[Tensor, "*batch stretches"]
+    sums: Float[Tensor, "*batch blocks C values_and_one"]  # sum_j phi(k_j) [v_j, 1]
+    log_scale: Float[Tensor, "*batch blocks"]
 
     @staticmethod
-    def of(states: LinearState) -> FarSums:
-        """From the states of linear attention, one of each stretch."""
-        return FarSums(torch.cat([states.kv, states.k[..., None]], -1), states.log_scale[..., 0])
+    def of(state: LinearState) -> FarSums:
+        """The sums that a state of linear attention holds, one block for each."""
+        return FarSums(torch.cat([state.kv, state.k[..., None]], -1), state.log_scale[..., 0])
 
-    def part(self, start: int, number: int) -> FarSums:
-        """Some of the stretches."""
-        return FarSums(self.both.narrow(-3, start, number), self.top.narrow(-1, start, number))
+    def narrow(self, start: int, number: int) -> FarSums:
+        """The sums of ``number`` blocks from block ``start`` on."""
+        return FarSums(self.sums.narrow(-3, start, number), self.log_scale.narrow(-1, start, number))
 
-    def room(self, number: int) -> FarSums:
-        """Uninitialised, for ``number`` stretches like these."""
-        both, top = self
+    def new_empty(self, number: int) -> FarSums:
+        """Uninitialised sums of ``number`` blocks."""
+        (*batch, _, features, values), scales = self.sums.shape, self.log_scale.shape
         return FarSums(
-            both.new_empty(*both.shape[:-3], number, *both.shape[-2:]), top.new_empty(*top.shape[:-1], number)
+            self.sums.new_empty(*batch, number, features, values), self.log_scale.new_empty(*scales[:-1], number)
         )
 
-    def flipped(self) -> FarSums:
-        """The last stretch first."""
-        return FarSums(self.both.flip(-3), self.top.flip(-1))
+    def flip(self) -> FarSums:
+        """The last block first."""
+        return FarSums(self.sums.flip(-3), self.log_scale.flip(-1))
 
 
-def summed(keys: Features, v: Float[Tensor, "*batch keys values"], *, start: int, block: int, number: int) -> FarSums:
-    """The sums over each of ``number`` blocks of keys from position ``start`` on; there need be no keys."""
+def block_sums(
+    keys: Features, v: Float[Tensor, "*batch keys values"], *, start: int, block: int, number: int
+) -> FarSums:
+    """The sums over each of ``number`` blocks of keys from position ``start`` on, some of which may hold no keys."""
 
-    def cut(x: Tensor) -> Tensor:
+    def blocks(x: Tensor) -> Tensor:
         return slices(x, block=block, behind=0, ahead=0, number=number, start=start)
 
-    both, top = cut(torch.cat([v, torch.ones_like(v[..., :1])], -1)), None
+    values_and_one, largest = blocks(torch.cat([v, torch.ones_like(v[..., :1])], -1)), None
     if keys.log_scale is not None:
-        inside = cut(torch.ones_like(keys.log_scale[..., None], dtype=torch.bool))
-        scale = cut(keys.log_scale[..., None]).masked_fill(~inside, FLOOR)
-        top = scale.detach().amax(-2)
-        both = both * (scale - top[..., None]).exp()
-    sums = cut(keys.values).mT @ both
-    return FarSums(sums, torch.zeros_like(sums[..., 0, 0]) if top is None else top[..., 0])
+        inside = blocks(torch.ones_like(keys.log_scale[..., None], dtype=torch.bool))
+        log_scale = blocks(keys.log_scale[..., None]).masked_fill(~inside, FLOOR)
+        largest = log_scale.detach().amax(-2)
+        values_and_one = values_and_one * (log_scale - largest[..., None]).exp()
+    sums = blocks(keys.values).mT @ values_and_one
+    return FarSums(sums, torch.zeros_like(sums[..., 0, 0]) if largest is None else largest[..., 0])
 
 
-def outside(states: FarSums, before: FarSums, plan: Plan) -> FarSums:
-    """For every block of queries the sums of the keys in front of its span and, unless causal, of those behind it.
+def sums_outside(blocks: FarSums, earlier: FarSums, plan: Plan) -> FarSums:
+    """For every block of queries, the sums of the keys before its span and, unless causal, of those after it.
 
-    ``states`` are those of the blocks of keys, ``before`` is that of all keys before the first block.
+    ``blocks`` are the sums of the blocks of keys, ``earlier`` is the sum of all keys before the first block.
     """
-    path = _WALKED if states.both.is_cpu else _plain
-    return FarSums(path(*states, *before, plan=plan), Units.of(states.top, before.top, plan).out)
+    path = _CARRIED if blocks.sums.is_cpu else _plain
+    log_scale = LogScales.of(blocks.log_scale, earlier.log_scale, plan).outside
+    return FarSums(path(*blocks, *earlier, plan=plan), log_scale)
 
 
-class Units(NamedTuple):
-    """The largest scale before every stretch, from it on, and of all that a block of queries sees."""
+class LogScales(NamedTuple):
+    """The largest logarithm of keys before each block, from each block on, and outside the span of each query block."""
 
-    up: Float[Tensor, "*batch stretches_and_one"]
-    down: Float[Tensor, "*batch stretches_and_one"]
-    out: Float[Tensor, "*batch blocks"]
+    before: Float[Tensor, "*batch blocks_and_one"]
+    after: Float[Tensor, "*batch blocks_and_one"]
+    outside: Float[Tensor, "*batch query_blocks"]
 
     @staticmethod
-    def of(top: Tensor, first_top: Tensor, plan: Plan) -> Units:
-        """From the units of the blocks of keys and of all keys before these."""
-        up = cummax(torch.cat([first_top, top], -1), -1)
-        down = cummax(torch.cat([torch.full_like(first_top, FLOOR), top.flip(-1)], -1), -1).flip(-1)
-        out = up.narrow(-1, plan.lead, plan.number)
-        if not plan.window.is_causal:
-            out = torch.maximum(out, down.narrow(-1, plan.lead + plan.behind, plan.number))
-        return Units(up, down, out)
+    def of(log_scale: Tensor, earlier: Tensor, plan: Plan) -> LogScales:
+        """From the log scales of the blocks of keys and of all keys before these."""
+        before = cummax(torch.cat([earlier, log_scale], -1), -1)
+        after = cummax(torch.cat([torch.full_like(earlier, FLOOR), log_scale.flip(-1)], -1), -1).flip(-1)
+        outside = before.narrow(-1, plan.before, plan.query_blocks)
+        if not plan.is_causal:
+            outside = torch.maximum(outside, after.narrow(-1, plan.before + plan.span_blocks, plan.query_blocks))
+        return LogScales(before, after, outside)
 
 
-def _plain(both: Tensor, top: Tensor, first: Tensor, first_top: Tensor, *, plan: Plan) -> Tensor:
-    states, units = FarSums(both, top), Units.of(top, first_top, plan)
-    parts = [_so_far(FarSums(first, first_top), states).part(plan.lead, plan.number)]
-    if not plan.window.is_causal:
-        nothing = FarSums(torch.zeros_like(first), torch.full_like(first_top, FLOOR))
-        later = _so_far(nothing, states.flipped()).flipped()
-        parts.append(later.part(plan.lead + plan.behind, plan.number))
-    scaled = [part.both * (part.top - units.out).exp()[..., None, None] for part in parts]
-    return scaled[0] if len(scaled) == 1 else scaled[0] + scaled[1]
+def _plain(sums: Tensor, log_scale: Tensor, first: Tensor, first_scale: Tensor, *, plan: Plan) -> Tensor:
+    blocks, scales = FarSums(sums, log_scale), LogScales.of(log_scale, first_scale, plan)
+    parts = [_prefix_sums(FarSums(first, first_scale), blocks).narrow(plan.before, plan.query_blocks)]
+    if not plan.is_causal:
+        nothing = FarSums(torch.zeros_like(first), torch.full_like(first_scale, FLOOR))
+        suffix = _prefix_sums(nothing, blocks.flip()).flip()
+        parts.append(suffix.narrow(plan.before + plan.span_blocks, plan.query_blocks))
+    rescaled = [part.sums * (part.log_scale - scales.outside).exp()[..., None, None] for part in parts]
+    return rescaled[0] if len(rescaled) == 1 else rescaled[0] + rescaled[1]
 
 
-def _so_far(first: FarSums, states: FarSums) -> FarSums:
+def _prefix_sums(first: FarSums, blocks: FarSums) -> FarSums:
     """``first``, then the sums up to the end of every block: one more than there are blocks."""
-    both, top = torch.cat([first.both, states.both], -3), torch.cat([first.top, states.top], -1)
-    level = cummax(top, -1)
-    sums = state_sums((both * (top - level).exp()[..., None, None]).flatten(-2), level)
-    return FarSums(sums.unflatten(-1, both.shape[-2:]), level)
+    sums, log_scale = torch.cat([first.sums, blocks.sums], -3), torch.cat([first.log_scale, blocks.log_scale], -1)
+    running_max = cummax(log_scale, -1)
+    prefix = state_sums((sums * (log_scale - running_max).exp()[..., None, None]).flatten(-2), running_max)
+    return FarSums(prefix.unflatten(-1, sums.shape[-2:]), running_max)
 
 
-Part = tuple[Tensor, Tensor]  # a tensor and its factor
+Scaled = tuple[Tensor, Tensor]  # a tensor and its factor
 
 
-class Track(NamedTuple):
-    """A walk over the stretches with one sum: what joins it, what it is then added to; None: nothing.
+class CarriedSum(NamedTuple):
+    """One running sum over blocks: at each step it is rescaled, takes a term in, and is added to an output.
 
-    The walk of the gradients goes the other way, with the parts of sources and goals exchanged.
+    Its gradient is such a sum in the other direction, with terms and outputs exchanged.
     """
 
-    sources: Sequence[Part | None]
-    goals: Sequence[Part | None]
-    fades: Sequence[Tensor]  # factors of the sum from each step to the next
+    terms: Sequence[Scaled | None]
+    outputs: Sequence[Scaled | None]
+    rescales: Sequence[Tensor]  # factors of the sum between neighbouring steps
 
-    def back(self) -> Track:
-        """The transposed walk."""
-        return Track(self.goals[::-1], self.sources[::-1], self.fades[::-1])
+    def transposed(self) -> CarriedSum:
+        """The sum that the gradient is."""
+        return CarriedSum(self.outputs[::-1], self.terms[::-1], self.rescales[::-1])
 
-    def walk(self, total: Tensor) -> Tensor:
-        """Walk with ``total`` as the sum, which changes in place."""
-        for step, (source, goal) in enumerate(zip(self.sources, self.goals, strict=True)):
+    def run(self, carry: Tensor) -> Tensor:
+        """All steps, starting from ``carry``, which becomes the last sum in place."""
+        for step, (term, output) in enumerate(zip(self.terms, self.outputs, strict=True)):
             if step:
-                total.mul_(self.fades[step - 1])
-            if source is not None:
-                total.addcmul_(*source)
-            if goal is not None:
-                goal[0].addcmul_(total, goal[1])
-        return total
+                carry.mul_(self.rescales[step - 1])
+            if term is not None:
+                carry.addcmul_(*term)
+            if output is not None:
+                output[0].addcmul_(carry, output[1])
+        return carry
 
 
-def _tracks(blocks: Tensor, top: Tensor, units: Units, out: Tensor, plan: Plan) -> list[Track]:
-    """The walks up and, unless causal, down the sequence, from ``blocks`` to ``out``."""
-    lead, last, end = plan.lead, plan.lead + plan.number - 1, plan.lead + plan.behind
-    up, down, level = units
-    up, x, y = up[..., : last + 1], blocks.unbind(-3), out.unbind(-3)
-    sources = [None, *zip(x[:last], _factors(top[..., :last] - up[..., 1:]), strict=True)]
-    goals = [*[None] * lead, *zip(y, _factors(up[..., lead:] - level), strict=True)]
-    tracks = [Track(sources, goals, _factors(up[..., :-1] - up[..., 1:]))]
-    if not plan.window.is_causal:  # nothing is behind the last block
-        top, down, level = (t.flip(-1) for t in (top[..., end:], down[..., end:-1], level[..., :-1]))
-        sources = list(zip(x[end:][::-1], _factors(top - down), strict=True))
-        goals = list(zip(y[:-1][::-1], _factors(down - level), strict=True))
-        tracks.append(Track(sources, goals, _factors(down[..., :-1] - down[..., 1:])))
-    return tracks
+def _carried_sums(sums: Tensor, log_scale: Tensor, scales: LogScales, out: Tensor, plan: Plan) -> list[CarriedSum]:
+    """The sums of keys before the spans and, unless causal, of those after, from ``sums`` added to ``out``."""
+    before, after, outside = scales
+    lead, last, end = plan.before, plan.before + plan.query_blocks - 1, plan.before + plan.span_blocks
+    before, blocks, outputs = before[..., : last + 1], sums.unbind(-3), out.unbind(-3)
+    carried = [
+        CarriedSum(
+            [None, *zip(blocks[:last], _factors(log_scale[..., :last] - before[..., 1:]), strict=True)],
+            [*[None] * lead, *zip(outputs, _factors(before[..., lead:] - outside), strict=True)],
+            _factors(before[..., :-1] - before[..., 1:]),
+        )
+    ]
+    if not plan.is_causal:  # nothing is after the last span
+        scale, after, outside = (t.flip(-1) for t in (log_scale[..., end:], after[..., end:-1], outside[..., :-1]))
+        terms = list(zip(blocks[end:][::-1], _factors(scale - after), strict=True))
+        results = list(zip(outputs[:-1][::-1], _factors(after - outside), strict=True))
+        carried.append(CarriedSum(terms, results, _factors(after[..., :-1] - after[..., 1:])))
+    return carried
 
 
-def _factors(differences: Tensor) -> tuple[Tensor, ...]:
-    """Of every stretch, (..., 1, 1)."""
-    return differences.exp()[..., None, None].unbind(-3)
+def _factors(log_scales: Tensor) -> tuple[Tensor, ...]:
+    """The factor (..., 1, 1) of every block."""
+    return log_scales.exp()[..., None, None].unbind(-3)
 
 
 def _forward(
-    both: Tensor, top: Tensor, first: Tensor, first_top: Tensor, *, plan: Plan, keep: bool
+    sums: Tensor, log_scale: Tensor, first: Tensor, first_scale: Tensor, *, plan: Plan, keep: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    out = both.new_zeros(*both.shape[:-3], plan.number, *both.shape[-2:])
-    begin = first[..., 0, :, :].clone()
-    for track in _tracks(both, top, Units.of(top, first_top, plan), out, plan):
-        track.walk(begin)
-        begin.zero_()
+    out = sums.new_zeros(*sums.shape[:-3], plan.query_blocks, *sums.shape[-2:])
+    carry = first[..., 0, :, :].clone()
+    for carried in _carried_sums(sums, log_scale, LogScales.of(log_scale, first_scale, plan), out, plan):
+        carried.run(carry)
+        carry.zero_()
     return out, ()
 
 
-def _backward(
-    inputs: Tensors, outputs: Tensors, kept: Tensors, gradients: tuple[Tensor, ...], *, plan: Plan
-) -> Tensors:
-    both, top, first, first_top = (x for x in inputs if x is not None)
-    found = torch.zeros_like(both)
-    tracks = _tracks(found, top, Units.of(top, first_top, plan), gradients[0], plan)
-    begin = [track.back().walk(torch.zeros_like(first[..., 0, :, :])) for track in tracks]
-    return found, None, begin[0].unsqueeze(-3), None
+def _backward(inputs: Tensors, outputs: Tensors, kept: Tensors, grad_out: tuple[Tensor, ...], *, plan: Plan) -> Tensors:
+    sums, log_scale, first, first_scale = (x for x in inputs if x is not None)
+    d_sums, scales = torch.zeros_like(sums), LogScales.of(log_scale, first_scale, plan)
+    carried = _carried_sums(d_sums, log_scale, scales, grad_out[0], plan)
+    d_first = [each.transposed().run(torch.zeros_like(first[..., 0, :, :])) for each in carried]
+    return d_sums, None, d_first[0].unsqueeze(-3), None
 
 
-_WALKED = CustomGradient(_plain, _forward, _backward)
+_CARRIED = CustomGradient(_plain, _forward, _backward)

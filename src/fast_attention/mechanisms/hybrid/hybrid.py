@@ -20,23 +20,23 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.hybrid.landmarks import Landmarks, joined, landmarks
-from fast_attention.mechanisms.hybrid.near_far_passes import near_and_far
-from fast_attention.mechanisms.hybrid.spans import Window
-from fast_attention.mechanisms.linear import linear_state, reference
+from fast_attention.mechanisms.hybrid.fast import near_far_attention
+from fast_attention.mechanisms.hybrid.positions import SinkTokens
+from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.value import at_least
 
 
 class HybridState(NamedTuple):
-    """What decoding keeps: the sums of far keys, the window, and the first tokens with a place below 0."""
+    """What decoding keeps: the sums of far keys, the keys of the window, the first keys (at positions below 0)."""
 
     far: LinearState
     near: KVCache
-    first: Landmarks
+    sinks: SinkTokens
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,9 +44,10 @@ class Hybrid(Attention[Any, HybridState]):
     """Exact weights for near keys and for the first and last ones, estimated weights for all others, one normaliser.
 
     ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where key j lies in the window of
-    ``near`` or is a landmark, and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the maps of ``far`` for the others that
-    query i may see. A ``far`` that estimates or learns softmax has the units for that; the kernels of
-    ``LinearAttention``, such as elu + 1, have units of their own. A window over everything is softmax.
+    ``near`` or is one of the first and last keys (sink tokens), and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the feature
+    maps of ``far`` for the others that query i may see. A ``far`` that estimates or learns softmax has weights of the
+    size of the exact ones; the kernels of ``LinearAttention``, such as elu + 1, have a size of their own. A window over
+    everything is softmax.
 
     Args:
         near: The window; its ``scale`` serves both parts.
@@ -63,7 +64,7 @@ class Hybrid(Attention[Any, HybridState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """What the far part is decides whether there are weights to train or to draw, and what is approximated."""
+        """The far part decides whether weights are trained or drawn, and what is approximated."""
         far = self.far.traits
         return Traits(
             paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
@@ -86,14 +87,14 @@ class Hybrid(Attention[Any, HybridState]):
         Raises:
             ValueError: ``near`` is no window, ``far`` is not linear or its weights may be negative.
         """
-        said = f"Hybrid(near={self.near!r}, far={self.far!r})"
+        message = f"Hybrid(near={self.near!r}, far={self.far!r})"
         if not isinstance(self.near, Local):
-            raise ValueError(f"{said}: near must be a window such as Local(window=64)")
+            raise ValueError(f"{message}: near must be a window such as Local(window=64)")
         if not isinstance(self.far, Kernelised):
-            raise ValueError(f"{said}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
+            raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
         if self.far.signed:
             raise ValueError(
-                f"{said}: far may give negative weights, and their sum with the exact ones could be zero: take "
+                f"{message}: far may give negative weights, and their sum with the exact ones could be zero: take "
                 "FavorPlus() or a feature map that is never negative"
             )
         at_least(self, "first", self.first, 0)
@@ -101,11 +102,11 @@ class Hybrid(Attention[Any, HybridState]):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether ``far`` does."""
+        """Whether ``far`` needs weights."""
         return self.far.needs_weights
 
     def weights(self, shape: Shape) -> Any:
-        """Those of ``far``."""
+        """The weights of ``far``."""
         return self.far.weights(shape)
 
     def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
@@ -122,39 +123,41 @@ class Hybrid(Attention[Any, HybridState]):
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """Blocks of queries, or exact attention where the window covers everything."""
+        """``near_far_attention``, or exact attention where the window covers everything."""
         (left, right), length, keys = self._sides, q.shape[-2], k.shape[-2]
         if not torch.compiler.is_compiling() and left >= keys - 1 and (is_causal or right >= length - 1):
             dispatch.record("exact attention", "the window covers everything", left=left, right=right)
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
-        dispatch.record(
-            "near keys exact, far ones as sums of features", "the window leaves keys out", left=left, right=right
-        )
-        marks, seen = landmarks(
-            k, v, append(None, k, v, key_mask).visible, first=self.first, last=0 if is_causal else self.last
-        )
-        window = Window(smaller(left, keys - 1), smaller(right, length - 1), is_causal)
-        return near_and_far(self._scaled(q), k, v, seen, marks, self.far, w, window, keys - length)
+        path = "near keys exact, far ones as sums of features"
+        dispatch.record(path, "the window leaves keys out", left=left, right=right)
+        visible = append(None, k, v, key_mask).visible
+        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
+        return near_far_attention(
+            self._scaled(q), k, v, others, sinks, self.far, w,
+            left=smaller(left, keys - 1), right=smaller(right, length - 1), is_causal=is_causal, start=keys - length,
+        )  # fmt: skip
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HybridState]:
-        """Attend to the first tokens, the sums of far ones, the window and the stretch; what leaves the window joins
-        the sums."""
+        """Attend to sink tokens, sums of far keys, window and new tokens; keys that leave the window join the sums."""
         phi, left = self.far.per_token(w)[1], self._sides[0]
-        held = 0 if state is None else state.first.present.sum(-1, keepdim=True)
-        marks, seen = landmarks(k, v, append(None, k, v, key_mask).visible, first=self.first, last=0, before=held)
+        before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
+        visible = append(None, k, v, key_mask).visible
+        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)
         far = linear_state.empty(phi(k[..., :1, :]), v) if state is None else state.far
-        near = append(None if state is None else state.near, k, v, seen)
+        near = append(None if state is None else state.near, k, v, others)
         start, keys = near.k.shape[-2] - k.shape[-2], near.k.shape[-2]
-        marks = replaced(marks, place=marks.place + start)
+        sinks = replaced(sinks, position=sinks.position + start)
         if state is not None:
-            marks = joined(state.first, marks, self.first)
-        window = Window(left, 0, is_causal=True)
-        out = near_and_far(self._scaled(q), near.k, near.v, near.visible, marks, self.far, w, window, start, far)
-        if gone := max(keys - left, 0):
-            features = reference.masked_keys(phi, near.k[..., :gone, :], near.visible[..., :gone])
-            far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :gone, :]))
-        marks = replaced(marks, place=marks.place.masked_fill(marks.present, -1))
-        return out, HybridState(far, last(near, left), marks)
+            sinks = state.sinks.append(sinks, self.first)
+        out = near_far_attention(
+            self._scaled(q), near.k, near.v, near.visible, sinks, self.far, w, earlier=far,
+            left=left, right=0, is_causal=True, start=start,
+        )  # fmt: skip
+        if leaving := max(keys - left, 0):
+            features = masked_keys(phi, near.k[..., :leaving, :], near.visible[..., :leaving])
+            far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))
+        sinks = replaced(sinks, position=sinks.position.masked_fill(sinks.present, -1))
+        return out, HybridState(far, last(near, left), sinks)

@@ -1,0 +1,199 @@
+"""Near and far keys under one normaliser: ``out_i = sum_j a_ij v_j / sum_j a_ij``, plain and differentiable.
+
+``a_ij`` is ``exp(q_i . k_j / sqrt(d))`` where key j is near query i or a sink token, and ``phi_q(q_i) . phi_k(k_j)``
+elsewhere. A block of queries reads a span of keys around it. For pairs of the span outside the window, and for the keys
+outside the span, which are summed up and enter as one more key, the logarithm of the product of features is the logit.
+So one softmax normalises everything, and the exponential of a large number is never taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import join, slices, split
+from fast_attention.engine.bounds import no_less
+from fast_attention.engine.custom_gradient import Tensors
+from fast_attention.engine.opaque import Opaque
+from fast_attention.engine.scan import FLOOR
+from fast_attention.engine.tracing import exporting, replaced
+from fast_attention.feature_maps.feature_map import Features
+from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
+from fast_attention.mechanisms.hybrid.positions import Plan, SinkTokens
+from fast_attention.mechanisms.linear.kernelised import TokenMap
+from fast_attention.mechanisms.linear.reference import masked_keys
+
+Maps = Callable[..., tuple[TokenMap, TokenMap]]  # weights of the far part -> the maps of queries and of keys
+
+
+class Arguments(NamedTuple):
+    """The tensors of a call."""
+
+    q: Float[Tensor, "*batch length width"]
+    k: Float[Tensor, "*batch keys width"]
+    v: Float[Tensor, "*batch keys values"]
+    visible: Bool[Tensor, "*#batch keys"]
+    sinks: SinkTokens
+    earlier: FarSums  # over all keys before these
+    weights: Tensors  # of the far part
+
+    @staticmethod
+    def of(tensors: tuple[Any, ...]) -> Arguments:
+        """From a flat tuple."""
+        q, k, v, visible = tensors[:4]
+        return Arguments(q, k, v, visible, SinkTokens(*tensors[4:7]), FarSums(*tensors[7:9]), tensors[9:])
+
+
+class Inputs(NamedTuple):
+    """Queries, the keys around them, the features of both, and the sums of the keys outside every span."""
+
+    q: Float[Tensor, "*batch length width"]
+    k: Float[Tensor, "*batch keys width"]
+    v: Float[Tensor, "*batch keys values"]
+    visible: Bool[Tensor, "*#batch keys"] | None  # None: all
+    sinks: SinkTokens
+    queries: Features
+    keys: Features
+    outside: FarSums
+
+    def heads(self) -> list[Inputs]:
+        """Every head of every sequence by itself."""
+        batch = self.q.shape[:-2]
+        parts = []
+        for x, rank in zip(self.flat(), RANKS, strict=True):
+            x = x if x is None else x.expand(*batch, *x.shape[x.ndim - rank :]).flatten(0, len(batch) - 1)
+            parts.append([None] * batch.numel() if x is None else x.unbind())
+        return [Inputs.of(*tensors) for tensors in zip(*parts, strict=True)]
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors in a flat tuple."""
+        return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside)
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *t: Any) -> Inputs:
+        """From a flat tuple."""
+        return Inputs(q, k, v, visible, SinkTokens(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), FarSums(*t[7:]))
+
+
+RANKS = (2, 2, 2, 1, 2, 2, 1, 2, 1, 2, 1, 3, 1)  # axes of one head in each tensor of ``Inputs``
+
+
+class Sight(NamedTuple):
+    """Which keys of its span a query of a block sees, the same for every head."""
+
+    near: Bool[Tensor, "block span"]  # exactly
+    masked: Bool[Tensor, "block span"] | None  # not at all; None: it sees all
+    position: Int[Tensor, "blocks block"]  # of the queries
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> Sight:
+        """From where the blocks lie."""
+        left, right, block, ahead = plan.left, plan.right, plan.block, plan.ahead
+        near = masks.band(block, left, ahead, left=left, right=right, device=device)
+        later = ~masks.band(block, left, ahead, left=None, right=0, device=device) if plan.is_causal else None
+        first = torch.arange(plan.query_blocks, device=device)[:, None] * block + plan.start
+        return Sight(near, later, first + torch.arange(block, device=device))
+
+
+def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch length values"]:
+    """The outputs of all queries at once; ``tensors`` are those of ``Arguments`` in a flat tuple."""
+    x = Arguments.of(tensors)
+    queries, keys = maps(*x.weights)
+    features = queries(x.q), masked_keys(keys, x.k, x.visible)
+    return _OPAQUE(*Inputs(*x[:5], *features, x.earlier).flat(), *plan)[0]
+
+
+def _near_and_far(*arguments: Any) -> tuple[Tensor]:
+    """Outputs from ``Inputs`` that hold the sums of all earlier keys in place of those outside every span."""
+    x, plan = Inputs.of(*arguments[: len(RANKS)]), Plan(*arguments[len(RANKS) :])
+    blocks = x.outside.narrow(0, 0)
+    if exporting() or plan.key_blocks:
+        blocks = block_sums(x.keys, x.v, start=plan.first, block=plan.block, number=plan.key_blocks)
+    whole = replaced(x, outside=sums_outside(blocks, x.outside, plan))
+    return (attend_spans(whole, Sight.of(plan, x.q.device), plan),)
+
+
+_OPAQUE = Opaque(_near_and_far, lambda q, k, v, *others: (q.new_empty(*q.shape[:-1], v.shape[-1]),))
+
+
+def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch length values"]:
+    """Outputs of blocks of queries over their spans, the sink tokens and the keys outside every span."""
+    block, span, q = plan.block, plan.span, x.q * x.q.shape[-1] ** -0.5
+
+    def around(x: Tensor) -> Tensor:
+        return slices(x, block=block, behind=plan.left, ahead=plan.ahead, number=plan.query_blocks, start=plan.start)
+
+    def row(x: Tensor | None, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if x is None else cut(x[..., None])[..., 0]
+
+    visible, masked = x.visible, sight.masked
+    if visible is None and not plan.inside(x.k.shape[-2]):
+        visible = torch.ones(x.k.shape[-2], dtype=torch.bool, device=q.device)
+    if visible is not None:
+        outside = ~around(visible[..., None])[..., 0][..., None, :]
+        masked = outside if masked is None else outside | masked
+    sink_logits, unknown = split(q @ x.sinks.k.mT, block), ~x.sinks.present[..., None, None, :]
+    if sight.masked is not None:
+        unknown = unknown | (x.sinks.position[..., None, None, :] > sight.position[..., None])
+    queries = Features(split(x.queries.values, block), row(x.queries.log_scale, lambda t: split(t, block)))
+    keys = Features(around(x.keys.values), row(x.keys.log_scale, around))
+    exact, logits = split(q, block) @ around(x.k).mT, []
+    end = span if plan.is_causal else max(block, plan.left + plan.right + 1)  # some queries are far from later keys
+    for columns, mixed in ((slice(0, block), block > 1), (slice(block, end), False), (slice(end, span), end < span)):
+        part = exact[..., columns]
+        if mixed:
+            part = torch.where(sight.near[:, columns], part, _estimated(queries, keys, columns))
+        logits.append(part if masked is None else torch.where(masked[..., columns], float("-inf"), part))
+    logits.append(sink_logits.masked_fill(unknown, float("-inf")))
+    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside))
+    return out + weights @ x.sinks.v
+
+
+def attend_near(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums
+) -> Float[Tensor, "*batch length values"]:
+    """``attend_spans`` where all keys are near and no sink token comes later: a step of decoding."""
+    q = q * q.shape[-1] ** -0.5
+    pairs = ((k, visible), (sinks.k, sinks.present))
+    logits = [torch.where(seen[..., None, :], q @ keys.mT, float("-inf")) for keys, seen in pairs]
+    out, weights = _softmax(logits, v, queries, outside)
+    return out + weights @ sinks.v
+
+
+def _softmax(logits: list[Tensor], v: Tensor, queries: Features, outside: FarSums) -> tuple[Tensor, Tensor]:
+    """Outputs over the keys with values ``v`` and those ``outside``; the weights of all other logits."""
+    sums, keys = queries.values @ outside.sums, v.shape[-2]
+    denominator = sums[..., -1]
+    negligible = denominator < _least(denominator)
+    total = no_less(_log(denominator, queries.log_scale, outside.log_scale[..., None]), FLOOR)  # finite: if alone
+    weights = torch.cat([*logits, total[..., None]], -1).softmax(-1)
+    mean = sums[..., :-1] / denominator.masked_fill(negligible, 1.0)[..., None]  # first: a weight may be far larger
+    weight = weights[..., -1].masked_fill(negligible, 0.0)
+    return weights[..., :keys] @ v + weight[..., None] * mean, weights[..., keys:-1]
+
+
+def _estimated(queries: Features, keys: Features, columns: slice) -> Tensor:
+    """Logits from features, for some keys of the spans."""
+    (fq, a), (fk, b) = queries, keys
+    a, b = None if a is None else a[..., None], None if b is None else b[..., None, columns]
+    return _log(fq @ fk[..., columns, :].mT, a, b)
+
+
+def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
+    least = _least(product)
+    negligible = product < least
+    logs = product.masked_fill(negligible, least).log().masked_fill_(negligible, float("-inf"))
+    logs = logs if a is None else logs.add_(a)
+    return logs if b is None else logs.add_(b)
+
+
+def _least(product: Tensor) -> float:
+    """Below this a product means nothing; rounded, that of a kernel that is never negative may even be."""
+    info = torch.finfo(product.dtype)
+    return info.tiny / info.eps
