@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fast_attention import files
 from fast_attention.lab.measure import useful_threads
-from fast_attention.lab.progress import training_bar
+from fast_attention.lab.progress import measured
 from fast_attention.tasks import ByteLM
 from fast_attention.tasks.bytes import sides
 
@@ -61,8 +60,7 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, context: int, minutes: 
     """AdamW under bfloat16 autocast, one cosine of the learning rate; nats per token at the end."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=TOP, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     draws, start, loss = torch.Generator().manual_seed(0), time.monotonic(), math.nan
-    with training_bar(Console(stderr=True)) as bar:
-        row = bar.add_task("training", total=1.0)
+    with measured() as (update, _):
         while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
             rise = min(done / WARMUP, 1.0)
             for group in optimiser.param_groups:
@@ -76,7 +74,7 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, context: int, minutes: 
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
             loss = float(found.detach()) if math.isnan(loss) else 0.98 * loss + 0.02 * float(found.detach())
-            bar.update(row, completed=done, description=f"{loss:.3f} nats per token")
+            update(f"{loss:.3f} nats per token", done)
     return loss
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fast_attention.lab import records
-from fast_attention.lab.converting.record import SPELT, STAGES
+from fast_attention.lab.converting.record import FIGURES, STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "costs.md"
@@ -77,7 +77,7 @@ def _converted(held: dict[str, Any], name: str) -> list[str]:
         f"{meta['model']}, `{meta['settings']}`.{kept} Figures are of {meta['passages']} passages of {meta['length']} "
         f"tokens that were not trained on (`records/{name}`, commit {meta['commit']}).",
         "",
-        "| stage | " + " | ".join(SPELT[column] for column in columns) + " |",
+        "| stage | " + " | ".join(FIGURES[column] for column in columns) + " |",
         "|---" * (1 + len(columns)) + "|",
     ]
     for key, title in [(key, title) for key, title in STAGES.items() if key in figures]:

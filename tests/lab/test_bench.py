@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue, clock
 from fast_attention.cli import main
+from fast_attention.lab import refusals
 from fast_attention.lab.bench import ceilings, checks, competitors, decoding, figures, memory, page, run
 from fast_attention.lab.bench.competitors import Competitor, Peer, Sizes, baseline_name
-from fast_attention.lab.bench.record import Benchmark, Row, Step, Weight
+from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.measure import Passes, Setting
 from fast_attention.lab.records import EXACT, Cell
 from fast_attention.lab.timing import FEWEST_ROUNDS, FamilyGroup
@@ -304,7 +305,7 @@ def test_every_adapter_names_one_of_the_line_up() -> None:
 def test_a_peer_that_is_not_there_is_missing_not_fatal() -> None:
     said = "absent is not installed (ImportError: no module named 'absent')"
     assert checks.peer(FAKES[3]) == ("missing", [said])
-    assert "/" not in checks._said(ImportError("cannot import name 'a' from 'b' (/home/me/lib/b.py)")).split("(")[1]
+    assert "/" not in refusals.failure(ImportError("cannot import name 'a' from 'b' (/home/me/lib/b.py)")).split("(")[1]
 
 
 def test_crossovers_are_joined_on_logarithmic_scales() -> None:
@@ -471,13 +472,13 @@ def test_long_lengths_share_the_lines_to_beat() -> None:
 
 
 @pytest.mark.skipif(not memory.available(CPU), reason="resident memory can be read on Linux only")
-def test_memory_is_weighed_in_fresh_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_memory_is_measured_in_fresh_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ["--heads", "4", "--head-dim", "64", "--threads", "1", "--budget", "900", "--lengths", "32"]
     chosen = ["--mechanisms", "LinearAttention", "--no-causal", "--memory-lengths", "4096", "8192"]
     code, _, err = bench(capsys, tmp_path, *sizes, *chosen)
     assert code == 0, err
     record = read(tmp_path)
-    weights = {(weight.name, weight.length): weight for weight in record.weights}
+    weights = {(each.name, each.length): each for each in record.memory}
     assert set(weights) == {(name, n) for name in (EXACT, "LinearAttention()") for n in (4096, 8192)}
     for weight in weights.values():
         assert weight.note == ""
@@ -489,30 +490,30 @@ def test_memory_is_weighed_in_fresh_processes(capsys: pytest.CaptureFixture[str]
     assert "Memory" in (tmp_path / "bench.html").read_text()
 
 
-def test_scales_say_why_they_could_not_weigh() -> None:
+def test_a_meter_gives_the_reason_why_it_could_not_measure() -> None:
     setting = Setting(2, 8, CPU, torch.float32, False, True)
-    scales = memory.Scales(setting, 1, [catalogue.parse("AFTSimple")], False)
+    meter = memory.Meter(setting, 1, [catalogue.parse("AFTSimple")], False)
     try:
-        assert scales.weigh("nobody", 64, False, 20.0) == (None, "KeyError: 'nobody'")
-        size, note = scales.weigh("AFTSimple()", 64, True, 20.0)
+        assert meter.measure("nobody", 64, False, 20.0) == (None, "KeyError: 'nobody'")
+        size, note = meter.measure("AFTSimple()", 64, True, 20.0)
         assert (size is not None, note) == (True, "")
     finally:
-        scales.close()
-    assert scales.weigh("AFTSimple()", 64, True, 20.0)[0] is None
+        meter.close()
+    assert meter.measure("AFTSimple()", 64, True, 20.0)[0] is None
 
 
 def test_decoding_measures_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(2, 8, CPU, torch.float32, False, False)
-    monkeypatch.setattr(decoding, "STRETCH", 5)
+    monkeypatch.setattr(decoding, "CHUNK", 5)
     steps = decoding.decoding(catalogue.parse("LinearAttention"), 3, setting, (4, 16), rounds=2)
     assert [(step.name, step.batch, step.position) for step in steps] == [
         ("LinearAttention()", 3, 4), ("LinearAttention()", 3, 16)
     ]  # fmt: skip
     assert all(step.seconds and not step.note for step in steps)
     assert steps[0].state_bytes == steps[1].state_bytes
-    assert decoding.steady(catalogue.parse("Local"))
-    assert not decoding.steady(catalogue.parse("Softmax"))
-    assert not decoding.steady(catalogue.parse("FNet"))
+    assert decoding.bounded_state(catalogue.parse("Local"))
+    assert not decoding.bounded_state(catalogue.parse("Softmax"))
+    assert not decoding.bounded_state(catalogue.parse("FNet"))
     hasty = decoding.decoding(catalogue.parse("LinearAttention"), 1, setting, (4, 16), rounds=2, patience=0.0)
     assert hasty[0].seconds is not None
     assert hasty[1].seconds is None
@@ -532,7 +533,7 @@ def test_a_partial_record_still_makes_a_page_and_a_table() -> None:
     record.summary = figures.summarise(record)
     assert "was interrupted" in page.html(record)
     assert not page.table(record).rows
-    record.weights = [Weight("A()", 16, note="over budget")]
+    record.memory = [PeakMemory("A()", 16, note="over budget")]
     assert "memory at 16 tokens: over budget" in page.html(record)
 
 

@@ -272,8 +272,8 @@ def test_json_is_strict_and_comes_back(complete: Comparison) -> None:
 
 
 def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_path: Path) -> None:
-    report.save(complete, tmp_path)
-    html = (tmp_path / report.PAGE).read_text()
+    complete.leave(tmp_path, report.html(complete))
+    html = (tmp_path / complete.page).read_text()
     loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
     assert all((a or b).startswith(("#", "data:image/png;base64,")) for a, b in loads), loads
     titles = [
@@ -283,7 +283,7 @@ def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_pa
     places = [html.index(f"<h2>{title}") for title in titles]
     assert places == sorted(places), "the verdict leads"
     assert html.count('<svg role="img" aria-label="') == 6
-    assert html.index('aria-label="Error against speed at 32 tokens. Worth having: exact attention 1x') < places[1]
+    assert html.index('aria-label="Error against speed at 32 tokens. Pareto front: exact attention 1x') < places[1]
     assert all(name in html for name in FEW)
     assert "not an approximation: train it" in html
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html"]
@@ -315,8 +315,8 @@ def test_ctrl_c_leaves_a_whole_partial_record(after: int, tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         compare.compare(of, record)
     compare.finish(of, record, "interrupted")
-    report.save(record, tmp_path)
-    page = tmp_path / report.PAGE
+    record.leave(tmp_path, report.html(record))
+    page = tmp_path / record.page
     held = json.loads((tmp_path / "records.json").read_text())
     assert held["meta"]["status"] == "interrupted"
     assert {(row["mechanism"], row["length"]) for row in held["rows"]} == {
@@ -348,7 +348,7 @@ def test_what_is_refused_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert (refused.status, failed.status) == ("refused", "failed")
     assert "traits.causal" in refused.note
     assert failed.note == "RuntimeError: a fault"
-    assert len(report.footnotes(record)) == 2
+    assert len(report.missing(record)) == 2
     assert all(cell.training_ms is None for cell in record.cells)
     assert "traits.causal" in report.html(record)
 
@@ -360,7 +360,7 @@ def test_a_slow_mechanism_is_over_budget_not_silent() -> None:
     record.cells = [Cell(n, 16, "measured", forward_best_ms=t, training_best_ms=t) for n, t in times.items()]
     everybody = measure.against_exact(of.mechanisms)
     group = timing.TimingGroup(of.setting, everybody, record, 64, 1.0, lambda what: None)
-    assert timing.foretold(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
+    assert timing.predicted(record.cells, "FavorPlus()", 1.0, 64) == (pytest.approx(0.8), 0.0)
     found = [(each.name, reason) for each, reason in group.admitted()]
     assert found[:3] == [(EXACT, ""), ("LinearAttention()", ""), ("Favor()", "")], "the unknown, then the quickest"
     assert found[3] == ("FavorPlus()", "about 0.8 s a pass: the quicker ones fill the 1 s for this length")
@@ -372,7 +372,7 @@ def test_a_slow_mechanism_is_over_budget_not_silent() -> None:
     late = timing.TimingGroup(of.setting, everybody, record, 32, 1.0, lambda what: None)
     late.started -= 10
     cell = Cell("LinearAttention()", 32)
-    late.enter(replace(everybody[-1], make=lambda *sizes: pytest.fail("built though the time was spent")), cell)
+    late.add(replace(everybody[-1], make=lambda *sizes: pytest.fail("built though the time was spent")), cell)
     assert "spent before its turn" in cell.note
 
 
@@ -541,7 +541,7 @@ def test_pictures_stand_for_themselves() -> None:
     assert 'aria-label="a &quot;quoted&quot; &lt;text&gt;"' in picture.svg
     assert ">362<" in picture.svg, "the crossover is written at its line"
     record.errors[0].output.append([0.35])
-    heat = pictures.heat(record.errors, ["layer 0", "layer 1", "layer 2"])
+    heat = pictures.head_errors(record.errors, ["layer 0", "layer 1", "layer 2"])
     assert ">(1 heads)<" in heat.svg
     many = Comparison(record.meta, [Cell(f"Local(window={n})", 8, "measured", forward_ms=n) for n in range(1, 9)])
     drawn = pictures.growth(many, lambda cell: cell.forward_ms, "ms", "alt").svg

@@ -119,8 +119,8 @@ def test_every_failure_has_its_code(
 
 
 def test_a_fault_of_the_program_is_not_hidden() -> None:
-    assert refusals.told(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    assert refusals.told(TypeError("unexpected")) is None
+    assert refusals.refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert refusals.refusal(TypeError("unexpected")) is None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits are POSIX's")

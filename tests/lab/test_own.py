@@ -38,7 +38,7 @@ def test_what_the_layers_attend_with(tmp_path: Path) -> None:
     tokens = own.encoded(source.corpus.passage(40)[1])[:40].long()[None]
     x = model.places(model.embedding(tokens))  # type: ignore[misc]
     for layer, block in zip(layers, model.blocks, strict=True):
-        mixed = block.f.mixer._joined(Softmax()(layer.q, layer.k, layer.v))
+        mixed = block.f.mixer._output(Softmax()(layer.q, layer.k, layer.v))
         x = x + mixed
         x = x + block.g(x)
     torch.testing.assert_close(model.norm(x), model.hidden(tokens), rtol=1e-5, atol=1e-5)

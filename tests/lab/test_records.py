@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fast_attention.lab import records
-from fast_attention.lab.bench.record import Benchmark, Row, Step, Weight
+from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import Cell, Comparison, Error, Record
@@ -23,7 +23,7 @@ MADE = {
     "compare": Comparison({"lengths": [128]}, [CELL], [Error("Local()", 8, "Softmax", [[math.inf, 1.0]])]),
     "bench": Benchmark(
         {"seed": 1}, [CELL], [Row("a", "a", "core", False, "x", "y")], [{"gemm_gflops": 98.7}],
-        [Weight("a", 8, 1)], [Step("a", 1, 8, 0.5)], ["time 8 a"],
+        [PeakMemory("a", 8, 1)], [Step("a", 1, 8, 0.5)], ["time 8 a"],
     ),
     "study": Study({"seeds": 2}, [Result("FNet()", 0, "complete", 0.5, 0.5, 3, 0.01, 9, 9, 4, [(3, 0.1, 0.5)])]),
 }  # fmt: skip

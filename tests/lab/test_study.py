@@ -14,6 +14,7 @@ from fast_attention import cli, tasks
 from fast_attention.lab.study import drawings, page, run
 from fast_attention.lab.study.plan import ALONE, EXACT, Plan, folder, matched, parameters
 from fast_attention.lab.study.record import Result, Study
+from fast_attention.lab.tradeoff import frontier
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.steps import config_for
 
@@ -49,8 +50,8 @@ def test_a_heavy_mechanism_stays_larger() -> None:
 
 def test_the_frontier_is_what_nothing_beats() -> None:
     points = [(1.0, 0.2), (2.0, 0.5), (2.0, 0.4), (3.0, 0.5), (4.0, 0.9), (5.0, 0.8)]
-    assert drawings.frontier(points, rising=True) == [(1.0, 0.2), (2.0, 0.5), (4.0, 0.9)]
-    assert drawings.frontier([(price, -value) for price, value in points], rising=False) == [
+    assert frontier(points, tuple, rising=True) == [(1.0, 0.2), (2.0, 0.5), (4.0, 0.9)]
+    assert frontier([(cost, -value) for cost, value in points], tuple, rising=False) == [
         (1.0, -0.2), (2.0, -0.5), (4.0, -0.9)
     ]  # fmt: skip
 

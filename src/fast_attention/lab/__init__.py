@@ -1,1 +1,1 @@
-"""What the command line is made of: capture, measure, compare, report. Needs the ``lab`` extra."""
+"""The command line and its parts: capturing, measuring, comparing, reporting. Needs the ``lab`` extra."""

@@ -1,4 +1,4 @@
-"""Error against exact attention on given tensors, head by head; and attention matrices to look at."""
+"""Measures the error against exact attention on given tensors, head by head; computes attention matrices to draw."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from fast_attention import catalogue
 from fast_attention.lab.capture import Layer
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import Error
+from fast_attention.lab.refusals import first_line
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 
 
 def measurable(mechanism: Any) -> bool:
-    """Whether its error against exact attention means anything: it approximates, and nothing must be learned first."""
+    """Whether a mechanism has an error to measure: it approximates exact attention, and needs no training."""
     return isinstance(mechanism, Attention) and mechanism.traits.approximates is not None
 
 
@@ -28,7 +29,7 @@ def relative_rms(ours: Tensor, truth: Tensor) -> list[list[float]]:
 
 
 class Scene:
-    """The tensors of all layers at one length, and what exact attention makes of them, computed once in float64.
+    """Computes errors on the tensors of all layers at one length, against exact attention in float64, computed once.
 
     Mechanisms run in the setting's dtype. Layers of equal shape are one batch.
     """
@@ -57,32 +58,32 @@ class Scene:
                 pairs = zip(self.ours(mechanism, matrix=True), self.truths(against, matrix=True), strict=True)
                 error.matrix = [row for ours, truth in pairs for row in relative_rms(ours, truth)]
         except (Unsupported, ValueError, RuntimeError) as problem:
-            error.output, error.matrix, error.note = [], None, str(problem).splitlines()[0]
+            error.output, error.matrix, error.note = [], None, first_line(problem)
         return error
 
     @torch.no_grad()
     def ours(self, mechanism: Any, *, matrix: bool = False) -> list[Tensor]:
-        """What the mechanism makes of every batch; of the identity as values: its attention matrices."""
-        found = []
+        """The mechanism's outputs of every batch; with the identity as values, its attention matrices."""
+        outputs = []
         for q, k, v in self.batches:
             inputs = [x.to(self.setting.device, self.setting.dtype) for x in (q, k, _identity(q) if matrix else v)]
             torch.manual_seed(self.setting.seed)
             bound = Bound(mechanism, Shape(q.shape[1], q.shape[3], max_len=self.length))
             bound.to(self.setting.device, self.setting.dtype)
-            found.append(bound(*inputs, is_causal=self.setting.is_causal))
-        return found
+            outputs.append(bound(*inputs, is_causal=self.setting.is_causal))
+        return outputs
 
     @torch.no_grad()
     def truths(self, against: str = "Softmax", *, matrix: bool = False) -> list[Tensor]:
-        """What exact attention (the mechanism called ``against``) makes of every batch."""
+        """The exact outputs of every batch (by the mechanism ``against``), or the attention matrices."""
         if (against, matrix) not in self._truths:
-            place = "cpu" if self.setting.device.type == "mps" else self.setting.device  # mps has no float64
-            found = []
+            device = "cpu" if self.setting.device.type == "mps" else self.setting.device  # mps has no float64
+            outputs = []
             for q, k, v in self.batches:
-                inputs = [x.to(place, torch.float64) for x in (q, k, _identity(q) if matrix else v)]
+                inputs = [x.to(device, torch.float64) for x in (q, k, _identity(q) if matrix else v)]
                 exact: Any = F.scaled_dot_product_attention if against == "Softmax" else catalogue.default(against)
-                found.append(exact(*inputs, is_causal=self.setting.is_causal))
-            self._truths[against, matrix] = found
+                outputs.append(exact(*inputs, is_causal=self.setting.is_causal))
+            self._truths[against, matrix] = outputs
         return self._truths[against, matrix]
 
     def typical_head(self) -> tuple[int, int]:

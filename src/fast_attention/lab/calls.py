@@ -15,7 +15,7 @@ from fast_attention.nn.bound import Bound
 
 
 class Call(NamedTuple):
-    """One layer's call: the mechanism, what it got (q, k, v: (1, H, L, E)), and the rest of its arguments."""
+    """One layer's call: the mechanism, its inputs (q, k, v: (1, H, L, E)), and the rest of its arguments."""
 
     layer: str
     bound: Bound
@@ -25,13 +25,13 @@ class Call(NamedTuple):
     keywords: dict[str, Any]
 
     def rows(self, queries: list[int], like: Call | None = None) -> Tensor:
-        """Rows (H, R, S) of its matrix; with the queries and keys of another call, those that it would have made."""
+        """Rows (H, R, S) of the attention matrix, with this call's queries and keys or another's."""
         of = like or self
         return attention_rows(self.bound.mechanism, of.q, of.k, self.bound.w, queries=queries, **self.keywords)[0]
 
 
 @torch.no_grad()
-def heard(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
+def calls_during(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     """The calls of all bound attentions in a model during ``run``, in their order."""
     calls: list[Call] = []
 
@@ -60,4 +60,4 @@ def reading(model: nn.Module, tokens: Tensor) -> list[Call]:
     """The calls while a model reads tokens (1, L), without a cache: its state would be advanced past the mechanism's
     own call."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return heard(model, lambda: model(tokens, **options))
+    return calls_during(model, lambda: model(tokens, **options))

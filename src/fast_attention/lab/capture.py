@@ -1,4 +1,4 @@
-"""Real queries, keys and values, taken from every layer and head of a Hugging Face model while it reads."""
+"""Captures real queries, keys and values from every layer and head of a Hugging Face model while it reads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fast_attention.lab import loading
 from fast_attention.lab.calls import Call, reading
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.refusals import first_line
 from fast_attention.nn.bound import Bound
 
 GAUSSIAN = "gaussian"
@@ -31,7 +32,7 @@ class Layer(NamedTuple):
 
 
 class Source(Protocol):
-    """Where tensors come from."""
+    """A source of queries, keys and values."""
 
     title: str  # for the report
     heads: int
@@ -58,32 +59,32 @@ class Gaussian:
     def layers(self, length: int) -> tuple[list[Layer], str]:
         """One layer per standard deviation."""
         generator = torch.Generator().manual_seed(self.seed)
-        found = []
+        layers = []
         for scale in self.scales:
             q, k, v = torch.randn(3, 1, self.heads, length, self.head_dim, generator=generator)
-            found.append(Layer(f"sd {scale}", scale * q, scale * k, v, False))
-        return found, f"{length} random tokens"
+            layers.append(Layer(f"sd {scale}", scale * q, scale * k, v, False))
+        return layers, f"{length} random tokens"
 
 
 class HuggingFace:
     """An encoder or decoder from a folder or from the hub, reading a corpus with its own tokenizer."""
 
-    def __init__(self, place: str, corpus: Corpus) -> None:
-        self.place, self.corpus = place, corpus
-        self.model = loading.load(place, head="none").float()
+    def __init__(self, name: str, corpus: Corpus) -> None:
+        self.name, self.corpus = name, corpus
+        self.model = loading.load(name, head="none").float()
         try:
-            self.tokenizer = loading.tokenizer(place)
+            self.tokenizer = loading.tokenizer(name)
         except InputError as error:
             raise InputError(f"{error}, or take the model gaussian, which reads nothing") from error
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
         self.context = context(self.model.config, self.tokenizer)
-        found, _ = self.layers(min(8, self.context or 8))
-        self.heads, self.head_dim = found[0].q.shape[1], found[0].q.shape[3]
-        self.is_causal = found[0].is_causal
-        layers, kind = len(found), "decoder" if self.is_causal else "encoder"
+        layers, _ = self.layers(min(8, self.context or 8))
+        self.heads, self.head_dim = layers[0].q.shape[1], layers[0].q.shape[3]
+        self.is_causal = layers[0].is_causal
+        count, kind = len(layers), "decoder" if self.is_causal else "encoder"
         self.title = (
-            f"{type(self.model).__name__} {_short(place)} ({kind}, {layers} layers, {self.heads} heads of width "
+            f"{type(self.model).__name__} {_short(name)} ({kind}, {count} layers, {self.heads} heads of width "
             f"{self.head_dim}) reading {corpus.name}"
         )
 
@@ -97,27 +98,27 @@ class HuggingFace:
         ids, read = self.corpus.tokens(self.tokenizer, length)
         swapped = any(isinstance(part, Bound) for part in self.model.modules())
         try:
-            found = bound_layers(reading(self.model, ids)) if swapped else self._exact(ids)
+            layers = bound_layers(reading(self.model, ids)) if swapped else self._exact(ids)
         except InputError:
             raise
         except Exception as error:  # a model's own complaint, in its own type
-            said = loading.first_line(error)
-            raise InputError(f"{self.place}: fails on {ids.shape[1]} tokens: {said}") from error
-        if not found:
-            raise InputError(f"{self.place}: {type(self.model).__name__} does not let its attention be replaced")
-        return found, read
+            reason = first_line(error)
+            raise InputError(f"{self.name}: fails on {ids.shape[1]} tokens: {reason}") from error
+        if not layers:
+            raise InputError(f"{self.name}: {type(self.model).__name__} does not let its attention be replaced")
+        return layers, read
 
     def _exact(self, ids: Tensor) -> list[Layer]:
         """What the layers of a model that was not swapped attend with."""
-        found: list[Layer] = []
+        layers: list[Layer] = []
         previous = self.model.config._attn_implementation
         try:
-            _register(found)
+            _register(layers)
             self.model.set_attn_implementation(_NAME)
             self.model(input_ids=ids)
         finally:
             self.model.set_attn_implementation(previous)
-        return found
+        return layers
 
 
 def bound_layers(calls: list[Call]) -> list[Layer]:
@@ -132,8 +133,8 @@ def bound_layers(calls: list[Call]) -> list[Layer]:
     return [Layer(f"layer {i}", c.q, c.k, c.v, bool(c.keywords.get("is_causal"))) for i, c in enumerate(calls)]
 
 
-def _register(found: list[Layer]) -> None:
-    """Name an attention that computes exactly what the model asks for and appends what it was given to ``found``."""
+def _register(layers: list[Layer]) -> None:
+    """Name an attention that computes exactly what the model asks for and appends its inputs to ``layers``."""
     import transformers
 
     def attend(
@@ -152,7 +153,7 @@ def _register(found: list[Layer]) -> None:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
         factor = (scaling or query.shape[-1] ** -0.5) * math.sqrt(query.shape[-1])
-        found.append(Layer(f"layer {len(found)}", query * factor, key, value, causal))
+        layers.append(Layer(f"layer {len(layers)}", query * factor, key, value, causal))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 
@@ -164,7 +165,7 @@ def _register(found: list[Layer]) -> None:
 
 
 def _refuse(module: Any, keys: int, attention_mask: Tensor | None, extra: dict[str, Any]) -> None:
-    """Stop where the scores are more than scaled dot products: q, k and v would not tell the whole story."""
+    """Refuse layers whose scores are more than scaled dot products: q, k and v alone would not define them."""
     window = extra.get("sliding_window")
     if window is not None and window < keys:
         raise InputError(f"{type(module).__name__} sees {window} tokens only: give --lengths up to {window}")
@@ -177,13 +178,13 @@ def _refuse(module: Any, keys: int, attention_mask: Tensor | None, extra: dict[s
 
 def context(config: Any, tokenizer: Any) -> int | None:
     """The longest sequence that a model with this config and tokenizer reads; None: any."""
-    said = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
-    known = [int(size) for size in said if size is not None and 0 < size < 10**9]
+    sizes = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    known = [int(size) for size in sizes if size is not None and 0 < size < 10**9]
     return min(known, default=None)
 
 
-def _short(place: str) -> str:
-    path = Path(place)
+def _short(name: str) -> str:
+    path = Path(name)
     if not path.exists():
-        return place
+        return name
     return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name

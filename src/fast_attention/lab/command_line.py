@@ -1,14 +1,16 @@
-"""The command line itself: which commands there are, how arguments are read, and what is said when one fails.
+"""The command line itself: which commands there are, how arguments are read, and what is printed when one fails.
 
 Nothing heavy is imported here: what a command needs is, once it is to be carried out.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -19,82 +21,34 @@ from fast_attention.lab import options, refusals
 MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
 EVERYWHERE = "--max-bytes"
 HELP = ("-h", "--help")
-LONGEST = 2000  # characters of what is said when a command fails
+LONGEST = 2000  # characters of the message when a command fails
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Command(NamedTuple):
-    """Where a command's function stands, and the first sentence of what it says of itself."""
+    """The module and the name of a command's function."""
 
     module: str
     function: str
-    words: str
+
+    @property
+    def words(self) -> str:
+        """The first line of the function's docstring, read without importing its module."""
+        source = Path(__file__).parent.joinpath(*self.module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        return next((ast.get_docstring(node) or "").split("\n")[0] for node in functions if node.name == self.function)
 
 
-COMMANDS = {
-    "compare": Command(
-        "commands",
-        "compare_command",
-        "Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.",
-    ),
-    "bench": Command(
-        "bench.command",
-        "bench_command",
-        "Time, memory and percent of the machine's limits, beside exact attention and published packages.",
-    ),
-    "train": Command(
-        "learning.train",
-        "train_command",
-        "Train a small model of any mechanism; SIGTERM and Ctrl-C save and end it, --resume goes on to the bit.",
-    ),
-    "tasks": Command(
-        "learning.listing",
-        "tasks_command",
-        "List what a model can be trained on, with settings, or tell all about one task.",
-    ),
-    "generate": Command(
-        "learning.generate",
-        "generate_command",
-        "Let a trained decoder continue a prompt, token by token as they come.",
-    ),
-    "study": Command(
-        "study.command",
-        "study_command",
-        "Train several mechanisms on one task: what each learns, how fast, in how much memory.",
-    ),
-    "convert": Command(
-        "converting.command",
-        "convert_command",
-        "Make a trained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.",
-    ),
-    "maps": Command(
-        "maps.command",
-        "maps_command",
-        "Draw every head's attention map before and after a mechanism is put in, and say how far apart they are.",
-    ),
-    "export": Command(
-        "export",
-        "export_command",
-        "Export a model with an open batch and length; the file is run at other lengths before it gets its name.",
-    ),
-    "advise": Command(
-        "advice.command",
-        "advise_command",
-        "Advise what to use at one length: error on a model's real tensors, time and memory here, ranked; or keep "
-        "exact.",
-    ),
-    "list": Command("commands", "list_command", "List the mechanisms with what they can do, or tell all about one."),
-    "check": Command(
-        "check",
-        "check_command",
-        "Test an attention or a whole model against the laws: causality, padding, decoding. Exit code 1: one is "
-        "broken.",
-    ),
-}
+MODULES = {
+    "compare": "commands", "bench": "bench.command", "train": "learning.train", "tasks": "learning.listing",
+    "generate": "learning.generate", "study": "study.command", "convert": "converting.command",
+    "maps": "maps.command", "export": "export", "advise": "advice.command", "list": "commands", "check": "check",
+}  # fmt: skip
+COMMANDS = {name: Command(module, f"{name}_command") for name, module in MODULES.items()}
 
 
 def prepare(arguments: list[str]) -> None:
-    """Import what the command that is asked for needs, unless it is only asked what it takes, or cannot be read."""
+    """Import what a command needs, unless only its help is wanted or its arguments cannot be read."""
     if (name := _asked(arguments)) in COMMANDS and not {*HELP} & {*arguments} and _readable(name, arguments):
         load(COMMANDS[name])
 
@@ -109,7 +63,7 @@ def _readable(name: str, arguments: list[str]) -> bool:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; the exit code. What cannot be had is said in one line on stderr."""
+    """Run one command; the exit code. What cannot be carried out is one line on stderr."""
     try:
         app, words = _app(arguments), _repeat(_ahead(arguments))
         return copy_context().run(app, args=words, prog_name="fast-attention", standalone_mode=False) or 0
@@ -118,14 +72,14 @@ def run(arguments: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except Exception as error:
-        known = refusals.told(error)
+        known = refusals.refusal(error)
         if known is None:
             raise
         return refuse(*known)
 
 
 def refuse(code: int, message: str) -> int:
-    """Say why, if there is anything to say; the exit code."""
+    """Print why, if there is a message, and return the exit code."""
     words = " ".join(message.split())
     if len(words) > LONGEST:  # it holds what was given, at any length
         words = f"{words[: LONGEST // 2]} ... {words[-LONGEST // 2 :]}"
@@ -135,7 +89,7 @@ def refuse(code: int, message: str) -> int:
 
 
 def _app(arguments: list[str]) -> typer.Typer:
-    """All commands by name and first sentence; the one that is asked for with all it takes."""
+    """Build the application: all commands by name and first sentence, the one to run with its options."""
     asked = _asked(arguments)
     app = typer.Typer(
         help="Every fast attention mechanism: what it costs, how far it is from exact attention, and what it can do.",
@@ -150,7 +104,7 @@ def _app(arguments: list[str]) -> typer.Typer:
         if name == asked:
             app.command(name)(options.taken(_module(command), command.function))
         else:
-            app.command(name, help=command.words)(lambda: None)
+            app.command(name, help=None if asked else command.words)(lambda: None)
     return app
 
 
@@ -159,7 +113,7 @@ def _asked(arguments: list[str]) -> str:
 
 
 def load(command: Command) -> Callable[..., Any]:
-    """A command's function."""
+    """Import a command's function."""
     return options.load(_module(command), command.function)
 
 
@@ -187,11 +141,11 @@ def _any_command(
         typer.Option(min=1, help="The most to read of a file or folder, unpacked. Default: 2**30.", callback=_limit),
     ] = None,
 ) -> None:
-    """What all commands share."""
+    """The options of all commands."""
 
 
 def _ahead(arguments: list[str]) -> list[str]:
-    """What belongs to all commands stands before the command, wherever it was written."""
+    """Put the options of all commands before the command, wherever they were written."""
     first, rest, given = [], [], iter(arguments)
     for word in given:
         is_first = word.split("=")[0] == EVERYWHERE
@@ -202,7 +156,7 @@ def _ahead(arguments: list[str]) -> list[str]:
 
 
 def _repeat(arguments: list[str]) -> list[str]:
-    """``--lengths 128 256`` as ``--lengths 128 --lengths 256``: these take every value up to the next option."""
+    """Write ``--lengths 128 256`` as ``--lengths 128 --lengths 256``: these take every value up to an option."""
     given, option, fresh = [], "", False
     for word in arguments:
         if word.startswith("--"):

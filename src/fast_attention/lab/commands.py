@@ -1,4 +1,4 @@
-"""The commands ``compare`` and ``list``; ``command_line`` knows where the others stand."""
+"""The commands ``compare`` and ``list``; ``command_line.MODULES`` lists where the others are."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def compare_command(
     record = Comparison(_meta(plan, dtype))
     with progress.counted(plan.steps) as watch:
         status = progress.until_stopped(
-            lambda: compare.compare(plan, record, watch, lambda: record.save(out / report.DATA))
+            lambda: compare.compare(plan, record, watch, lambda: record.save(out / record.data))
         )
     compare.finish(plan, record, status)
-    report.save(record, out)
-    _tell(record, out, as_json)
+    record.leave(out, report.html(record))
+    tables.present(record, out, as_json, report.summary(record), "", *verdicts.headline(record))
     return 0 if status == "complete" else 130
 
 
@@ -83,21 +83,13 @@ def _meta(plan: compare.Plan, dtype: str) -> dict[str, Any]:
     )
 
 
-def _tell(record: Comparison, out: Path, as_json: bool) -> None:
-    if as_json:
-        print(record.to_json())
-    else:
-        tables.show(report.summary(record), "", *verdicts.headline(record))
-    tables.say(f"\nReport: {(out / report.PAGE).resolve()}\nRecords: {(out / report.DATA).resolve()}")
-
-
 def list_command(
     name: Annotated[
         str | None, typer.Argument(help="A mechanism, ours or as a paper calls it (Performer), for all about it.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """List the mechanisms with what they can do, or tell all about one."""
+    """List the mechanisms with what they can do, or show all about one."""
     meant = known(name) if name else None
     if meant and not as_json:
         print(f"{meant}\n")

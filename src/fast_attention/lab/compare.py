@@ -1,4 +1,4 @@
-"""The comparison: errors on real tensors, then times at every length, into a record that is whole at any moment."""
+"""Runs a comparison: errors on real tensors, then times at every length; its record is valid at any moment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fast_attention.lab.accuracy import Scene, measurable, one
 from fast_attention.lab.capture import Source
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting, against_exact
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Matrices
-from fast_attention.lab.surroundings import load_average, now
+from fast_attention.lab.progress import nothing
+from fast_attention.lab.records import EXACT, Comparison, Error, Matrices
 from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
 from fast_attention.mechanism import Unsupported
 
@@ -33,12 +33,8 @@ VARIANTS = (
 
 
 def default_mechanisms() -> list[Any]:
-    """Every mechanism of the catalogue but exact attention itself, and a few more settings worth seeing."""
+    """Every mechanism of the catalogue but exact attention itself, and a few more settings."""
     return [mechanism for mechanism in inputs.every(VARIANTS) if mechanism != catalogue.default("Softmax")]
-
-
-def _nothing(*_: object) -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,14 @@ class Plan:
 
 
 def compare(
-    plan: Plan, record: Comparison, watch: Callable[[str], None] = _nothing, save: Callable[[], None] = _nothing
+    plan: Plan, record: Comparison, watch: Callable[[str], None] = nothing, save: Callable[[], None] = nothing
 ) -> None:
     """Fill ``record``. Interrupted, it holds what was measured until then.
 
     Args:
         plan: What to compare.
         record: Where the numbers go.
-        watch: Told of every step, ``plan.steps`` times.
+        watch: Called with every step, ``plan.steps`` times.
         save: Called after the errors and after every length.
     """
     began = time.perf_counter()
@@ -139,13 +135,6 @@ def _matrices(plan: Plan, watch: Callable[[str], None]) -> Matrices:
 
 def finish(plan: Plan, record: Comparison, status: str) -> None:
     """Note how it ended, and every cell that was not reached."""
-    record.meta["status"] = status
-    for length in plan.lengths:
-        for name in [EXACT, *map(repr, plan.mechanisms)]:
-            if record.cell(name, length) is None:
-                record.cells.append(Cell(name, length))
-    for cell in record.cells:
-        if cell.status == "not reached":
-            cell.note = f"the comparison was {status} before"
-    record.meta["load_average_after"] = load_average()
-    record.meta["finished"] = now()
+    record.finish(status)
+    names = [EXACT, *map(repr, plan.mechanisms)]
+    record.not_reached(names, plan.lengths, f"the comparison was {status} before")

@@ -1,4 +1,4 @@
-"""What is read: a text or proteins, from the user's file or the samples shipped with the package, as token numbers."""
+"""Reads a text or proteins, from the user's file or the samples shipped with the package, as token numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Corpus:
         return torch.tensor([best]), f"the first {len(best)} tokens of {name}"
 
     def numbers(self, tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
-        """A document as tokens; proteins as they stand or with a space between residues, as the tokenizer knows better.
+        """A document as tokens; proteins with or without a space between residues, as the tokenizer knows better.
 
         Raises:
             InputError: It knows none of its words.
@@ -83,22 +83,22 @@ def read(text: str | None = None, fasta: str | None = None) -> Corpus:
 
 def _proteins(path: str) -> Corpus:
     if path == SAMPLE and not Path(path).exists():
-        found, name = data.proteins(), "421 UniProt proteins (CC BY 4.0, shipped)"
+        proteins, name = data.proteins(), "421 UniProt proteins (CC BY 4.0, shipped)"
     else:
         try:
-            found, name = list(data.read_fasta(path)), path
+            proteins, name = list(data.read_fasta(path)), path
         except data.FastaError as error:
             raise InputError(str(error)) from error
         except OSError as error:
             raise InputError(f"--fasta {path}: {error.strerror or error}") from error
-    return Corpus("proteins", name, tuple((protein.name, protein.sequence) for protein in found))
+    return Corpus("proteins", name, tuple((protein.name, protein.sequence) for protein in proteins))
 
 
 def _text(path: Path) -> str:
     raw = b""
     try:
         raw = reading.unpacked(path)
-        found = raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"--text {path}: the gzip data are cut off or damaged") from error
     except OSError as error:
@@ -108,6 +108,6 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise InputError(f"--text {path}, line {line}: not UTF-8 text") from error
-    if not found.strip():
+    if not text.strip():
         raise InputError(f"--text {path}: the file is empty")
-    return found
+    return text

@@ -1,4 +1,4 @@
-"""The drawing kit: inline SVG that stands for itself, its colours, panels side by side, axes of lengths."""
+"""The drawing kit: inline SVG with its text, colours, panels side by side, axes of lengths."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, Literal, NamedTuple, ParamSpec
 
-import matplotlib
+import matplotlib.colors
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -27,14 +28,14 @@ Given = ParamSpec("Given")
 
 
 class Picture(NamedTuple):
-    """An SVG element and the text that stands for it."""
+    """An SVG element and its alternative text."""
 
     svg: str
     alt: str
 
 
 def picture(draw: Callable[Given, tuple[Figure, str]]) -> Callable[Given, Picture]:
-    """Make a picture of what a function draws, and of the words that it gives beside it."""
+    """Turn a function that returns a figure and its alternative text into one that returns a picture."""
 
     @functools.wraps(draw)
     def drawn(*args: Given.args, **options: Given.kwargs) -> Picture:
@@ -56,29 +57,65 @@ def svg(figure: Figure, alt: str) -> str:
 def sheet(
     height: float, rows: int = 1, columns: int = 1, *, width: float = WIDE, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of so many inches, and its panels."""
+    """A figure ``height`` by ``width`` inches, and its panels."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
-def panels(count: int, height: float, columns: int, margin: float = 0.5, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A panel for each of ``count``, in rows of ``columns``."""
+def panels(
+    count: int, height: float, columns: int, margin: float = 0.5, across: str = "", up: str = "", **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A panel for each of ``count``, in rows of ``columns``, and labels that all of them share."""
     columns = min(columns, max(count, 1))
     rows = max(math.ceil(count / columns), 1)
-    figure, found = sheet(margin + height * rows, rows, columns, **options)
-    for axes in found[count:]:
+    figure, grid = sheet(margin + height * rows, rows, columns, **options)
+    for axes in grid[count:]:
         axes.set_visible(False)
-    return figure, found[: max(count, 1)]
+    if across or up:
+        figure.supxlabel(across, fontsize=9)
+        figure.supylabel(up, fontsize=9)
+    return figure, grid[: max(count, 1)]
+
+
+def labelled(axes: Axes, across: str, up: str, fontsize: float = 8, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Labels of both axes, and a grid."""
+    axes.set_xlabel(across, fontsize=fontsize)
+    axes.set_ylabel(up, fontsize=fontsize)
+    axes.grid(axis=grid)
 
 
 def against_length(axes: Axes, lengths: Sequence[int], title: str = "", size: float = 8) -> None:
     """Logarithmic axes with a tick for every length."""
     axes.set_title(title)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    logarithmic(axes, 2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=size)
     axes.minorticks_off()
     axes.grid()
+
+
+def logarithmic(axes: Axes, base: int = 10) -> None:
+    """Logarithmic scales on both axes, of another base along the horizontal one."""
+    axes.set_xscale("log", base=base)
+    axes.set_yscale("log")
+
+
+def attention_map(axes: Axes, matrix: Any, top: float, **options: Any) -> None:
+    """An attention matrix on a square-root scale up to ``top``, negative weights shown as 0."""
+    weights = np.clip(np.nan_to_num(np.asarray(matrix)), 0.0, None)
+    norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
+    axes.imshow(weights, cmap="magma", norm=norm, interpolation="nearest", **options)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def baselines(axes: Axes, values: Mapping[str, float], reach: float = math.inf) -> None:
+    """A dotted line for every baseline no further than ``reach`` heights of the axes from what they show."""
+    low, high = axes.get_ylim()
+    for name, value in values.items():
+        if low - reach * (high - low) <= value <= high + reach * (high - low):
+            axes.axhline(value, color=PALE, linewidth=0.8, linestyle=":")
+            axes.annotate(name, (0.005, value), (0, 2), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", fontsize=6.5, color=PALE)  # fmt: skip
 
 
 def line(axes: Axes, points: Mapping[Any, float], style: str = "-", **options: Any) -> None:
@@ -87,7 +124,7 @@ def line(axes: Axes, points: Mapping[Any, float], style: str = "-", **options: A
 
 
 def bars(axes: Axes, names: Sequence[str], series: Mapping[str, Iterable[float]], colours: Sequence[str]) -> None:
-    """Bars to the right, a row for each name and in it one for each of the series, which the legend names."""
+    """Horizontal bars: a row for each name, in it a bar for each of the series, which the legend names."""
     high = 0.76 / len(series)
     for number, (label, values) in enumerate(series.items()):
         at = [i + (number - (len(series) - 1) / 2) * (high + 0.02) for i in range(len(names))]

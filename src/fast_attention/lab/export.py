@@ -1,4 +1,4 @@
-"""``fast-attention export``: a model as a file for ONNX Runtime or torch.export, checked at other lengths first."""
+"""``fast-attention export``: writes a model for ONNX Runtime or torch.export, checked at other lengths first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Trial(NamedTuple):
 
 
 class Disagreement(Exception):
-    """The file computes something else than the model."""
+    """Raised where the file computes something else than the model."""
 
 
 def export_command(
@@ -101,7 +101,7 @@ def _write(model: OpenModel, draft: Path, example: dict[str, torch.Tensor], opse
 
 
 def _try(model: OpenModel, draft: Path, trials: list[Trial], watch: Callable[[str], None]) -> None:
-    """The file beside the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
+    """Compare the file with the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
     run = exporting.load(draft)
     lengths = [n for n in LENGTHS if model.longest is None or n <= model.longest] if model.tokens else [0, 0, 0]
     for i, length in enumerate(lengths):
@@ -115,6 +115,6 @@ def _try(model: OpenModel, draft: Path, trials: list[Trial], watch: Callable[[st
 def _tell(trials: list[Trial], tokens: bool, tolerance: float) -> None:
     rows = []
     for trial in trials:
-        found = Value(f"{trial.difference:.1e}", "fast" if trial.difference <= tolerance else "broken")
-        rows.append([str(trial.batch), *[str(trial.length)] * tokens, found])
+        difference = Value(f"{trial.difference:.1e}", "fast" if trial.difference <= tolerance else "broken")
+        rows.append([str(trial.batch), *[str(trial.length)] * tokens, difference])
     show(Table(["batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"], rows))

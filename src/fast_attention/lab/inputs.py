@@ -1,11 +1,11 @@
-"""What a user typed, turned into values; every refusal is one line in the user's words."""
+"""Turns what a user typed into values; every refusal is one line in the user's words."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,15 @@ import torch
 from fast_attention import catalogue, extras, files
 from fast_attention.lab.options import DTYPES
 from fast_attention.lab.refusals import InputError as InputError
+from fast_attention.mechanism import Unsupported
 from fast_attention.training import processes
+from fast_attention.training.settings import from_toml
+
+TRAINING = (
+    "minutes", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
+    "patience", "fsdp",
+)  # fmt: skip
+MODEL = ("width", "layers", "heads", "max_len", "positions", "dropout", "reversible")
 
 
 def need(module: str, extra: str, purpose: str) -> ModuleType:
@@ -31,22 +39,36 @@ def need(module: str, extra: str, purpose: str) -> ModuleType:
         raise InputError(f"{purpose} needs {error.name}: {extras.install(extra)}") from error
 
 
+@contextmanager
+def refusing(*also: type[Exception], where: str = "") -> Iterator[None]:
+    """Raise what the library refuses in the block as an ``InputError`` that begins with ``where``.
+
+    Args:
+        also: Exceptions to treat so, beside ``ValueError`` and ``Unsupported``.
+        where: Begins the message.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, Unsupported, *also) as error:
+        raise InputError(f"{where}{error}") from error
+
+
 def mechanisms(texts: list[str]) -> list[Any]:
     """The mechanisms that expressions mean, each once; one text may hold several, separated by commas.
 
     Raises:
         InputError: No such mechanism or setting.
     """
-    found: list[Any] = []
-    for text in texts:
-        for part in _split(text):
+    values: list[Any] = []
+    for part in (part for text in texts for part in _split(text)):
+        with refusing():
             try:
-                found.append(catalogue.parse(part))
-            except ValueError as error:
-                raise InputError(str(error)) from error
+                values.append(catalogue.parse(part))
             except TypeError as error:
                 raise InputError(f"{part}: a setting has a value of the wrong kind ({error})") from error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def every(variants: Iterable[str] = ()) -> list[Any]:
@@ -103,6 +125,18 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def run_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of training and of a model, from the arguments of a command: its options go before its ``config``."""
+    training, model = ({}, {}) if given["config"] is None else from_toml(given["config"])
+    if given["n_steps"] is not None:
+        training["steps"] = given["n_steps"]
+    elif given["minutes"] is not None or ("minutes" in training and "steps" not in training):
+        training["steps"] = 0
+    training |= {name: given[name] for name in TRAINING if given.get(name) is not None}
+    model |= {name: given[name] for name in MODEL if given.get(name) is not None}
+    return training, model
+
+
 def folder(path: Path) -> None:
     """Make the folder for the results.
 
@@ -119,7 +153,7 @@ def folder(path: Path) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """The folder for the results, for this process alone while the block runs.
+    """Lock the folder for the results for this process while the block runs.
 
     Raises:
         InputError: It cannot be made or written to, or another process works in it.
@@ -132,11 +166,11 @@ def alone(path: Path) -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def results(found: list[Path], out: Path, what: str, *, resume: bool, restart: bool) -> None:
+def results(paths: list[Path], out: Path, what: str, *, resume: bool, restart: bool) -> None:
     """Refuse to write over results unasked; where it is asked for, clear them away.
 
     Args:
-        found: The files that hold them, there or not.
+        paths: The files that hold them, there or not.
         out: The folder.
         what: How messages call them, such as ``"a study"``.
         resume: They are resumed.
@@ -148,9 +182,9 @@ def results(found: list[Path], out: Path, what: str, *, resume: bool, restart: b
     if resume and restart:
         raise InputError("--resume resumes and --restart begins anew: give one of them")
     if restart:
-        for path in found:
+        for path in paths:
             path.unlink(missing_ok=True)
-    elif not resume and any(path.exists() for path in found):
+    elif not resume and any(path.exists() for path in paths):
         raise InputError(
             f"--out {out} holds {what}: add --resume to resume it or --restart to begin anew over it, or name "
             "another folder"
@@ -183,7 +217,7 @@ def device(name: str) -> torch.device:
 
 
 def threads(count: int) -> None:
-    """Have torch compute with so many threads.
+    """Set the number of torch's threads.
 
     Raises:
         InputError: More than any machine has: they would all be started.

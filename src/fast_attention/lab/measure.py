@@ -1,10 +1,10 @@
-"""What is measured: settings, competitors, their passes with weights for one length, and what they cost but time."""
+"""Builds competitors with weights for one length, and measures all that their passes cost but time."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,32 @@ class Setting:
 
 @dataclass(frozen=True)
 class Passes:
-    """A competitor with weights for one length: its forward pass, its forward and backward pass, what it holds."""
+    """A competitor with weights for one length: its forward pass, its forward and backward pass, its memory."""
 
     forward: Run
     training: Run
-    decoded: Callable[[], int | None]
+    decoded: Callable[[], int | None]  # bytes of the decoding state
     weight_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, attend: Callable[[], Tensor], inputs: Iterable[Tensor], weights: Iterable[Tensor] = (),
+        decoded: Callable[[], int | None] = lambda: None,
+    ) -> Passes:  # fmt: skip
+        """The passes of ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
+        weights = list(weights)
+        wanted = [x for x in (*inputs, *weights) if x.requires_grad]
+
+        def training() -> Any:
+            out = attend()
+            return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+
+        return cls(torch.no_grad()(attend), training, decoded, sum(weight.nbytes for weight in weights))
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """Who is measured: ``make(setting, length)`` builds it with fresh weights and inputs."""
+    """What is measured: ``make(setting, length)`` builds it with fresh weights and inputs."""
 
     name: str
     reference: str  # the name of its baseline, whose times its own are compared with
@@ -69,14 +84,14 @@ class Competitor:
 
 def against_exact(mechanisms: list[Any]) -> list[Competitor]:
     """Exact attention, and mechanisms whose baseline it is."""
-    found = [Competitor(EXACT, EXACT, lambda setting, length: exact(setting, setting.tensors(length)), 2.0)]
+    competitors = [Competitor(EXACT, EXACT, lambda setting, length: exact(setting, setting.tensors(length)), 2.0)]
     for mechanism in mechanisms:
 
         def make(setting: Setting, length: int, mechanism: Any = mechanism) -> Passes:
             return competitor(mechanism, setting, setting.tensors(length))
 
-        found.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.order))
-    return found
+        competitors.append(Competitor(repr(mechanism), EXACT, make, mechanism.traits.order))
+    return competitors
 
 
 def exact(setting: Setting, tensors: Tensors) -> Passes:
@@ -86,10 +101,7 @@ def exact(setting: Setting, tensors: Tensors) -> Passes:
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
 
-    def held() -> int:
-        return k.nbytes + v.nbytes
-
-    return Passes(_without_gradients(attend), _with_gradients(attend, [q, k, v]), held)
+    return Passes.of(attend, tensors, decoded=lambda: k.nbytes + v.nbytes)
 
 
 def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Passes:
@@ -109,35 +121,10 @@ def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Settin
         memory = mechanism.traits.memory
         if memory is None or not isinstance(mechanism, Attention):
             return None
-        stretch = 16 if memory == "constant" else length
-        return state_bytes(bound.decode(*(z[..., :stretch, :] for z in (q, k, v)))[1])
+        tokens = 16 if memory == "constant" else length
+        return state_bytes(bound.decode(*(z[..., :tokens, :] for z in (q, k, v)))[1])
 
-    held = sum(weight.nbytes for weight in (*bound.parameters(), *bound.buffers()))
-    wanted = [*inputs, *bound.parameters()]
-    return Passes(_without_gradients(attend), _with_gradients(attend, wanted), decoded, held)
-
-
-def runner(attend: Callable[[], Tensor], inputs: list[Tensor], weights: list[Tensor]) -> Passes:
-    """A competitor that calls ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
-    wanted = [x for x in (*inputs, *weights) if x.requires_grad]
-    held = sum(weight.nbytes for weight in weights)
-    return Passes(_without_gradients(attend), _with_gradients(attend, wanted), lambda: None, held)
-
-
-def _without_gradients(attend: Callable[[], Tensor]) -> Run:
-    @torch.no_grad()
-    def forward() -> Tensor:
-        return attend()
-
-    return forward
-
-
-def _with_gradients(attend: Callable[[], Tensor], wanted: list[Tensor]) -> Run:
-    def training() -> Any:
-        out = attend()
-        return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-
-    return training
+    return Passes.of(attend, inputs, [*bound.parameters(), *bound.buffers()], decoded)
 
 
 def state_bytes(state: Any) -> int:
@@ -168,7 +155,7 @@ def useful_threads() -> int:
 
     counts = sorted({cores, max(cores // 2, 1), 1}, reverse=True)
     times = clock.in_turns({count: lambda count=count: run(count) for count in counts}, q.device, 15)
-    medians = {count: statistics.median(found) for count, found in times.items()}
+    medians = {count: statistics.median(samples) for count, samples in times.items()}
     chosen = next(count for count in counts if medians[count] <= medians[1])
     torch.set_num_threads(chosen)
     return chosen
@@ -180,9 +167,9 @@ def memory_at_hand(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+            sizes = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     except OSError:
-        found = []
-    if found:
-        return found[0]
+        sizes = []
+    if sizes:
+        return sizes[0]
     return 4 * 2**30  # no way to ask that works everywhere

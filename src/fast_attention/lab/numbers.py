@@ -1,4 +1,4 @@
-"""Numbers as people read them: of few digits, and never with an exponent."""
+"""Formats numbers for people: few digits, no exponents."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ def digits(value: float, count: int = 2) -> str:
     return f"{float(f'{value:.{count}g}'):,.10g}" if abs(value) >= 1e-4 or not value else f"{value:.0e}"
 
 
-def percent(value: float) -> str:
-    """A relative error as a percentage of two digits."""
+def percent(value: float | None) -> str:
+    """A relative error as a percentage of two digits; here and below ``-`` stands for None."""
+    if value is None:
+        return "-"
     if not math.isfinite(value):
         return "not finite"
     return "below 0.001 %" if 0 < value < 1e-5 else f"{digits(100 * value)} %"
@@ -19,33 +21,34 @@ def percent(value: float) -> str:
 
 def bytes_of(size: int | None) -> str:
     """1536 as ``1.5 KiB``."""
-    if size is None:
-        return "-"
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{digits(amount, 3)} {unit}"
-        amount /= 1024
-    return f"{digits(amount, 3)} GiB"
+    return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def amount(number: int | None) -> str:
     """1500000 as ``1.5 M``."""
-    if number is None:
-        return "-"
-    value = float(number)
-    for unit in ("", " k", " M"):
-        if value < 1000:
-            return f"{digits(value, 3)}{unit}"
-        value /= 1000
-    return f"{digits(value, 3)} G"
+    return _scaled(number, 1000, ("", " k", " M", " G"))
 
 
-def milliseconds(value: float) -> str:
+def milliseconds(value: float | None) -> str:
     """12.3456 as ``12.3 ms``."""
-    return f"{digits(value, 3)} ms" if value < 1000 else f"{digits(value / 1000, 3)} s"
+    return _scaled(value, 1000, (" ms", " s"))
 
 
-def factor(ratio: float) -> str:
+def _scaled(value: float | None, base: int, units: tuple[str, ...]) -> str:
+    if value is None:
+        return "-"
+    for unit in units[:-1]:
+        if value < base:
+            return f"{digits(value, 3)}{unit}"
+        value /= base
+    return f"{digits(value, 3)}{units[-1]}"
+
+
+def factor(ratio: float | None) -> str:
     """A time ratio as a speed: 0.5 as ``2x``."""
-    return f"{digits(1 / ratio)}x"
+    return "-" if ratio is None else f"{digits(1 / ratio)}x"
+
+
+def fixed(value: float | None, form: str) -> str:
+    """A number in a format of its own, such as ``.3f``."""
+    return "-" if value is None else f"{value:{form}}"

@@ -1,4 +1,4 @@
-"""A whole model with its batch and its lengths left open: what it reads, and examples of any size."""
+"""Prepares a model for export with an open batch and open lengths: what it reads, and examples of any size."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class _First(nn.Module):
         self.caches = "use_cache" in inspect.signature(model.forward).parameters
 
     def first(self, inputs: dict[str, Tensor | None]) -> Tensor:
-        """Without a cache, and without what is None."""
+        """Call the model without a cache, and without inputs that are None."""
         given = {name: x for name, x in inputs.items() if x is not None}
         return self.model(**given, use_cache=False)[0] if self.caches else self.model(**given)[0]
 
 
 class _OfTokens(_First):
-    """torch.export wants every input by its name."""
+    """The first output of a model of tokens, whose inputs are named as torch.export needs them."""
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, decoder_input_ids: Tensor | None = None
@@ -51,7 +51,7 @@ class _OfTokens(_First):
 
 
 class _OfPixels(_First):
-    """The same for pictures."""
+    """The first output of a model of pictures."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         return self.first({"pixel_values": pixel_values})
@@ -73,8 +73,8 @@ def _own(model: Model) -> OpenModel:
     names = ["tokens", *["key_mask"] * all(m.traits.padding for m in mechanisms)]
 
     def draw(batch: int, length: int) -> dict[str, Tensor]:
-        found = {"tokens": _numbers(batch, length, config.vocab_size), "key_mask": _mask(batch, length)}
-        return {name: found[name] for name in names}
+        inputs = {"tokens": _numbers(batch, length, config.vocab_size), "key_mask": _mask(batch, length)}
+        return {name: inputs[name] for name in names}
 
     sizes = {0: _batch(), 1: _length("length", config.longest)}
     return OpenModel(model, draw, dict.fromkeys(names, sizes), config.longest, True)
@@ -101,12 +101,12 @@ def _hugging_face(model: Any) -> OpenModel:
         sizes["decoder_input_ids"] = {0: batch, 1: _length("target_length", longest)}
 
     def draw(rows: int, length: int) -> dict[str, Tensor]:
-        found = {name: _numbers(rows, length, vocabulary) for name in sizes}
-        if "decoder_input_ids" in found:
-            found["decoder_input_ids"] = _numbers(rows, max(2, length // 2 + 1), vocabulary)
-        if "attention_mask" in found:
-            found["attention_mask"] = _mask(rows, length).long()
-        return found
+        inputs = {name: _numbers(rows, length, vocabulary) for name in sizes}
+        if "decoder_input_ids" in inputs:
+            inputs["decoder_input_ids"] = _numbers(rows, max(2, length // 2 + 1), vocabulary)
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = _mask(rows, length).long()
+        return inputs
 
     return OpenModel(_OfTokens(model), draw, sizes, longest, True)
 
@@ -114,10 +114,10 @@ def _hugging_face(model: Any) -> OpenModel:
 def _longest(model: nn.Module) -> int | None:
     """Tokens that a transformers model takes: the rows of a table less those that it keeps for padding."""
     config: Any = model.config
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
     kept = [part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None]
-    return None if found is None else int(found) - max(kept, default=0)
+    return None if positions is None else int(positions) - max(kept, default=0)
 
 
 def _batch() -> Any:

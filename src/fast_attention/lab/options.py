@@ -1,4 +1,4 @@
-"""What the options of several commands say and allow, and a way to read a command's options without its libraries.
+"""Declares the options that several commands share; reads a command's options without importing its libraries.
 
 A command's function says once what it takes. Its file imports what the body needs under ``if TYPE_CHECKING or
 at_work():``, so that ``--help`` can read the file without that: torch alone takes seconds.
@@ -36,8 +36,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores, fewer if they are busy.")]
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Also time training passes.")]
 Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
-Seconds = Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is said so.")]
-Seed = Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features and Gaussian tensors.")]
+Seconds = Annotated[float, typer.Option(min=1.0, help="Seconds to spend; what does not fit is named.")]
+Seed = Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random features, samples and Gaussian tensors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON instead of tables.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume what was stopped in the folder.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Begin anew over the results in the folder.")]
@@ -59,7 +59,7 @@ _READING: ContextVar[bool] = ContextVar("a command's file is read for its option
 
 
 def at_work() -> bool:
-    """Whether a command's file is imported for good, rather than read for what its function takes."""
+    """Whether a command's file is imported to run, rather than read for the options of its function."""
     return not _READING.get()
 
 
@@ -69,7 +69,7 @@ def load(module: str, function: str) -> Callable[..., Any]:
 
 
 def taken(module: str, function: str) -> Callable[..., Any]:
-    """A command's function by its options and its words: its libraries are imported when it is called."""
+    """A command's function with its options and docstring; its libraries are imported when it is called."""
     spec = find_spec(module)
     assert spec is not None, module
     assert spec.loader is not None, module

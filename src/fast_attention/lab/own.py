@@ -1,4 +1,4 @@
-"""Real queries, keys and values from a model of this library: a folder that ``train`` made, or the shipped one."""
+"""Captures real queries, keys and values from a model of this library: written by ``train``, or shipped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fast_attention.integrations import swap
 from fast_attention.lab import corpus, loading
 from fast_attention.lab.calls import reading
 from fast_attention.lab.capture import Layer, bound_layers
@@ -15,6 +16,7 @@ from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
+from fast_attention.nn.models import Model
 from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.tasks.proteins import encoded
 
@@ -46,10 +48,10 @@ class Own:
         tokens, read = self.tokens(length)
         calls = reading(self.model, tokens)
         asking = [call for call in calls if {*"qk"} <= {*call.bound.mechanism.traits.reads}]
-        found = bound_layers(asking)
-        if not found:
+        layers = bound_layers(asking)
+        if not layers:
             raise InputError(f"{self.name}: none of its mechanisms has queries and keys")
-        return found, read
+        return layers, read
 
     def tokens(self, length: int) -> tuple[Tensor, str]:
         """Up to ``length`` token numbers (1, n) of the corpus, and what they are."""
@@ -67,12 +69,17 @@ def _corpus(name: str, reads: str, text: str | None, fasta: str | None) -> Corpu
     return corpus.read(text, fasta or (corpus.SAMPLE if reads == "residues" else None))
 
 
-def exchange(model: nn.Module, mechanism: Any) -> str:
-    """A mechanism in place of every one of a model of this library that reads at least what it reads; how many.
+def replace(model: nn.Module, mechanism: Any) -> str:
+    """Swap a mechanism into a model of transformers, or into the layers of one of ours that read what it reads.
+
+    Returns:
+        What was replaced, in words.
 
     Raises:
-        Unsupported: There is none.
+        Unsupported: There is no such layer.
     """
+    if not isinstance(model, Model):
+        return str(swap(model, mechanism))
     reads = {*mechanism.traits.reads} if isinstance(mechanism, Attention) else {"x"}
     mixers = [part for part in model.modules() if isinstance(part, TokenMixer)]
     able = [mixer for mixer in mixers if reads <= {*mixer.mechanism.traits.reads} - {"x"}]

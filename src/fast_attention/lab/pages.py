@@ -1,24 +1,16 @@
-"""Pages: sections of words, facts, tables and pictures as one self-contained HTML file, which loads nothing."""
+"""The page builder: sections of words, facts, tables and pictures as one HTML file, which loads nothing."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jinja2
 
 from fast_attention.lab.drawing import Picture
-
-
-class Block(Protocol):
-    """A part of a section; the template knows its name."""
-
-    @property
-    def name(self) -> str:
-        """``"table"`` and the like."""
-        ...
+from fast_attention.lab.tables import Table
 
 
 class Words(NamedTuple):
@@ -26,14 +18,12 @@ class Words(NamedTuple):
 
     text: str
     kind: str = ""
-    name: str = "words"
 
 
 class Facts(NamedTuple):
     """Names and what they stand for."""
 
     rows: Mapping[str, object]
-    name: str = "facts"
 
 
 class Listing(NamedTuple):
@@ -41,7 +31,6 @@ class Listing(NamedTuple):
 
     lines: Sequence[str | tuple[str, str]]
     kind: str = ""
-    name: str = "listing"
 
 
 class Figure(NamedTuple):
@@ -50,22 +39,22 @@ class Figure(NamedTuple):
     picture: Picture
     caption: str
     kind: str = ""
-    name: str = "figure"
 
 
 class Code(NamedTuple):
-    """What is typed."""
+    """A command line."""
 
     text: str
-    name: str = "code"
 
 
 class Folded(NamedTuple):
     """A block that opens when it is clicked on."""
 
     title: str
-    block: Block
-    name: str = "folded"
+    block: Table
+
+
+Block = Words | Facts | Listing | Figure | Code | Folded | Table
 
 
 class Section(NamedTuple):
@@ -83,11 +72,11 @@ def page(command: str, sections: Iterable[Section], warnings: Iterable[Words] = 
 
 @cache
 def _template() -> jinja2.Template:
-    room = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fast_attention.lab", "templates"), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
-    return room.get_template("page.html")
+    return environment.get_template("page.html")
 
 
 def partial(meta: Mapping[str, Any], noun: str) -> list[Words]:
@@ -113,6 +102,6 @@ def run(meta: Mapping[str, Any], facts: Mapping[str, object]) -> Section:
 
 
 def again(meta: Mapping[str, Any], record: str, more: str = "") -> Section:
-    """How to get the same, and where its numbers are."""
+    """How to reproduce a run, and where its numbers are."""
     words = f"{more} All numbers: {record} beside this page.".strip()
     return Section("How to reproduce", [Code(shlex.join(meta["command"])), Words(words)])

@@ -1,11 +1,10 @@
-"""Pictures of a comparison: growth with length, errors per head, attention matrices, error against speed."""
+"""Draws a comparison: growth with length, errors per head, attention matrices, error against speed."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import matplotlib.colors
 import numpy as np
@@ -20,16 +19,19 @@ from fast_attention.lab.drawing import (
     PALE,
     WIN,
     against_length,
+    attention_map,
     folded,
+    labelled,
     line,
+    logarithmic,
     panels,
     picture,
     sheet,
 )
 from fast_attention.lab.numbers import factor, percent
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
 from fast_attention.lab.tradeoff import FLOOR, TOP, Point, Tradeoff
-from fast_attention.lab.verdicts import Pass, crossing
+from fast_attention.lab.verdicts import crossing
 
 Quantity = Callable[[Cell], float | None]
 Crossed = Pass | None
@@ -50,19 +52,17 @@ def growth(record: Comparison, quantity: Quantity, unit: str, alt: str, crossed:
     for name in record.mechanisms:
         families.setdefault(name.split("(")[0], []).append(name)
     shown = {family: names for family, names in families.items() if any(_points(record, n, quantity) for n in names)}
-    figure, found = panels(len(shown), 2.15, 5, sharex=True, sharey=True)
-    for axes, (family, names) in zip(found, shown.items(), strict=False):
+    figure, grid = panels(len(shown), 2.15, 5, across="tokens", up=unit, sharex=True, sharey=True)
+    for axes, (family, names) in zip(grid, shown.items(), strict=False):
         _panel(axes, record, family, names, quantity, crossed)
-    for axes in found[-5:]:
+    for axes in grid[-5:]:
         axes.tick_params(labelbottom=True)
-    figure.supxlabel("tokens", fontsize=9)
-    figure.supylabel(unit, fontsize=9)
     return figure, alt
 
 
 def _points(record: Comparison, name: str, quantity: Quantity) -> dict[int, float]:
-    found = {cell.length: quantity(cell) for cell in record.cells if cell.mechanism == name}
-    return {length: value for length, value in sorted(found.items()) if value}
+    values = {cell.length: quantity(cell) for cell in record.cells if cell.mechanism == name}
+    return {length: value for length, value in sorted(values.items()) if value}
 
 
 def _panel(axes: Axes, record: Comparison, family: str, names: list[str], quantity: Quantity, crossed: Crossed) -> None:
@@ -71,26 +71,26 @@ def _panel(axes: Axes, record: Comparison, family: str, names: list[str], quanti
     against_length(axes, ticks, family)
     line(axes, exact, color=INK, linewidth=1.6, marker="", label="exact" if len(names) > 1 else None)
     for colour, name in zip(itertools.cycle(COLOURS), names, strict=False):
-        own = _points(record, name, quantity)
-        line(axes, own, color=colour, linewidth=1.6, label=name[len(family) + 1 : -1] or "default")
-        both = [length for length in own if length in exact]
+        points = _points(record, name, quantity)
+        line(axes, points, color=colour, linewidth=1.6, label=name[len(family) + 1 : -1] or "default")
+        both = [length for length in points if length in exact]
         if both and name == names[0]:
-            mine, theirs = ([points[length] for length in both] for points in (own, exact))
-            better = [a < b for a, b in zip(mine, theirs, strict=True)]
-            axes.fill_between(both, mine, theirs, where=better, color=WIN, interpolate=True, linewidth=0)
+            values, baseline = ([curve[length] for length in both] for curve in (points, exact))
+            better = [a < b for a, b in zip(values, baseline, strict=True)]
+            axes.fill_between(both, values, baseline, where=better, color=WIN, interpolate=True, linewidth=0)
         where = crossing(record, name, crossed) if crossed else None
         if where is not None:
             axes.axvline(where, color=colour, linewidth=0.8, linestyle=":")
-            label = f"{where:,.0f}" if where > min(own) else f"≤ {where:,.0f}"
-            late = math.log(where / min(own)) > 0.7 * math.log(max(ticks) / min(ticks))
-            place: Any = {"xy": (where, 0.98), "xycoords": ("data", "axes fraction"), "va": "top"}
-            axes.annotate(label, **place, fontsize=7, color=colour, ha="right" if late else "left")
+            label = f"{where:,.0f}" if where > min(points) else f"≤ {where:,.0f}"
+            late = math.log(where / min(points)) > 0.7 * math.log(max(ticks) / min(ticks))
+            axes.annotate(label, (where, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=7,
+                          color=colour, ha="right" if late else "left")  # fmt: skip
     if len(names) > 1:
         axes.legend(fontsize=6, loc="lower right", handlelength=1.2, labelspacing=0.2)
 
 
 @picture
-def heat(errors: list[Error], layers: list[str]) -> tuple[Figure, str]:
+def head_errors(errors: list[Error], layers: list[str]) -> tuple[Figure, str]:
     """Output error of every approximation (a row) in every head of every layer (columns), on a logarithmic scale."""
     heads = [len(row) for row in errors[0].output]
     edges = list(itertools.accumulate(heads, initial=0))
@@ -105,17 +105,18 @@ def heat(errors: list[Error], layers: list[str]) -> tuple[Figure, str]:
     for edge in edges[1:-1]:
         axes.axvline(edge - 0.5, color="white", linewidth=2)
     right = axes.secondary_yaxis("right")
-    found = [error.summary() for error in errors]
-    right.set_yticks(range(len(errors)), [f"{percent(each[0])} / {percent(each[1])}" if each else "" for each in found])
+    summaries = [error.summary() for error in errors]
+    words = [f"{percent(each[0])} / {percent(each[1])}" if each else "" for each in summaries]
+    right.set_yticks(range(len(errors)), words)
     for side in (axes, right):
         side.tick_params(length=0)
         side.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=axes, extend="both", pad=0.01, aspect=30, shrink=0.9)
     bar.set_ticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], labels=["1 %", "3 %", "10 %", "30 %", "100 %", "300 %"])
     bar.outline.set_visible(False)  # type: ignore[operator]
-    said = zip(errors, found, strict=True)
+    known = [(error.mechanism, *each) for error, each in zip(errors, summaries, strict=True) if each]
     return figure, "Relative output error of every approximation in every head: " + "; ".join(
-        f"{error.mechanism} median {percent(each[0])}, worst {percent(each[1])}" for error, each in said if each
+        f"{name} median {percent(median)}, worst {percent(worst)}" for name, median, worst in known
     )
 
 
@@ -124,43 +125,37 @@ def matrices(exact: Tensor, approximate: dict[str, Tensor], where: str) -> tuple
     """Exact attention's matrix of one head beside each approximation's, on one colour scale (square root)."""
     shown = {EXACT: exact, **approximate}
     top = float(exact.flatten().quantile(0.999)) if exact.numel() < 2**24 else float(exact.max())
-    figure, found = panels(len(shown), 2.75, 5, margin=0.0)
-    for axes, (name, matrix) in zip(found, shown.items(), strict=False):
-        norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
-        axes.imshow(matrix.nan_to_num().clamp_min(0.0).numpy(), cmap="magma", norm=norm, interpolation="nearest")
+    figure, grid = panels(len(shown), 2.75, 5, margin=0.0)
+    for axes, (name, matrix) in zip(grid, shown.items(), strict=False):
+        attention_map(axes, matrix, top)
         weight = "bold" if name == EXACT else "normal"
         axes.set_title(folded(name, 30), fontsize=8, fontweight=weight, loc="center")
-        axes.set_xticks([])
-        axes.set_yticks([])
     return figure, f"Attention matrices of {where}: exact attention, then {', '.join(approximate)}"
 
 
 @picture
-def scatter(found: Tradeoff) -> tuple[Figure, str]:
-    """Speed to the right, error downwards to nothing, and a line through what is worth having."""
-    best = found.best
+def scatter(tradeoff: Tradeoff) -> tuple[Figure, str]:
+    """Speed to the right, error downwards to nothing, and a line through the Pareto front."""
+    best, points = tradeoff.best, tradeoff.points
     figure, (axes,) = sheet(4.6, width=7.6)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    logarithmic(axes)
     axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.step([p.speed for p in best], list(map(_height, best)), where="pre", color=GOOD, linewidth=1.4, zorder=1)
-    for point in found.points:
+    for point in points:
         colour = INK if point.name == EXACT else GOOD if point in best else PALE
         axes.plot(point.speed, _height(point), "o", color=colour, markersize=6, zorder=2)
-    _label(axes, found.points, best)
+    _label(axes, points, best)
     axes.set_ylim(FLOOR / 1.5, TOP * 1.5)
     words = ["0.1 % or less", "0.3 %", "1 %", "3 %", "10 %", "30 %", "100 %", "300 % or more"]
     axes.set_yticks([FLOOR, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, TOP], words, fontsize=9)
-    speeds = [point.speed for point in found.points]
+    speeds = [point.speed for point in points]
     ticks = [x * 10.0**power for power in (-2, -1, 0, 1, 2) for x in (1, 2, 5)]
     ticks = [tick for tick in ticks if min(speeds) / 2 < tick < 2 * max(speeds)]
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=9)
     axes.set_xlim(min(speeds) / 1.5, max(speeds) * 2.5)
     axes.minorticks_off()
-    axes.grid()
-    axes.set_xlabel("speed, exact attention = 1x (right is faster)", fontsize=9)
-    axes.set_ylabel("error of the median head (down is better)", fontsize=9)
-    return figure, f"Error against speed {found.where}. Worth having: " + "; ".join(
+    labelled(axes, "speed, exact attention = 1x (right is faster)", "error of the median head (down is better)", 9)
+    return figure, f"Error against speed {tradeoff.where}. Pareto front: " + "; ".join(
         f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best
     )
 
@@ -171,13 +166,13 @@ def _height(point: Point) -> float:
 
 def _label(axes: Axes, points: list[Point], best: list[Point]) -> None:
     """Names beside their points, pushed upwards where they would lie on one another."""
-    taken: list[tuple[float, float, float]] = []
+    labels: list[tuple[float, float, float]] = []
     for point in sorted(points, key=lambda p: (p not in best, _height(p))):
         x, y = math.log10(point.speed), math.log10(_height(point))
         width = 0.017 * len(point.name)
-        while any(abs(y - other) < 0.085 and x < end and start < x + width for start, end, other in taken):
+        while any(abs(y - other) < 0.085 and x < end and start < x + width for start, end, other in labels):
             y += 0.02
-        taken.append((x, x + width, y))
+        labels.append((x, x + width, y))
         weight = "bold" if point in best else "normal"
         axes.annotate(
             point.name, (point.speed, _height(point)), (10 ** (x + 0.02), 10**y), textcoords="data", va="center",

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, drawn on terminals only, and what ends a command early."""
+"""Shows progress bars on stderr, on terminals only, and ends a command early when it is interrupted."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from rich.progress import (
 from rich.text import Text
 
 
+def nothing(*_: object) -> None:
+    """Ignore all steps."""
+
+
 @contextmanager
 def counted(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of ``total`` steps; every call is one of them, and says what is done now."""
+    """A bar of ``total`` steps; every call is one of them, and shows its description."""
     with _bar(Console(stderr=True), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda what: progress.update(task, advance=1, description=what)
@@ -43,7 +47,7 @@ def measured(total: float = 1.0) -> Iterator[tuple[Callable[..., None], Callable
 
 
 def _bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """It vanishes at the end."""
+    """A bar that vanishes at the end."""
     words = TextColumn("{task.description}", markup=False)
     return Progress(
         BarColumn(24), *columns, words, console=console, transient=True, disable=not console.is_terminal,
@@ -52,7 +56,7 @@ def _bar(console: Console, *columns: ProgressColumn) -> Progress:
 
 
 def until_stopped(run: Callable[[], None]) -> str:
-    """How a run ended, ``"complete"`` or ``"interrupted"``; Ctrl-C and SIGTERM end it early with what there is."""
+    """Run, and return how that ended: ``"complete"``, or ``"interrupted"`` by Ctrl-C or SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()

@@ -1,11 +1,12 @@
-"""What a command leaves behind: what it ran with and rows of numbers, as one JSON file that holds its own checksum."""
+"""The record of a command: its settings and rows of numbers, as one JSON file that holds its own checksum."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
@@ -14,31 +15,37 @@ from torch import Tensor
 
 from fast_attention import files
 from fast_attention.lab.refusals import InputError
+from fast_attention.lab.surroundings import load_average, now
 
 FORMAT = 2  # of all records; those of format 1 hold no checksum, and some no schema
 Status = Literal["measured", "over budget", "refused", "failed", "not reached"]
+Pass = Literal["forward", "training"]
+PASSES: tuple[Pass, ...] = ("forward", "training")
 EXACT = "exact attention"
 
 
 @dataclass
 class Record:
-    """What was run, and what was measured: a field for each kind of rows. Subclasses add the fields."""
+    """A command's settings and results: a field for each kind of rows, which subclasses add."""
 
     kind: ClassVar[str]  # as the file's schema has it
     noun: ClassVar[str]  # as messages call it
     same: ClassVar[tuple[str, ...]] = ()  # what of ``meta`` may not differ when it is resumed
     keys: ClassVar[Mapping[str, str]] = {}  # fields that the file calls otherwise; "": not in the file
+    data: ClassVar[str]  # the names of its file and of its page
+    page: ClassVar[str]
+    indent: ClassVar[int | None] = 1
 
     meta: dict[str, Any]
 
     def parts(self) -> dict[str, Any]:
-        """What stands in the file, beside its schema and checksum."""
+        """The content of the file, without its schema and checksum."""
         names = {each.name: self.keys.get(each.name, each.name) for each in fields(self)}
         return {key: getattr(self, name) for name, key in names.items() if key}
 
     def to_json(self) -> str:
         """``{"schema": ..., "meta": ..., ..., "sha256": ...}``; numbers that are not finite become null."""
-        return sealed(self.kind, self.parts())
+        return sealed(self.kind, self.parts(), self.indent)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -86,13 +93,22 @@ class Record:
         record.meta = {**meta, **kept, "resumed": [*before.get("resumed", []), meta["started"]]}
         return record
 
+    def finish(self, status: str) -> None:
+        """Note how and when the command ended."""
+        self.meta |= {"status": status, "finished": now(), "load_average_after": load_average()}
+
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
         files.write(path, self.to_json() + "\n")
 
+    def leave(self, folder: Path, html: str) -> None:
+        """Write the record and its page into a folder, each whole or not at all."""
+        self.save(folder / self.data)
+        files.write(folder / self.page, html)
+
 
 def _revived(value: Any, kind: Any) -> Any:
-    """JSON's value as a field of this kind: a dataclass, or a list of them, or what it is."""
+    """A value from JSON as a field of this kind: a dataclass, a list of them, or the value itself."""
     if is_dataclass(kind) and isinstance(kind, type):
         return kind(**value)
     inner: Any = next(iter(get_args(kind)), None)
@@ -125,20 +141,20 @@ def opened(text: str, kind: str, what: str) -> dict[str, Any]:
     if not old:
         known = {"format": schema, "version": held["meta"].get("fast_attention")}
         files.readable(known, f"fast-attention {kind} {FORMAT}", what)
-    if not (old and saved is None) and saved != (found := checksum(held)):
-        raise ValueError(f"{what} is damaged: its SHA-256 is {found}, and {saved} was saved")
+    if not (old and saved is None) and saved != (actual := checksum(held)):
+        raise ValueError(f"{what} is damaged: its SHA-256 is {actual}, and {saved} was saved")
     held.pop("schema", None)
     return held
 
 
 def checksum(held: Mapping[str, Any]) -> str:
-    """SHA-256 of all that a record says, whatever blanks and order its file has."""
+    """SHA-256 of a record's content, whatever blanks and order its file has."""
     text = json.dumps(held, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: dataclasses as objects, tuples as lists, numbers that are not finite as None."""
+    """A value for JSON: dataclasses as objects, tuples as lists, numbers that are not finite as None."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
@@ -146,6 +162,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Times(NamedTuple):
+    """Times of one pass in milliseconds, and their ratios to the baseline's in the same rounds: below 1 is faster."""
+
+    ms: float | None
+    best_ms: float | None
+    ratio: float | None
+    best_ratio: float | None
+    low: float | None
+    high: float | None
 
 
 @dataclass
@@ -175,11 +202,15 @@ class Cell:
     training_operations: int | None = None
     weight_bytes: int | None = None
     state_bytes: int | None = None  # of decoding, after this many tokens
-    group: str = ""  # with whom it ran in the same rounds, where not everybody did
+    group: str = ""  # the competitors that ran in the same rounds, where not all did
+
+    def times(self, which: Pass) -> Times:
+        """The times of one pass."""
+        return Times(*(getattr(self, f"{which}_{name}") for name in Times._fields))
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak memory of the dearest pass that was measured."""
+        """Peak memory of the most expensive pass that was measured."""
         return self.forward_bytes if self.training_bytes is None else self.training_bytes
 
 
@@ -206,7 +237,7 @@ class Error:
 
 
 class Matrices(NamedTuple):
-    """Attention matrices (L, L) of one head, to look at; not part of the JSON."""
+    """Attention matrices (L, L) of one head, to draw; not part of the JSON."""
 
     where: str
     exact: Tensor
@@ -228,12 +259,35 @@ class Timed(Record):
         """The cell of a mechanism and a length."""
         return next((c for c in self.cells if (c.mechanism, c.length) == (mechanism, length)), None)
 
+    def ratios(self, mechanism: str, which: Pass = "forward") -> dict[int, float]:
+        """Time relative to the baseline's by length, where it was measured."""
+        cells = sorted((c for c in self.cells if c.mechanism == mechanism), key=lambda cell: cell.length)
+        return {cell.length: ratio for cell in cells if (ratio := cell.times(which).ratio) is not None}
+
+    def missing(self) -> list[str]:
+        """Why cells are empty: one line for every mechanism and reason."""
+        lengths: dict[tuple[str, str], list[str]] = {}
+        for cell in self.cells:
+            if cell.status != "measured":
+                lengths.setdefault((cell.mechanism, f"{cell.status}: {cell.note}"), []).append(f"{cell.length:,}")
+        return [f"{name} at {', '.join(at)} tokens: {why}" for (name, why), at in lengths.items()]
+
+    def not_reached(self, names: Iterable[str], lengths: Iterable[int], reason: str) -> None:
+        """Give every mechanism a cell at every length; those that were not reached say why."""
+        for name, length in itertools.product(names, lengths):
+            if self.cell(name, length) is None:
+                self.cells.append(Cell(name, length))
+        for cell in self.cells:
+            if cell.status == "not reached":
+                cell.note = reason
+
 
 @dataclass
 class Comparison(Timed):
     """All of one comparison with exact attention."""
 
     kind, noun, keys = "compare", "comparison", {"cells": "rows", "matrices": ""}
+    data, page = "records.json", "report.html"
 
     errors: list[Error] = field(default_factory=list)
     matrices: Matrices | None = None

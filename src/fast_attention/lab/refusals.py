@@ -1,4 +1,4 @@
-"""What a command says in one line, and with which exit code, when it cannot be carried out."""
+"""Turns errors into the one line and the exit code of a command that cannot be carried out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ BROKEN = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN,
 )  # fmt: skip
 NO_MEMORY = ("alloc", "out of memory", "Cannot allocate memory", "can't start new thread", "Storage size calculation")
+_FOLDERS = re.compile(r"(?:/[\w.+-]+)+/")
 
 
 class InputError(ValueError):
     """The user asked for something that cannot be had. The message is one line and says what would work."""
 
 
-def told(error: Exception) -> tuple[int, str] | None:
-    """Exit code and words: 2 for the user's mistakes, 1 for what went wrong. None: a fault of the program.
+def refusal(error: Exception) -> tuple[int, str] | None:
+    """Exit code and message: 2 for the user's mistakes, 1 for what went wrong. None: a fault of the program.
 
-    What went wrong is the machine's: no memory, a full disk, an output that nobody reads any more (no words then).
+    What went wrong is the machine's: no memory, a full disk, an output that nobody reads any more (no message then).
     """
     if isinstance(error, InputError):
         return 2, str(error)
@@ -30,11 +31,20 @@ def told(error: Exception) -> tuple[int, str] | None:
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     ):
-        return 1, f"not enough memory: {_first(error)}"
+        first = (str(error).splitlines() or ["the system gives no more"])[0]
+        return 1, "not enough memory: " + re.sub(r"^\[enforce fail at .*?\] (err == 0\. )?", "", first)
     return None
 
 
-def _first(error: Exception) -> str:
-    """The first line of what an error says, without torch's own place in its source."""
-    first = (str(error).splitlines() or ["the system gives no more"])[0]
-    return re.sub(r"^\[enforce fail at .*?\] (err == 0\. )?", "", first)
+def first_line(error: Exception, most: int = 200) -> str:
+    """The first line of an error's message, with its type where that is half of the message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    message = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    bare = isinstance(error, LookupError | ArithmeticError | AttributeError | TypeError)
+    return (f"{type(error).__name__}: {message}" if bare else message)[:most]
+
+
+def failure(error: Exception, most: int = 200) -> str:
+    """The type of an error and the first line of its message, without the folders of this machine."""
+    message = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {_FOLDERS.sub('', message)}"[:most]

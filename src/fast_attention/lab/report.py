@@ -1,37 +1,28 @@
-"""What a comparison shows: the table on the terminal, and the page."""
+"""Shows a comparison: the table on the terminal, and the page."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from fast_attention import catalogue, files
+from fast_attention import catalogue
 from fast_attention.lab import pages, pictures, verdicts
 from fast_attention.lab.numbers import amount, bytes_of, digits, factor, milliseconds, percent
 from fast_attention.lab.pages import Figure, Listing, Section, Words
-from fast_attention.lab.records import EXACT, Cell, Comparison
+from fast_attention.lab.records import EXACT, PASSES, Cell, Comparison
 from fast_attention.lab.tables import Row, Table, Value
 from fast_attention.lab.tradeoff import tradeoff
-from fast_attention.lab.verdicts import PASSES
 from fast_attention.mechanism import Mixer
 
-DATA, PAGE = "records.json", "report.html"
 _READING = """The fastest at the greatest length stand first, exact attention where its own time puts it. Speed is exact
 attention's time divided by the mechanism's, forward pass, median over interleaved rounds, and below it the middle half
 of the rounds: above 1 is faster (green), below 1 slower (red), and grey is about equal, within noise. Errors are
 relative RMS against exact attention, at the greatest length the model reads. A whole-token mixer has no queries, keys
 and values: it is timed on tokens of the same width against the same exact attention, whose projections are not counted.
 Hover over what is no number for its reason, over a speed for its time."""
-_TRADEOFF = """a forward pass. The green line joins what is worth having: whatever lies off it is beaten in both by
+_TRADEOFF = """a forward pass. The green line joins the Pareto front: whatever lies off it is beaten in both by
 something on it. What must be trained first has no error to show."""
 _LINE = "The dark line is exact attention; green is where the mechanism beats it."
 _DOTS = "The dotted line and its number mark the crossover, interpolated between the measured lengths."
-
-
-def save(record: Comparison, folder: Path) -> None:
-    """Write the record and the page into ``folder``, each whole or not at all."""
-    record.save(folder / DATA)
-    files.write(folder / PAGE, html(record))
 
 
 def html(record: Comparison) -> str:
@@ -58,22 +49,17 @@ def html(record: Comparison) -> str:
         _matrices(record),
         Section("Each in a sentence", [Listing(sentences, "each")]),
         Section("What each cannot do", [Table([], denied, plain=True)]),
-        Section("Not measured", [Listing(notes)] if (notes := footnotes(record)) else []),
+        Section("Not measured", [Listing(notes)] if (notes := missing(record)) else []),
         pages.run(meta, facts),
-        pages.again(meta, DATA),
+        pages.again(meta, record.data),
     ]
     return pages.page("compare", sections, _warnings(meta))
 
 
-def footnotes(record: Comparison) -> list[str]:
-    """Why cells are empty: one line for every mechanism and reason."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for cell in record.cells:
-        if cell.status != "measured":
-            found.setdefault((cell.mechanism, f"{cell.status}: {cell.note}"), []).append(cell.length)
-    said = [f"{name} at {', '.join(f'{n:,}' for n in at)} tokens: {why}" for (name, why), at in found.items()]
-    said += [f"{e.mechanism}, error at {e.length:,} tokens: {e.note}" for e in record.errors if e.note]
-    return said
+def missing(record: Comparison) -> list[str]:
+    """Why times and errors are missing."""
+    errors = [f"{e.mechanism}, error at {e.length:,} tokens: {e.note}" for e in record.errors if e.note]
+    return record.missing() + errors
 
 
 def summary(record: Comparison) -> Table:
@@ -93,20 +79,20 @@ def summary(record: Comparison) -> Table:
 
 
 def _warnings(meta: dict[str, Any]) -> list[Words]:
-    found = pages.partial(meta, "comparison")
+    warnings = pages.partial(meta, "comparison")
     load = max((meta[when] or [0.0])[0] for when in ("load_average", "load_average_after"))
     if load > meta["cores"] + 0.5:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
-        found.append(Words(busy, "warn"))
-    return [*found, Words(f"{meta['source']}; {meta['hardware']}, {meta['threads']} threads.")]
+        warnings.append(Words(busy, "warn"))
+    return [*warnings, Words(f"{meta['source']}; {meta['hardware']}, {meta['threads']} threads.")]
 
 
 def _verdict(record: Comparison) -> Section:
-    said, found = [Words(words, "lead") for words in verdicts.headline(record)], tradeoff(record)
-    if found is None:
-        return Section("Verdict", said)
-    caption = f"Error against speed, {found.where}, {_TRADEOFF}"
-    return Section("Verdict", [Figure(pictures.scatter(found), caption, "small"), *said])
+    lead, points = [Words(words, "lead") for words in verdicts.headline(record)], tradeoff(record)
+    if points is None:
+        return Section("Verdict", lead)
+    caption = f"Error against speed, {points.where}, {_TRADEOFF}"
+    return Section("Verdict", [Figure(pictures.scatter(points), caption, "small"), *lead])
 
 
 def _speeds(record: Comparison) -> Table:
@@ -144,9 +130,8 @@ def _costs(record: Comparison) -> Section:
 
 
 def _matrix_error(record: Comparison, name: str) -> str:
-    measured = [e for e in record.errors if e.mechanism == name and e.matrix]
-    found = measured[-1].summary("matrix") if measured else None
-    return percent(found[0]) if found else "-"
+    summaries = [e.summary("matrix") for e in record.errors if e.mechanism == name and e.matrix]
+    return percent(summaries[-1][0]) if summaries and summaries[-1] else "-"
 
 
 def _both_errors(record: Comparison, name: str) -> list[Value]:
@@ -169,8 +154,8 @@ def _short_error(record: Comparison, name: str) -> Value:
         words = "train it" if mechanism.traits.learned else "another function"
         return Value(words + (", mixer" if isinstance(mechanism, Mixer) else ""), "none")
     error = record.error(name)
-    found = error.summary() if error else None
-    return Value(f"{percent(found[0])} / {percent(found[1])}" if found else "not measured")
+    summary = error.summary() if error else None
+    return Value(f"{percent(summary[0])} / {percent(summary[1])}" if summary else "not measured")
 
 
 def _speed(cell: Cell | None) -> Value:
@@ -180,8 +165,7 @@ def _speed(cell: Cell | None) -> Value:
         return Value(milliseconds(cell.forward_ms), "strong")
     kind = "even" if verdicts.even(cell) else "fast" if cell.forward_ratio < 1 else "slow"
     details = f"{milliseconds(cell.forward_ms)}, {cell.rounds} rounds{', about equal' if kind == 'even' else ''}"
-    known = cell.forward_high is not None and cell.forward_low is not None
-    spread = f"{digits(1 / cell.forward_high)} to {digits(1 / cell.forward_low)}" if known else ""  # type: ignore[operator]
+    spread = " to ".join(digits(1 / edge) for edge in (cell.forward_high, cell.forward_low) if edge is not None)
     return Value(factor(cell.forward_ratio), kind, details, spread)
 
 
@@ -210,8 +194,9 @@ def _errors(record: Comparison) -> Section:
     length = max((error.length for error in shown), default=0)
     shown = [error for error in shown if error.length == length]
     caption = f"Relative RMS error of every head's output at {length:,} tokens; on the right median and worst."
-    found = [Figure(pictures.heat(shown, record.meta["layers"]), caption)] if shown else []
-    return Section("Error of every head", found)
+    return Section(
+        "Error of every head", [Figure(pictures.head_errors(shown, record.meta["layers"]), caption)] if shown else []
+    )
 
 
 def _matrices(record: Comparison) -> Section:

@@ -1,4 +1,4 @@
-"""Where real tensors come from, by what a user calls it."""
+"""Opens the source of real tensors that a user named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int) ->
         if heads < 1 or width < 1:
             raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
         return capture.Gaussian(heads, width, seed)
-    place = loading.find(model or loading.default_model())
-    if place.ours:
-        return own.Own(place.folder, place.name, text, fasta)
-    return capture.HuggingFace(place.name, corpus.read(text, fasta))
+    location = loading.find(model or loading.default_model())
+    if location.ours:
+        return own.Own(location.folder, location.name, text, fasta)
+    return capture.HuggingFace(location.name, corpus.read(text, fasta))

@@ -1,4 +1,4 @@
-"""What a measurement was made with, for the record: versions, hardware, load."""
+"""Notes what a measurement was made with: versions, hardware, load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fast_attention import __version__
 
 
 def begun(device: torch.device, **settings: Any) -> dict[str, Any]:
-    """The first words of a record: the command as it was typed, its settings, versions and hardware."""
+    """The meta data of a record: the command as it was typed, its settings, versions and hardware."""
     return {
         "status": "running",
         "command": ["fast-attention", *sys.argv[1:]],
@@ -27,7 +27,7 @@ def begun(device: torch.device, **settings: Any) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time, as records have it."""
+    """The time in the format of records."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

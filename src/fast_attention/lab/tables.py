@@ -1,14 +1,18 @@
-"""Tables, once for the terminal and for pages: heads, rows of values, and a kind where one is to stand out."""
+"""Builds tables, once for the terminal and for pages: heads, rows of values, and styles."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from fast_attention.lab.records import Record
 
 STYLES = {
     "fast": "green", "slow": "red", "even": "dim", "none": "dim", "strong": "bold", "broken": "bold red",
@@ -17,7 +21,7 @@ STYLES = {
 
 
 class Value(NamedTuple):
-    """What stands in a cell. ``kind`` is a class of the page's and a colour of the terminal's."""
+    """The value of a cell. ``kind`` is a class on the page and a colour on the terminal."""
 
     text: str
     kind: str = ""
@@ -27,7 +31,7 @@ class Value(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row that is told apart: ``kind`` holds for all its cells."""
+    """A row with a style: ``kind`` holds for all its cells."""
 
     cells: Sequence[str | Value]
     kind: str = ""
@@ -43,8 +47,6 @@ class Table:
         title: Stands above, on the terminal.
         plain: Whether the page's cells hold words.
     """
-
-    name = "table"
 
     def __init__(
         self,
@@ -64,18 +66,18 @@ class Table:
         return [([x if isinstance(x, Value) else Value(x) for x in row.cells], row.kind) for row in self.rows]
 
     def __rich__(self) -> RichTable:
-        made = RichTable(box=None, header_style="bold", pad_edge=False, title_justify="left")
-        made.title = Text(self.title) if self.title else None
+        table = RichTable(box=None, header_style="bold", pad_edge=False, title_justify="left")
+        table.title = Text(self.title) if self.title else None
         for number, head in enumerate(self.heads):
-            made.add_column(head, justify="left" if number in self.left else "right", no_wrap=number == 0)
+            table.add_column(head, justify="left" if number in self.left else "right", no_wrap=number == 0)
         for values, kind in self.values:
             cells = (Text(value.text, style=STYLES.get(value.kind, "")) for value in values)
-            made.add_row(*cells, style=STYLES.get(kind, ""))
-        return made
+            table.add_row(*cells, style=STYLES.get(kind, ""))
+        return table
 
 
-def show(*parts: Table | str, width: int = 200) -> None:
-    """Print tables, and words under or above them; ``width`` columns where no terminal says how many."""
+def show(*parts: Table | Text | str, width: int = 200) -> None:
+    """Print tables and text; ``width`` columns where no terminal gives their number."""
     console = Console(width=None if sys.stdout.isatty() else width)
     for part in parts:
         console.print(Text(part) if isinstance(part, str) else part)
@@ -84,3 +86,14 @@ def show(*parts: Table | str, width: int = 200) -> None:
 def say(words: str) -> None:
     """Print beside the results, on stderr: where files lie, what to do next."""
     Console(stderr=True).print(Text(words), soft_wrap=True)
+
+
+def present(record: Record, folder: Path, as_json: bool, *parts: Table | str, width: int = 200) -> None:
+    """Print a record as JSON, or what it shows; and where it and its page lie."""
+    if as_json:
+        print(record.to_json())
+    else:
+        show(*parts, width=width)
+    if record.meta["status"] == "interrupted" and record.same:
+        say("interrupted; the same command with --resume resumes it.")
+    say(f"\nReport: {(folder / record.page).resolve()}\nRecord: {(folder / record.data).resolve()}")

@@ -1,4 +1,4 @@
-"""Fair times: the competitors of a group are built, warmed up, measured, and then timed in turns, round by round."""
+"""The timing kit: competitors are built, warmed up, and timed in turns, round by round."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fast_attention.lab import measure
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Competitor, Passes, Setting
 from fast_attention.lab.records import Cell, Timed
+from fast_attention.lab.refusals import failure, first_line
 from fast_attention.mechanism import Unsupported
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
@@ -26,16 +27,16 @@ FEWEST_PASSES = 3  # one to count operations, one to warm up, one to time
 
 @dataclass
 class TimingGroup:
-    """Competitors that are timed in the same rounds, at one length; those that do not fit the time are left out.
+    """Times competitors in the same rounds, at one length; those that do not fit the time are left out.
 
     Args:
         setting: What they are measured with.
-        competitors: Their baselines, who are their own references, among them.
+        competitors: All, with their baselines, which are their own references.
         record: Where the cells go.
         length: Tokens.
         seconds: Time for this group.
-        watch: Told of every step.
-        group: Its name, where not everybody is in the same rounds.
+        watch: Called with every step.
+        group: Its name, where not all competitors are in the same rounds.
     """
 
     setting: Setting
@@ -56,11 +57,11 @@ class TimingGroup:
 
     @cached_property
     def baselines(self) -> dict[str, str]:
-        """Whose times a competitor's are compared with; a baseline's are with its own."""
+        """The baseline of every competitor, with whose times its own are compared; a baseline is its own."""
         return {each.name: each.reference for each in self.competitors}
 
     def run(self) -> None:
-        """Measure everyone."""
+        """Measure all competitors."""
         for competitor, reason in self.admitted():
             self.watch(f"{self.length:,} tokens: {competitor.name}")
             cell = Cell(competitor.name, self.length, group=self.group)
@@ -68,7 +69,7 @@ class TimingGroup:
             if reason:
                 cell.status, cell.note = "over budget", reason
             else:
-                self.enter(competitor, cell)
+                self.add(competitor, cell)
         self.rounds()
         self.runners.clear()
         gc.collect()
@@ -76,24 +77,20 @@ class TimingGroup:
     def admitted(self) -> list[tuple[Competitor, str]]:
         """The baselines, then all others, the quickest first, each with why it is left out, or nothing.
 
-        Times and memory are foretold from the greatest length before; what is not known yet is tried.
+        Times and memory are predicted from the greatest length before; what is not known yet is tried.
         """
-        expected = {
-            each.name: foretold(self.record.cells, each.name, each.order, self.length) for each in self.competitors
-        }
-        ranked = sorted(self.competitors, key=lambda each: (each.name != each.reference, expected[each.name][0]))
-        most, found, left = measure.memory_at_hand(self.setting.device) / 2, [], self.seconds
+        costs = {e.name: predicted(self.record.cells, e.name, e.order, self.length) for e in self.competitors}
+        ranked = sorted(self.competitors, key=lambda each: (each.name != each.reference, costs[each.name][0]))
+        most, admitted, left = measure.memory_at_hand(self.setting.device) / 2, [], self.seconds
         for each in ranked:
-            seconds, size = expected[each.name]
-            if each.name == each.reference:
-                found.append((each, ""))
-                continue
-            left -= seconds * PASSES
-            if size > most:
-                found.append((each, f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"))
-            else:
-                found.append((each, self.too_slow(seconds, left)))
-        return found
+            (seconds, size), reason = costs[each.name], ""
+            if each.name != each.reference:
+                left -= seconds * PASSES
+                reason = self.too_slow(seconds, left)
+                if size > most:
+                    reason = f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
+            admitted.append((each, reason))
+        return admitted
 
     def too_slow(self, seconds: float, left: float) -> str:
         """Why a competitor is left out that takes so long a pass, or nothing.
@@ -105,7 +102,7 @@ class TimingGroup:
         many = f"about {seconds:.1f} s a pass: the quicker ones fill the {self.seconds:.0f} s for this length"
         return many if left < 0 else ""
 
-    def enter(self, competitor: Competitor, cell: Cell) -> None:
+    def add(self, competitor: Competitor, cell: Cell) -> None:
         """Build a competitor, warm it up and measure its costs; one that cannot run says so."""
         is_baseline = competitor.name == competitor.reference
         if self.spent > 1.5 * self.seconds and not is_baseline:
@@ -117,17 +114,17 @@ class TimingGroup:
             self.estimates[competitor.name] = self.prepare(passes, cell)
             self.runners[competitor.name] = passes
         except Unsupported as error:
-            cell.status, cell.note = "refused", _line(error)
+            cell.status, cell.note = "refused", first_line(error, 300)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # a fault, not a refusal
-            cell.status, cell.note = "failed", f"{type(error).__name__}: {_line(error)}"
+            cell.status, cell.note = "failed", failure(error, 300)
         if is_baseline and cell.status == "failed":
             raise InputError(f"{competitor.name} itself fails at {self.length} tokens: {cell.note}")
 
     def prepare(self, passes: Passes, cell: Cell) -> tuple[float, float]:
         """Warm a competitor up, then measure its costs into its cell; seconds of one call of each pass."""
-        found = [self.warm(run) for run in self.kinds(passes)]
+        seconds = [self.warm(run) for run in self.kinds(passes)]
         measure.costs(passes, self.setting, cell)
-        return found[0], found[-1]
+        return seconds[0], seconds[-1]
 
     def kinds(self, passes: Passes) -> list[measure.Run]:
         """The passes that are asked for: forward, and training if so."""
@@ -135,11 +132,11 @@ class TimingGroup:
 
     def warm(self, run: measure.Run, first: measure.Run | None = None) -> float:
         """Seconds of a call; of the second where the first, which pays for set-up, was short."""
-        took = clock.seconds(first or run, self.setting.device)
-        return clock.seconds(run, self.setting.device) if took < SLOW else took
+        seconds = clock.seconds(first or run, self.setting.device)
+        return clock.seconds(run, self.setting.device) if seconds < SLOW else seconds
 
     def rests(self, name: str, number: int) -> bool:
-        """Whether a competitor sits out a round; once it has, it runs in no later one."""
+        """Whether a competitor leaves a round out; once it has, it runs in no later one."""
         return False
 
     def enough(self, number: int, cost: float) -> bool:
@@ -148,7 +145,7 @@ class TimingGroup:
         return number > 0 and self.spent + cost > patience * self.seconds
 
     def rounds(self) -> None:
-        """Rounds in which everyone runs once in turn, until the time is spent; an interruption keeps whole rounds."""
+        """Rounds in which all run once in turn, until the time is spent; an interruption keeps complete rounds."""
         forward: dict[str, list[float]] = {name: [] for name in self.runners}
         training: dict[str, list[float]] = {name: [] for name in self.runners}
         device, names = self.setting.device, list(self.runners)
@@ -175,23 +172,23 @@ class TimingGroup:
 
     def note(self, name: str, samples: dict[str, dict[str, list[float]]]) -> None:
         """Write the summary of a competitor's samples into its cell of this group."""
-        mine, baseline = (name, self.length, self.group), self.baselines[name]
-        cell = next(c for c in self.record.cells if (c.mechanism, c.length, c.group) == mine)
-        for which, found in samples.items():
-            if found[name] and found.get(baseline):
-                summary = timing(found[name], found[baseline])
+        key, baseline = (name, self.length, self.group), self.baselines[name]
+        cell = next(c for c in self.record.cells if (c.mechanism, c.length, c.group) == key)
+        for which, seconds in samples.items():
+            if seconds[name] and seconds.get(baseline):
+                summary = timing(seconds[name], seconds[baseline])
                 cell.status, cell.rounds = "measured", max(cell.rounds, summary.rounds)
                 for key, value in summary.of_a_cell().items():
                     setattr(cell, f"{which}_{key}", value)
 
 
 class FamilyGroup(TimingGroup):
-    """A group in which the slow run once rather than not at all, and the quick have the rounds of a median."""
+    """A timing group in which the slow run once rather than not at all, and the quick have the rounds of a median."""
 
     def too_slow(self, seconds: float, left: float) -> str:
-        """As for every group; here each by itself must fit."""
-        each = f"about {seconds:.1f} s a pass: too long for its group's {self.seconds:.0f} s at this length"
-        return each if seconds * FEWEST_PASSES > self.seconds else ""
+        """Why a competitor is left out: each by itself must fit the time."""
+        reason = f"about {seconds:.1f} s a pass: too long for its group's {self.seconds:.0f} s at this length"
+        return reason if seconds * FEWEST_PASSES > self.seconds else ""
 
     def rests(self, name: str, number: int) -> bool:
         """The slow run once, the quick and the baselines in every round."""
@@ -205,19 +202,19 @@ class FamilyGroup(TimingGroup):
         return {name for name, end in zip(names, ends, strict=True) if end <= self.seconds}
 
     def enough(self, number: int, cost: float) -> bool:
-        """Once the slow have sat down, the others get their fewest rounds even where preparing took the time."""
+        """Once the slow have run, the others get their fewest rounds even where preparing took the time."""
         return number >= FEWEST_ROUNDS and self.spent + cost > self.seconds
 
     def prepare(self, passes: Passes, cell: Cell) -> tuple[float, float]:
         """Count operations and peak memory in the first call, which saves the slow one of theirs."""
-        took, counts = [], []
+        seconds, counts = [], []
         for run in self.kinds(passes):
-            took.append(self.warm(run, lambda run=run: counts.append(counted(run, self.setting.device))))
+            seconds.append(self.warm(run, lambda run=run: counts.append(counted(run, self.setting.device))))
         cell.operations, cell.forward_bytes = counts[0]
         if self.setting.backward:
             cell.training_operations, cell.training_bytes = counts[1]
         cell.weight_bytes = passes.weight_bytes
-        return took[0], took[-1]
+        return seconds[0], seconds[-1]
 
 
 @dataclass(frozen=True)
@@ -233,7 +230,7 @@ class Timing:
     high: float
 
     def of_a_cell(self) -> dict[str, float]:
-        """By the names that cells have for them, behind the pass."""
+        """The times by the names of a cell's fields, without the pass."""
         times = {"ms": 1000 * self.median, "best_ms": 1000 * self.best}
         return {**times, "ratio": self.ratio, "best_ratio": self.best_ratio, "low": self.low, "high": self.high}
 
@@ -241,23 +238,19 @@ class Timing:
 def timing(samples: list[float], reference: list[float]) -> Timing:
     """Summarise the samples of one competitor against the reference's samples of the same rounds."""
     shared = min(len(samples), len(reference))
-    ratios = [mine / theirs for mine, theirs in zip(samples[:shared], reference[:shared], strict=True)]
+    ratios = [sample / baseline for sample, baseline in zip(samples[:shared], reference[:shared], strict=True)]
     best = min(samples)
     low, _, high = statistics.quantiles([*ratios, *ratios[: shared == 1]], n=4, method="inclusive")
     middle = statistics.median(samples), statistics.median(ratios)
     return Timing(*middle, best, best / min(reference), shared, low, high)
 
 
-def foretold(cells: list[Cell], name: str, order: float, length: int) -> tuple[float, float]:
+def predicted(cells: list[Cell], name: str, order: float, length: int) -> tuple[float, float]:
     """Seconds of one pass of each kind, and bytes, at ``length``: from the greatest shorter one that was measured."""
-    own = [c for c in cells if c.mechanism == name and c.length < length and c.forward_best_ms is not None]
-    if not own:
+    shorter = [c for c in cells if c.mechanism == name and c.length < length and c.forward_best_ms is not None]
+    if not shorter:
         return 0.0, 0.0
-    before = max(own, key=lambda cell: cell.length)
-    grown = (length / before.length) ** max(order, 1.0)
+    before = max(shorter, key=lambda cell: cell.length)
+    growth = (length / before.length) ** max(order, 1.0)
     size = (before.peak_bytes or 0) + (before.weight_bytes or 0)
-    return ((before.forward_best_ms or 0.0) + (before.training_best_ms or 0.0)) / 1000 * grown, size * grown
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
+    return ((before.forward_best_ms or 0.0) + (before.training_best_ms or 0.0)) / 1000 * growth, size * growth

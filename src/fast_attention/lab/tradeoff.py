@@ -1,13 +1,32 @@
-"""Error against speed at one length: what is worth having."""
+"""Compares error with speed at one length: the Pareto front."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 from fast_attention.lab.records import EXACT, Comparison
 from fast_attention.lab.verdicts import longest
 
 FLOOR, TOP = 1e-3, 3.0  # of the errors that are drawn apart: 0.1 % to 300 %
+
+
+T = TypeVar("T")
+
+
+def frontier(points: Iterable[T], of: Callable[[T], tuple[float, float]], *, rising: bool) -> list[T]:
+    """The points that no other beats, by rising cost.
+
+    Args:
+        points: What is compared.
+        of: Cost and quality of a point.
+        rising: Whether more quality is better, rather than less.
+    """
+    sign, best = -1 if rising else 1, []
+    for point in sorted(points, key=lambda point: (of(point)[0], sign * of(point)[1])):
+        if not best or sign * of(point)[1] < sign * of(best[-1])[1]:
+            best.append(point)
+    return best
 
 
 class Point(NamedTuple):
@@ -34,13 +53,8 @@ class Tradeoff(NamedTuple):
 
     @property
     def best(self) -> list[Point]:
-        """Those of which no other is both faster and more accurate, the most accurate first."""
-        ranked = sorted(self.points, key=lambda point: (point.error, -point.speed))
-        found: list[Point] = []
-        for point in ranked:
-            if not found or point.speed > found[-1].speed:
-                found.append(point)
-        return found
+        """The Pareto front: no other point is both faster and more accurate; the most accurate first."""
+        return frontier(self.points, lambda point: (point.error, point.speed), rising=True)
 
 
 def tradeoff(record: Comparison) -> Tradeoff | None:
@@ -54,9 +68,9 @@ def tradeoff(record: Comparison) -> Tradeoff | None:
         points = [Point(EXACT, 1.0, 0.0)]
         for name in record.mechanisms:
             cell, error = record.cell(name, speed_length), errors.get((name, error_length))
-            found = error.summary() if error else None
-            if cell is not None and cell.forward_ratio is not None and found is not None:
-                points.append(Point(name, 1 / cell.forward_ratio, found[0]))
+            summary = error.summary() if error else None
+            if cell is not None and cell.forward_ratio is not None and summary is not None:
+                points.append(Point(name, 1 / cell.forward_ratio, summary[0]))
         if len(points) > 1:
             return Tradeoff(points, error_length, speed_length)
     return None

@@ -1,44 +1,35 @@
-"""What the numbers say, in words: crossovers, one sentence per mechanism, what it cannot do."""
+"""Puts a comparison into words: crossovers, one sentence per mechanism, what it cannot do."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from fast_attention.lab.numbers import bytes_of, digits, percent
-from fast_attention.lab.records import EXACT, Cell, Comparison
+from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
 from fast_attention.mechanism import Mixer
 
-Pass = Literal["forward", "training"]
 TRAIN_IT = "not an approximation: train it"
 NOISE = 0.05
-PASSES: tuple[Pass, ...] = ("forward", "training")
-
-
-def ratios(record: Comparison, name: str, which: Pass = "forward") -> dict[int, float]:
-    """Time relative to exact attention by length, where it was measured."""
-    cells = sorted((c for c in record.cells if c.mechanism == name), key=lambda c: c.length)
-    found = {cell.length: cell.forward_ratio if which == "forward" else cell.training_ratio for cell in cells}
-    return {length: ratio for length, ratio in found.items() if ratio is not None}
 
 
 def even(cell: Cell, which: Pass = "forward") -> bool:
     """Whether a time is exact attention's within noise: by the middle half of the rounds, or within 5 %."""
-    spread = (cell.forward_low, cell.forward_high) if which == "forward" else (cell.training_low, cell.training_high)
-    ratio = cell.forward_ratio if which == "forward" else cell.training_ratio
-    low, high = (ratio if edge is None else edge for edge in spread)
-    return ratio is not None and (abs(ratio - 1) < NOISE or (low or 0.0) <= 1.0 <= (high or 0.0))
+    times = cell.times(which)
+    low, high = (times.ratio if edge is None else edge for edge in (times.low, times.high))
+    return times.ratio is not None and (abs(times.ratio - 1) < NOISE or (low or 0.0) <= 1.0 <= (high or 0.0))
 
 
 def order(record: Comparison) -> list[str]:
     """Exact attention and all others, the fastest first: at the greatest length, then those measured up to less."""
 
-    def place(name: str) -> tuple[float, float]:
-        measured = ratios(record, name)
+    def rank(name: str) -> tuple[float, float]:
+        measured = record.ratios(name)
         last = max(measured, default=0)
         return -last, measured.get(last, math.inf)
 
-    return sorted([EXACT, *record.mechanisms], key=place)
+    return sorted([EXACT, *record.mechanisms], key=rank)
 
 
 def crossover(record: Comparison, name: str, which: Pass = "forward") -> int | None:
@@ -47,7 +38,7 @@ def crossover(record: Comparison, name: str, which: Pass = "forward") -> int | N
     A greater length at which it was not measured (over budget, failed) counts as not beaten, and so does a time within
     noise.
     """
-    measured, won = ratios(record, name, which), None
+    measured, won = record.ratios(name, which), None
     reached = {cell.length for cell in record.cells if cell.mechanism == EXACT and cell.forward_ratio is not None}
     for length in sorted(reached, reverse=True):
         cell = record.cell(name, length)
@@ -59,22 +50,27 @@ def crossover(record: Comparison, name: str, which: Pass = "forward") -> int | N
 
 def crossing(record: Comparison, name: str, which: Pass = "forward") -> float | None:
     """The length at which the ratio passes 1, between the crossover and the length before it, on log-log lines."""
-    won, measured = crossover(record, name, which), ratios(record, name, which)
-    shorter = [length for length in measured if won is not None and length < won]
-    if won is None or not shorter:
-        return None if won is None else float(won)
+    won = crossover(record, name, which)
+    return None if won is None else interpolated(record.ratios(name, which), won)[0]
+
+
+def interpolated(ratios: Mapping[int, float], won: int) -> tuple[float, bool]:
+    """Where time ratios pass 1 before the length ``won``, on log-log lines, and whether that is only an upper bound."""
+    shorter = [length for length in ratios if length < won]
+    if not shorter:
+        return float(won), True
     before = max(shorter)
-    above, below = max(math.log(measured[before]), 0.0), -math.log(measured[won])
-    return math.exp(math.log(before) + above / (above + below) * math.log(won / before))
+    above, below = max(math.log(ratios[before]), 0.0), -math.log(ratios[won])
+    return math.exp(math.log(before) + above / (above + below) * math.log(won / before)), False
 
 
 def longest(record: Comparison) -> int | None:
     """The greatest length at which exact attention was timed."""
-    return max(ratios(record, EXACT), default=None)
+    return max(record.ratios(EXACT), default=None)
 
 
 def kind(mechanism: Any) -> str:
-    """What its error means, or why none is given."""
+    """What a mechanism's error means, or why it has none."""
     if mechanism.traits.approximates is not None:
         return f"approximates {mechanism.traits.approximates}"
     if mechanism.traits.learned:
@@ -85,7 +81,7 @@ def kind(mechanism: Any) -> str:
 
 
 def cannot(mechanism: Any) -> list[str]:
-    """What its traits deny, in words."""
+    """What a mechanism's traits deny, in words."""
     traits = mechanism.traits
     denied = {
         "be causal": not traits.causal,
@@ -105,7 +101,7 @@ def cannot(mechanism: Any) -> list[str]:
 
 def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
     """The crossover in words."""
-    won, end, measured = crossover(record, name, which), longest(record), ratios(record, name, which)
+    won, end, measured = crossover(record, name, which), longest(record), record.ratios(name, which)
     if end is None or not measured:
         return "not timed"
     if won is not None:
@@ -123,7 +119,7 @@ def sentence(record: Comparison, mechanism: Any) -> str:
 
 
 def _speed(record: Comparison, name: str) -> str:
-    measured, won, end = ratios(record, name), crossover(record, name), longest(record)
+    measured, won, end = record.ratios(name), crossover(record, name), longest(record)
     if not measured or end is None:
         notes = [cell.note for cell in record.cells if cell.mechanism == name and cell.note]
         return f"Not timed ({notes[0] if notes else 'not reached'})"
@@ -152,7 +148,7 @@ def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
 
 
 def headline(record: Comparison) -> list[str]:
-    """What to take away, in a few sentences."""
+    """The main results in a few sentences."""
     end = longest(record)
     if end is None:
         return ["Nothing was timed."]
@@ -165,27 +161,28 @@ def _fastest(record: Comparison, end: int) -> list[str]:
     won = {name: length for name, length in firsts.items() if length is not None}
     if not won:
         return [f"Use exact attention: nothing here was faster at {end:,} tokens."]
-    said = [f"Below {min(won.values()):,} tokens use exact attention: nothing here is faster on this machine."]
-    if min(won.values()) == min(ratios(record, EXACT)):
-        said = []
-    fastest = min(won, key=lambda name: ratios(record, name)[end])
-    said.append(f"At {end:,} tokens {fastest} is fastest: {speed(ratios(record, fastest)[end])} as exact attention.")
+    sentences = [f"Below {min(won.values()):,} tokens use exact attention: nothing here is faster on this machine."]
+    if min(won.values()) == min(record.ratios(EXACT)):
+        sentences = []
+    ratios = {name: record.ratios(name)[end] for name in won}
+    fastest = min(won, key=lambda name: ratios[name])
+    sentences.append(f"At {end:,} tokens {fastest} is fastest: {speed(ratios[fastest])} as exact attention.")
     accurate = [name for name in approximate if name in won]
     if accurate:
-        found = {name: error for name in accurate if (error := record.error(name)) is not None}
-        errors = {name: (error.summary() or (math.inf,))[0] for name, error in found.items()}
-        best = min(errors, key=lambda name: errors[name])
-        said.append(
+        errors = {name: error for name in accurate if (error := record.error(name)) is not None}
+        medians = {name: (error.summary() or (math.inf,))[0] for name, error in errors.items()}
+        best = min(medians, key=lambda name: medians[name])
+        sentences.append(
             f"Of the approximations that are faster there, {best} is the most accurate: median error "
-            f"{percent(errors[best])} at {found[best].length:,} tokens, {speed(ratios(record, best)[end])} at {end:,}."
+            f"{percent(medians[best])} at {errors[best].length:,} tokens, {speed(ratios[best])} at {end:,}."
         )
     elif approximate:
-        said.append("No approximation that needs no training is faster than exact attention at these lengths.")
-    return said
+        sentences.append("No approximation that needs no training is faster than exact attention at these lengths.")
+    return sentences
 
 
 def _leanest(record: Comparison, end: int) -> list[str]:
-    """Memory's answer."""
+    """The main result about memory."""
     cells = [cell for cell in record.cells if cell.length == end and cell.peak_bytes is not None]
     sizes = {cell.mechanism: cell.peak_bytes or 0 for cell in cells}
     exact = sizes.pop(EXACT, None)
@@ -193,8 +190,8 @@ def _leanest(record: Comparison, end: int) -> list[str]:
         return []
     passes = "forward and backward" if record.meta.get("backward") else "a forward pass"
     least = min(sizes, key=lambda name: sizes[name])
-    theirs = f"exact attention's fused kernel takes {bytes_of(exact)} at {end:,} tokens ({passes})"
+    kernel = f"exact attention's fused kernel takes {bytes_of(exact)} at {end:,} tokens ({passes})"
     if sizes[least] > exact * (1 - NOISE):
-        return [f"Nothing beats exact attention's memory: {theirs}, the least of all others {bytes_of(sizes[least])}."]
+        return [f"Nothing beats exact attention's memory: {kernel}, the least of all others {bytes_of(sizes[least])}."]
     fewer = sum(size <= exact * (1 - NOISE) for size in sizes.values())
-    return [f"Less memory: {fewer} of {len(sizes)}, {least} the least with {bytes_of(sizes[least])}; {theirs}."]
+    return [f"Less memory: {fewer} of {len(sizes)}, {least} the least with {bytes_of(sizes[least])}; {kernel}."]

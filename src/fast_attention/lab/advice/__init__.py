@@ -1,1 +1,1 @@
-"""``fast-attention advise``: what to use at one length, measured here and now, exact attention among the answers."""
+"""``fast-attention advise``: what to use at one length, measured here; exact attention may be the answer."""

@@ -1,14 +1,12 @@
-"""``fast-attention advise``: what to use at one length, on this machine, for this model."""
+"""``fast-attention advise``: recommends a mechanism for one length, on this machine, for this model."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from fast_attention.lab import options
@@ -25,7 +23,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.records import Comparison, plain
     from fast_attention.lab.surroundings import begun
     from fast_attention.lab.tables import Row as Line
-    from fast_attention.lab.tables import Table
+    from fast_attention.lab.tables import Table, show
 
 STAND_INS = "Gaussian stand-ins"
 
@@ -72,30 +70,22 @@ def advise_command(
     record = Comparison(_meta(source, setting, question, dtype))
     _carry_out(Plan(source, chosen, setting, question, seconds), record, transfer_minutes)
     rows = ranked(record, chosen, question)
-    said = advice(record, rows, question)
+    sentences = advice(record, rows, question)
     if as_json:
-        print(json.dumps(as_object(record, rows, said, question), indent=1, allow_nan=False))
+        print(json.dumps(as_object(record, rows, sentences, question), indent=1, allow_nan=False))
     else:
-        _tell(record, rows, said, question)
+        _tell(record, rows, sentences, question)
     return 0
 
 
 def _meta(source: capture.Source, setting: Setting, question: Question, dtype: str) -> dict[str, Any]:
-    made_up = isinstance(source, capture.Gaussian)
-    settings = {
-        "source": source.title,
-        "quality": STAND_INS if made_up else "the model's own tensors, zero-shot",
-        "heads": setting.heads,
-        "head_dim": setting.head_dim,
-        "length": question.length,
-        "batch": setting.batch,
-        "causal": setting.is_causal,
-        "pass": question.which,
-        "budget": question.budget,
-        "dtype": dtype,
-        "seed": setting.seed,
-    }
-    return begun(setting.device, **settings)
+    gaussian = isinstance(source, capture.Gaussian)
+    return begun(
+        setting.device, source=source.title,
+        quality=STAND_INS if gaussian else "the model's own tensors, zero-shot", heads=setting.heads,
+        head_dim=setting.head_dim, length=question.length, batch=setting.batch, causal=setting.is_causal,
+        budget=question.budget, dtype=dtype, seed=setting.seed, **{"pass": question.which},
+    )  # fmt: skip
 
 
 def _carry_out(plan: Plan, record: Comparison, transfer_minutes: float) -> None:
@@ -104,32 +94,29 @@ def _carry_out(plan: Plan, record: Comparison, transfer_minutes: float) -> None:
         if transfer_minutes and isinstance(plan.source, capture.HuggingFace):
             chosen = candidates(ranked(record, plan.mechanisms, plan.question))
             transfer(plan.source, chosen, plan.question.length, transfer_minutes, record, watch)
-    record.meta["status"] = "complete"
+    record.finish("complete")
 
 
-def as_object(record: Comparison, rows: list[Row], said: list[str], question: Question) -> dict[str, Any]:
+def as_object(record: Comparison, rows: list[Row], sentences: list[str], question: Question) -> dict[str, Any]:
     """``{"advice": {"use", "words", "measured_up_to"}, "ranking": [...], "meta", "rows", "errors"}``; ``use`` may be
     exact attention."""
     best = rows[0]
     return {
-        "advice": {"use": best.mechanism, "words": said, "measured_up_to": furthest(record, question)},
+        "advice": {"use": best.mechanism, "words": sentences, "measured_up_to": furthest(record, question)},
         "ranking": [plain(asdict(row)) for row in rows],
         **plain(record.parts()),
     }
 
 
-def _tell(record: Comparison, rows: list[Row], said: list[str], question: Question) -> None:
-    show = Console(width=None if sys.stdout.isatty() else 200)
-    for number, words in enumerate(said):
-        show.print(Text(words, style="" if number else "bold"))
-    show.print()
-    show.print(table([row for row in rows if row.kind not in ("unknown", "cannot")]))
+def _tell(record: Comparison, rows: list[Row], sentences: list[str], question: Question) -> None:
+    parts = [Text(words, style="" if number else "bold") for number, words in enumerate(sentences)]
+    parts += ["", table([row for row in rows if row.kind not in ("unknown", "cannot")])]
     for title, kind in (("No error is known of", "unknown"), ("Not measured", "cannot")):
         lines = [_line(row) for row in rows if row.kind == kind]
         if lines:
-            show.print(Text("\n".join(["", f"{title}:", *lines])))
+            parts += ["", f"{title}:", *lines]
     if tried := record.meta.get("transfer"):
-        show.print(Text("\n".join(["", *_transfers(record, tried)])))
+        parts += ["", *_transfers(record, tried)]
     meta, read = record.meta, "; ".join(record.meta["error_tensors"].values())
     side = "causal" if meta["causal"] else "both sides"
     passes = "forward" if question.which == "forward" else "forward and backward"
@@ -140,43 +127,32 @@ def _tell(record: Comparison, rows: list[Row], said: list[str], question: Questi
         f"Times of {passes}, {meta['batch']} x {meta['heads']} heads of width {meta['head_dim']}, {side}, "
         f"{meta['dtype']}, {meta['hardware']}, {meta['threads']} of {meta['cores']} threads."
     )
-    show.print(Text("\n".join(words), style="dim"))
+    show(*parts, Text("\n".join(words), style="dim"))
 
 
 def _transfers(record: Comparison, tried: dict[str, Any]) -> list[str]:
-    """What the transfers did: the layers' outputs, behind their projections, on held-out text."""
+    """The transfers' results: errors of the layers' outputs, behind their projections, on held-out text."""
     lines = [f"Error of the median layer's output, before and after {record.meta['transfer_minutes']:g} minutes:"]
-    for name, found in tried.items():
-        said = found.get("note") or f"{percent(found['before'])} -> {percent(found['after'])}"
-        lines.append(f"  {name}: {said}")
+    for name, result in tried.items():
+        words = result.get("note") or f"{percent(result['before'])} -> {percent(result['after'])}"
+        lines.append(f"  {name}: {words}")
     return lines
 
 
 def _line(row: Row) -> str:
-    """A mechanism that has no place in the ranking, and why."""
+    """A mechanism that is not ranked, and why."""
     speed = "" if row.ratio is None else f"{factor(row.ratio)}, "
     return f"  {row.mechanism}: {speed}{row.note}"
 
 
 def table(rows: list[Row]) -> Table:
-    """The ranking."""
-    found = []
+    """The ranking as a table."""
+    lines = []
     for number, row in enumerate(rows, 1):
-        error = "0" if row.kind == "exact" else "-"
-        if row.kind != "exact" and row.median_error is not None and row.worst_error is not None:
-            error = f"{percent(row.median_error)} / {percent(row.worst_error)}"
-        spent = "-" if row.milliseconds is None else milliseconds(row.milliseconds)
-        speed = "-" if row.ratio is None else factor(row.ratio)
-        cells = [
-            str(number),
-            row.mechanism,
-            error,
-            spent,
-            speed,
-            bytes_of(row.peak_bytes),
-            row.note,
-            ", ".join(row.cannot),
-        ]
-        found.append(Line(cells, {"use": "chosen", "exact": "exact"}.get(row.kind, "")))
+        error = "-" if row.median_error is None else f"{percent(row.median_error)} / {percent(row.worst_error)}"
+        error = "0" if row.kind == "exact" else error
+        measured = [error, milliseconds(row.milliseconds), factor(row.ratio), bytes_of(row.peak_bytes)]
+        cells = [str(number), row.mechanism, *measured, row.note, ", ".join(row.cannot)]
+        lines.append(Line(cells, {"use": "chosen", "exact": "exact"}.get(row.kind, "")))
     heads = ["", "mechanism", "error: median / worst", "time", "speed", "memory", "why here", "cannot"]
-    return Table(heads, found, left=(1, 6, 7))
+    return Table(heads, lines, left=(1, 6, 7))

@@ -1,4 +1,4 @@
-"""What advice is built on: errors on real tensors, times and memory at the length asked for, and beyond if needed."""
+"""Measures what advice needs: errors on real tensors, times and memory at the given length, and beyond if needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fast_attention.lab.advice.ranking import Question, ranked
 from fast_attention.lab.capture import Source
 from fast_attention.lab.measure import Setting, against_exact
 from fast_attention.lab.records import EXACT, Comparison
-from fast_attention.lab.timing import MOST_ROUNDS, PASSES, TimingGroup, foretold
+from fast_attention.lab.timing import MOST_ROUNDS, PASSES, TimingGroup, predicted
 
 FRACTIONS = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones
 UNBOUNDED = 4096  # tokens on which errors are measured at most, where a source has no limit of its own
@@ -36,35 +36,34 @@ class Plan:
 
 
 def investigate(plan: Plan, record: Comparison, watch: Callable[[str], None]) -> None:
-    """Fill ``record``: everybody at the length asked for; and at twice that, and twice that again, those that are
+    """Fill ``record``: all mechanisms at the given length; and at twice that, and twice that again, those that are
     accurate enough, as long as none of them is faster and time is left.
 
     Args:
         plan: What to measure.
         record: Where the numbers go; ``meta["lengths"]`` becomes the lengths measured.
-        watch: Told of every step.
+        watch: Called with every step.
     """
     until = time.perf_counter() + plan.seconds
+
+    def at(length: int, mechanisms: list[Any], fraction: float) -> None:
+        left = until - time.perf_counter()
+        _errors(plan, mechanisms, length, record, watch, time.perf_counter() + FRACTIONS[0] * left)
+        seconds = fraction * max(until - time.perf_counter(), 0.0)
+        TimingGroup(plan.setting, against_exact(mechanisms), record, length, seconds, watch).run()
+        record.meta.setdefault("lengths", []).append(length)
+
     length = plan.question.length
-    _errors(plan, plan.mechanisms, length, record, watch, time.perf_counter() + FRACTIONS[0] * plan.seconds)
-    seconds = FRACTIONS[1] * max(until - time.perf_counter(), 0.0)
-    TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, seconds, watch).run()
-    record.meta["lengths"] = [length]
-    while (waiting := _waiting(plan, record)) and _affordable(plan, record, waiting, 2 * length, until):
+    at(length, plan.mechanisms, FRACTIONS[1])
+    while (slower := _slower(plan, record)) and _affordable(plan, record, slower, 2 * length, until):
         length *= 2
-        _errors(
-            plan, waiting, length, record, watch, time.perf_counter() + FRACTIONS[0] * (until - time.perf_counter())
-        )
-        TimingGroup(
-            plan.setting, against_exact(waiting), record, length, max(until - time.perf_counter(), 0.0) / 2, watch
-        ).run()
-        record.meta["lengths"].append(length)
+        at(length, slower, 0.5)
 
 
 def _errors(
     plan: Plan, mechanisms: list[Any], length: int, record: Comparison, watch: Callable[[str], None], until: float
 ) -> None:
-    """At this length or the greatest that is read, unless known there; what the time does not allow is left out."""
+    """Measure errors at this length, or the greatest that is read, unless known; those beyond the time are left out."""
     read = record.meta.setdefault("error_tensors", {})
     length = min(length, plan.source.context or UNBOUNDED)
     if length in read:
@@ -80,8 +79,8 @@ def _errors(
             record.errors.append(scene.error(mechanism, matrix=False))
 
 
-def _waiting(plan: Plan, record: Comparison) -> list[Any]:
-    """Who is accurate enough and not faster, at the greatest length so far; nobody, once somebody is both."""
+def _slower(plan: Plan, record: Comparison) -> list[Any]:
+    """The mechanisms that are accurate enough and not faster, at the greatest length so far; none, once one is both."""
     last = Question(record.meta["lengths"][-1], plan.question.budget, plan.question.which)
     rows = {row.mechanism: row.kind for row in ranked(record, plan.mechanisms, last)}
     if {"use", "unproven"} & {*rows.values()}:
@@ -89,9 +88,9 @@ def _waiting(plan: Plan, record: Comparison) -> list[Any]:
     return [mechanism for mechanism in plan.mechanisms if rows[repr(mechanism)] == "slower"]
 
 
-def _affordable(plan: Plan, record: Comparison, waiting: list[Any], length: int, until: float) -> bool:
+def _affordable(plan: Plan, record: Comparison, mechanisms: list[Any], length: int, until: float) -> bool:
     """Whether a greater length fits the time that is left and half of the memory."""
-    costs = [foretold(record.cells, EXACT, 2.0, length)]
-    costs += [foretold(record.cells, repr(mechanism), mechanism.traits.order, length) for mechanism in waiting]
+    costs = [predicted(record.cells, EXACT, 2.0, length)]
+    costs += [predicted(record.cells, repr(mechanism), mechanism.traits.order, length) for mechanism in mechanisms]
     fits = max(size for _, size in costs) < measure.memory_at_hand(plan.setting.device) / 2
     return fits and PASSES * sum(seconds for seconds, _ in costs) < until - time.perf_counter()

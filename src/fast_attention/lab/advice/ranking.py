@@ -1,4 +1,4 @@
-"""From numbers to advice: what to use, what not, why, and from which length on that changes."""
+"""Turns measurements into advice: what to use, what not, why, and from which length on that changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from fast_attention.lab import verdicts
 from fast_attention.lab.numbers import percent
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error
-from fast_attention.lab.verdicts import Pass
+from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
 
 Kind = Literal["use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
 ORDER: tuple[Kind, ...] = ("use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot")
@@ -18,7 +17,7 @@ FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw i
 
 @dataclass(frozen=True)
 class Question:
-    """At how many tokens, how much may be lost, and which pass counts."""
+    """The question: how many tokens, how much error, and which pass counts."""
 
     length: int
     budget: float  # the largest median relative RMS error of the attention outputs, over all heads
@@ -27,7 +26,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One mechanism's place in the advice."""
+    """One mechanism in the ranking."""
 
     mechanism: str
     kind: Kind
@@ -66,7 +65,8 @@ def _within(row: Row) -> tuple[float, float]:
 
 def _exact(record: Comparison, question: Question) -> Row:
     cell = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
-    return Row(EXACT, "exact", "the reference", _time(cell, question), 1.0, cell.peak_bytes, 0.0, 0.0, question.length)
+    milliseconds = cell.times(question.which).ms
+    return Row(EXACT, "exact", "the reference", milliseconds, 1.0, cell.peak_bytes, 0.0, 0.0, question.length)
 
 
 def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
@@ -75,9 +75,9 @@ def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
     error = _error(record, name, question.length)
     cell = record.cell(name, question.length) or Cell(name, question.length)
     summary = error.summary() if error else None
-    ratio = verdicts.ratios(record, name, question.which).get(question.length)
+    ratio = record.ratios(name, question.which).get(question.length)
     known = {
-        "milliseconds": _time(cell, question), "ratio": ratio, "peak_bytes": cell.peak_bytes,
+        "milliseconds": cell.times(question.which).ms, "ratio": ratio, "peak_bytes": cell.peak_bytes,
         "median_error": summary[0] if summary else None, "worst_error": summary[1] if summary else None,
         "error_length": error.length if error else None, "transferred_error": tried.get("after"),
         "cannot": tuple(verdicts.cannot(mechanism)),
@@ -116,7 +116,7 @@ def _error(record: Comparison, name: str, length: int) -> Error | None:
 
 
 def _later(record: Comparison, name: str, question: Question) -> tuple[str, float | None]:
-    """What becomes of a mechanism at greater lengths, in words, and the length from which it is faster and accurate."""
+    """How a mechanism does at greater lengths, and the length from which it is faster and accurate."""
     won, end = verdicts.crossover(record, name, question.which), furthest(record, question)
     where = verdicts.crossing(record, name, question.which)
     error = _error(record, name, end)
@@ -131,16 +131,12 @@ def _later(record: Comparison, name: str, question: Question) -> tuple[str, floa
 
 def furthest(record: Comparison, question: Question) -> int:
     """The greatest length that was measured."""
-    return max(verdicts.ratios(record, EXACT, question.which), default=question.length)
+    return max(record.ratios(EXACT, question.which), default=question.length)
 
 
 def rounded(length: float) -> int:
     """An interpolated length in two digits: more would be pretence."""
     return int(float(f"{length:.2g}"))
-
-
-def _time(cell: Cell, question: Question) -> float | None:
-    return cell.forward_ms if question.which == "forward" else cell.training_ms
 
 
 def advice(record: Comparison, rows: list[Row], question: Question) -> list[str]:
@@ -167,20 +163,21 @@ def advice(record: Comparison, rows: list[Row], question: Question) -> list[str]
             f"{question.length:,}.",
         ]
     if near := first["slower"]:
-        said = f"{at} keep exact attention: nothing within a median error of {budget} is faster."
+        sentence = f"{at} keep exact attention: nothing within a median error of {budget} is faster."
         if near.faster_from is not None:
-            return [said, f"{near.mechanism} is {near.note}."]
+            return [sentence, f"{near.mechanism} is {near.note}."]
         end = furthest(record, question)
-        return [said, f"Nor up to {end:,} tokens." if end > question.length else "Greater lengths were not measured."]
-    said = [f"{at} keep exact attention: nothing that needs no training stays within a median error of {budget}."]
+        beyond = f"Nor up to {end:,} tokens." if end > question.length else "Greater lengths were not measured."
+        return [sentence, beyond]
+    sentences = [f"{at} keep exact attention: nothing that needs no training stays within a median error of {budget}."]
     if (nearest := first["inexact"]) and nearest.median_error is not None and nearest.ratio is not None:
         error, speed = percent(nearest.median_error), verdicts.speed(nearest.ratio)
-        said.append(f"The nearest, {nearest.mechanism}, has {error} and is {speed} as exact attention.")
-    return [*said, *_untrained(rows)]
+        sentences.append(f"The nearest, {nearest.mechanism}, has {error} and is {speed} as exact attention.")
+    return [*sentences, *_untrained(rows)]
 
 
 def _untrained(rows: list[Row]) -> list[str]:
-    """What was left out because nobody knows its quality before it is trained."""
+    """The number of mechanisms left out because their quality is unknown before training."""
     faster = [row for row in rows if row.kind == "unknown" and (row.ratio or math.inf) < FASTER]
     if not faster:
         return []

@@ -1,4 +1,4 @@
-"""What a short attention transfer makes of the mechanisms that are fast but too inexact, or unknown before training."""
+"""Tries a short attention transfer on mechanisms that are fast but too inexact, or unknown before training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fast_attention.lab.advice.ranking import FASTER, Row
 from fast_attention.lab.capture import HuggingFace
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.records import Comparison
+from fast_attention.lab.refusals import first_line
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.training.loop import Diverged
 
@@ -47,23 +48,23 @@ def transfer(
     seed = record.meta["seed"]
     reading = Reading(source.corpus, source.tokenizer, length, BATCH, seed)
     settings = ConversionSettings(minutes=minutes, share=1.0, seed=seed)
-    found: dict[str, dict[str, Any]] = {}
-    record.meta["transfer"] = found
+    results: dict[str, dict[str, Any]] = {}
+    record.meta["transfer"] = results
     record.meta["transfer_minutes"] = minutes
     for mechanism in chosen:
         watch(f"transfer of {mechanism!r}")
         held = reading.held_out[:HELD]
         try:
-            told = convert(copy.deepcopy(source.model), mechanism, reading.batch, held, settings=settings)
+            conversion = convert(copy.deepcopy(source.model), mechanism, reading.batch, held, settings=settings)
         except (Unsupported, ValueError, Diverged) as error:
-            found[repr(mechanism)] = {"note": str(error).splitlines()[0]}
+            results[repr(mechanism)] = {"note": first_line(error)}
             continue
-        if told.status != "complete":
+        if conversion.status != "complete":
             raise KeyboardInterrupt
-        before, after = (_median(told.errors[when]) for when in ("swapped", "transferred"))
-        found[repr(mechanism)] = {"before": before, "after": after, "length": length}
+        before, after = (_median(conversion.errors[when]) for when in ("swapped", "transferred"))
+        results[repr(mechanism)] = {"before": before, "after": after, "length": length}
 
 
 def _median(errors: dict[str, float]) -> float:
-    """Of the layers' relative RMS errors."""
+    """The median of the layers' relative RMS errors."""
     return statistics.median(math.sqrt(error) for error in errors.values())

@@ -1,1 +1,1 @@
-"""``fast-attention bench``: every mechanism near the machine's limits, beside exact attention and beside its peers."""
+"""``fast-attention bench``: every mechanism beside the machine's limits, exact attention and its peers."""

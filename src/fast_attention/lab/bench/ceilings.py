@@ -1,4 +1,4 @@
-"""The machine's own limits, measured in the same process: matrix products, exponentials, copies, fresh memory."""
+"""Measures the machine's limits in the same process: matrix products, exponentials, copies, fresh memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 0.4  # seconds for each limit
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENCE) -> dict[str, float]:
-    """The best that the machine gives now, in ``dtype``.
+    """Measure the highest rates that the machine reaches now, in ``dtype``.
 
     Returns:
         ``gemm_gflops`` (2048 x 2048 x 2048), ``bmm_gflops`` (256 products of 128 x 64 x 128), ``exp_gelem_s`` (half a
@@ -29,7 +29,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENC
     e = torch.empty_like(x)
     source = torch.ones(2**24, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
-    found: dict[str, tuple[Callable[[], Any], float]] = {
+    operations: dict[str, tuple[Callable[[], Any], float]] = {
         "gemm_gflops": (lambda: torch.mm(a, b, out=c), 2 * 2048**3 / 1e9),
         "bmm_gflops": (lambda: torch.bmm(small, other), 256 * 2 * 128 * 64 * 128 / 1e9),
         "exp_gelem_s": (lambda: torch.exp(x, out=e), x.numel() / 1e9),
@@ -38,8 +38,8 @@ def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENC
         "empty_us": (lambda: one.add_(0.0), 0.0),
     }
     with torch.no_grad():
-        best = {name: least(run, device, patience) for name, (run, _) in found.items()}
-    rates = {name: found[name][1] / seconds for name, seconds in best.items() if found[name][1]}
+        best = {name: least(run, device, patience) for name, (run, _) in operations.items()}
+    rates = {name: operations[name][1] / seconds for name, seconds in best.items() if operations[name][1]}
     return {**rates, "empty_us": best["empty_us"] * 1e6}
 
 

@@ -1,8 +1,7 @@
-"""Correctness first: ours must be right before a speed is shown; a peer's faults are found and said."""
+"""Checks correctness before speed: ours must be right, and a peer's faults are listed."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from fast_attention import conformance
 from fast_attention.conformance import AttentionUnderTest, Law, independence, robustness
 from fast_attention.conformance.finding import moved
 from fast_attention.lab.bench.competitors import Peer, Sizes
+from fast_attention.lab.refusals import failure
 from fast_attention.mechanism import Mixer, Shape
 from fast_attention.nn.bound import Bound
 
@@ -21,14 +21,9 @@ HEADS, WIDTH = 2, 64
 PEER_LENGTH = 256
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 PEER_LAWS: tuple[Law, ...] = (
-    independence.future,
-    independence.padding,
-    independence.batch,
-    robustness.lengths,
-    robustness.finite,
-    robustness.untouched,
-)
-_FOLDERS = re.compile(r"(?:/[\w.+-]+)+/")
+    independence.future, independence.padding, independence.batch,
+    robustness.lengths, robustness.finite, robustness.untouched,
+)  # fmt: skip
 OTHER = "computes something else"
 OFF = 1e-3  # relative rms beyond which a peer computes something else than it should
 
@@ -44,7 +39,7 @@ def differences(mechanism: Any, is_causal: bool, device: torch.device) -> list[s
     try:
         return list(_differences(mechanism, is_causal, device))
     except Exception as error:  # whatever a broken mechanism raises
-        return [f"raised {_said(error)}"]
+        return [f"raised {failure(error)}"]
 
 
 def _differences(mechanism: Any, is_causal: bool, device: torch.device) -> Iterable[str]:
@@ -64,14 +59,14 @@ def _differences(mechanism: Any, is_causal: bool, device: torch.device) -> Itera
         return bound(*tensors, is_causal=is_causal)
 
     traced: Any = torch.func.vjp(call, *inputs)
-    plain, pull = traced
+    plain, vjp = traced
     seed = torch.randn_like(plain)
     fast = call(*inputs)
     yield from _if_off("differs from its plain path", moved(fast, plain), TOLERANCE[torch.float64])
-    found = torch.autograd.grad(fast, inputs, seed, allow_unused=True)
-    for number, (mine, expected) in enumerate(zip(found, pull(seed), strict=True)):
-        mine = torch.zeros_like(expected) if mine is None else mine
-        size = (mine - expected).norm() / expected.norm().clamp_min(1e-30)
+    gradients = torch.autograd.grad(fast, inputs, seed, allow_unused=True)
+    for number, (gradient, expected) in enumerate(zip(gradients, vjp(seed), strict=True)):
+        gradient = torch.zeros_like(expected) if gradient is None else gradient
+        size = (gradient - expected).norm() / expected.norm().clamp_min(1e-30)
         yield from _if_off(f"gradient of input {number} differs from autograd's", size.item(), 1e-7)
     with torch.no_grad():
         single = bound.to(torch.float32)(*(x.float() for x in inputs), is_causal=is_causal)
@@ -97,15 +92,15 @@ def _if_off(what: str, size: float, limit: float) -> list[str]:
 def peer(peer: Peer) -> tuple[str, list[str]]:
     """``right``, ``faulty`` or ``missing``, and why: its true formula where there is one, and the laws."""
     try:
-        made = built(peer)
+        module = built(peer)
     except ImportError as error:
-        return "missing", [f"{peer.package} is not installed ({_said(error)})"]
+        return "missing", [f"{peer.package} is not installed ({failure(error)})"]
     except Exception as error:  # whatever a peer raises on this torch
-        return "faulty", [f"cannot be built: {_said(error)}"]
-    found = _off_truth(peer, made) if peer.truth is not None else []
-    report = conformance.check(subject(peer), laws=PEER_LAWS)
-    found += [f"breaks '{f.law}'{_size(f.size, f.detail)}" for f in report.broken]
-    return ("faulty" if found else "right"), found
+        return "faulty", [f"cannot be built: {failure(error)}"]
+    faults = _off_truth(peer, module) if peer.truth is not None else []
+    report = conformance.check(under_test(peer), laws=PEER_LAWS)
+    faults += [f"breaks '{f.law}'{_size(f.size, f.detail)}" for f in report.broken]
+    return ("faulty" if faults else "right"), faults
 
 
 def _size(size: float, detail: str) -> str:
@@ -118,35 +113,34 @@ def built(peer: Peer, length: int = PEER_LENGTH) -> Any:
     return peer.build(Sizes(HEADS, WIDTH, length))
 
 
-def _off_truth(peer: Peer, made: Any) -> list[str]:
+def _off_truth(peer: Peer, module: Any) -> list[str]:
     shape = (2, HEADS, PEER_LENGTH, WIDTH) if peer.kind == "core" else (2, PEER_LENGTH, HEADS * WIDTH)
     torch.manual_seed(1)
     inputs = [torch.randn(shape) for _ in range(3 if peer.kind == "core" else 1)]
     truth: Callable[..., Tensor] = peer.truth  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            theirs = made(*(x.clone() for x in inputs)).double()
-            expected = truth(made, *(x.double() for x in inputs))
+            output = module(*(x.clone() for x in inputs)).double()
+            expected = truth(module, *(x.double() for x in inputs))
     except Exception as error:  # whatever a peer raises on this torch
-        return [f"raises {_said(error)}"]
-    size = ((theirs - expected).norm() / expected.norm()).item()
-    return (
-        [] if size <= OFF else [f"{OTHER} than its definition (off by {100 * size:.2g} % at inputs of unit variance)"]
-    )
+        return [f"raises {failure(error)}"]
+    size = ((output - expected).norm() / expected.norm()).item()
+    fault = f"{OTHER} than its definition (off by {100 * size:.2g} % at inputs of unit variance)"
+    return [] if size <= OFF else [fault]
 
 
-def subject(peer: Peer) -> AttentionUnderTest:
-    """A peer as the laws see it."""
+def under_test(peer: Peer) -> AttentionUnderTest:
+    """A peer as an attention under test."""
 
-    def call(made: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def call(module: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
         options = {} if peer.mask is None or key_mask is None else {peer.mask: key_mask}
         with torch.random.fork_rng():
             torch.manual_seed(5)  # who draws at every call draws the same
-            return made(*inputs, **options)
+            return module(*inputs, **options)
 
     def make() -> Any:
-        made = peer.build(Sizes(HEADS, WIDTH, PEER_LENGTH))
-        return made.eval() if isinstance(made, nn.Module) else made
+        module = peer.build(Sizes(HEADS, WIDTH, PEER_LENGTH))
+        return module.eval() if isinstance(module, nn.Module) else module
 
     core = peer.kind == "core"
     return AttentionUnderTest(
@@ -154,8 +148,3 @@ def subject(peer: Peer) -> AttentionUnderTest:
         width=WIDTH if core else HEADS * WIDTH, length=PEER_LENGTH, causal=peer.is_causal,
         bidirectional=not peer.is_causal, padding=peer.mask is not None, dtype=torch.float32,
     )  # fmt: skip
-
-
-def _said(error: Exception) -> str:
-    """The first line of an error without the folders of this machine."""
-    return f"{type(error).__name__}: {_FOLDERS.sub('', (str(error).strip().splitlines() or [''])[0])}"[:200]

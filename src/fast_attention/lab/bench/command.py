@@ -1,4 +1,4 @@
-"""``fast-attention bench``."""
+"""``fast-attention bench``: times mechanisms beside exact attention and published packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fast_attention import files
 from fast_attention.lab import options
 from fast_attention.lab.options import at_work
 
@@ -23,9 +22,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.surroundings import begun
-    from fast_attention.lab.tables import say, show
-
-RECORD, PAGE = "bench.json", "bench.html"
+    from fast_attention.lab.tables import present
 
 
 def bench_command(
@@ -50,7 +47,7 @@ def bench_command(
     peers_to: Annotated[int | None, typer.Option(min=1, help="Longest sequence for peers. Default: all.")] = None,
     budget: options.Seconds = 900,
     seed: options.Seed = 0,
-    out: Annotated[Path, typer.Option(help=f"Folder for {PAGE} and {RECORD}.")] = Path("out/bench"),
+    out: Annotated[Path, typer.Option(help="Folder for bench.html and bench.json.")] = Path("out/bench"),
     resume: options.Resume = False,
     restart: options.Restart = False,
     as_json: options.AsJson = False,
@@ -63,20 +60,21 @@ def bench_command(
     where, kind = inputs.device(device), inputs.dtype(dtype)
     chosen = inputs.mechanisms(mechanisms) if mechanisms else competitors.default_mechanisms()
     sizes = inputs.lengths(lengths or list(competitors.LENGTHS))
-    weighed = [n for n in sizes if n >= run.SHORTEST_WEIGHED] if memory_lengths is None else _some(memory_lengths)
+    memory_sizes = [n for n in sizes if n >= run.SHORTEST_MEMORY] if memory_lengths is None else _some(memory_lengths)
     setting = Setting(heads, head_dim, where, kind, False, backward, seed, batch)
     direction: Any = {None: "both", True: "causal", False: "bidirectional"}[causal]
     peers = competitors.load_peers() if vs_peers else []
     count = torch.get_num_threads()
-    plan = Plan(chosen, peers, sizes, weighed, setting, direction, budget, count, decode, peers_to)
+    plan = Plan(chosen, peers, sizes, memory_sizes, setting, direction, budget, count, decode, peers_to)
     if not plan.competitors:
         raise InputError("--causal: none of these mechanisms is causal")
     meta = _meta(plan, dtype)
     with inputs.alone(out):
-        inputs.results([out / RECORD], out, "a benchmark", resume=resume, restart=restart)
-        record = Benchmark.resume(out / RECORD, meta) if resume else Benchmark(meta)
+        path = out / Benchmark.data
+        inputs.results([path], out, "a benchmark", resume=resume, restart=restart)
+        record = Benchmark.resume(path, meta) if resume else Benchmark(meta)
         status = _carry_out(plan, record, out)
-    _tell(record, out, as_json)
+    present(record, out, as_json, page.table(record), "", *page.remarks(record))
     wrong = any(row.check == "wrong" for row in record.rows)
     return 130 if status == "interrupted" else int(wrong)
 
@@ -89,13 +87,12 @@ def _carry_out(plan: Plan, record: Benchmark, out: Path) -> str:
     """Run under a progress bar; Ctrl-C and SIGTERM end it early with what there is."""
     began = time.perf_counter()
     with progress.counted(plan.steps) as watch:
-        watched = replace(plan, watch=watch, save=lambda: record.save(out / RECORD))
+        watched = replace(plan, watch=watch, save=lambda: record.save(out / record.data))
         status = progress.until_stopped(lambda: run.bench(watched, record))
     record.meta["seconds"] = round(record.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
     run.finish(plan, record, status)
     record.summary = figures.summarise(record)
-    record.save(out / RECORD)
-    files.write(out / PAGE, page.html(record))
+    record.leave(out, page.html(record))
     return status
 
 
@@ -114,11 +111,3 @@ def _meta(plan: Plan, dtype: str) -> dict[str, Any]:
         budget=plan.budget,
         memory="growth of resident memory in a fresh process per pass, beyond weights and inputs",
     )
-
-
-def _tell(record: Benchmark, out: Path, as_json: bool) -> None:
-    if as_json:
-        print(record.to_json())
-    else:
-        show(page.table(record), "", *page.remarks(record))
-    say(f"\nPictures: {(out / PAGE).resolve()}\nRecord: {(out / RECORD).resolve()}")

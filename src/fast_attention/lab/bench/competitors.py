@@ -1,8 +1,9 @@
-"""Who is measured: ours, exact attention as the baseline, and peers; each made for one length on demand."""
+"""The competitors of a benchmark: ours, exact attention as the baseline, and peers; each built for one length."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ VARIANTS = ("AFTLocal(window=128)", "Manhattan(distance='l1')", "Manhattan(dista
 
 
 class Sizes(NamedTuple):
-    """What a peer is built for."""
+    """The sizes that a peer is built for."""
 
     heads: int
     head_dim: int
@@ -37,7 +38,7 @@ class Sizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a whole token."""
+        """The width of a whole token."""
         return self.heads * self.head_dim
 
 
@@ -46,7 +47,7 @@ class Peer:
     """A published implementation beside which ours runs.
 
     Args:
-        name: How the tables call it.
+        name: Its name in tables.
         package: The distribution that brings it.
         against: The expression of our mechanism that does the same work.
         build: ``build(sizes)`` imports the package and gives a module or function of (q, k, v) or (x).
@@ -55,7 +56,7 @@ class Peer:
         is_causal: Which direction it was built for.
         truth: ``truth(made, *inputs)`` is what it should compute, in float64; None: only the laws judge it.
         mask: The name of its key mask argument (True = may be seen), if it has one.
-        order: The exponent of its time, to foretell.
+        order: The exponent of its time, to predict it.
         note: What it does differently by design.
         same: Whether it is meant to compute the same function of its inputs as ours.
     """
@@ -96,7 +97,7 @@ def baseline_name(kind: Kind, is_causal: bool) -> str:
 
 
 def title(mechanism: Any, kind: Kind, is_causal: bool) -> str:
-    """How one of ours is called."""
+    """The name of one of ours."""
     return repr(mechanism) + (", projected" if kind == "module" else "") + (", causal" if is_causal else "")
 
 
@@ -145,38 +146,38 @@ def ours(mechanism: Any, is_causal: bool, kind: Kind = "core") -> Competitor:
     return Competitor(name, reference, make, order, family, kind, is_causal, OURS, mechanism)
 
 
-def theirs(peer: Peer) -> Competitor:
-    """A peer."""
+def as_competitor(peer: Peer) -> Competitor:
+    """A peer as a competitor."""
 
     def make(setting: Setting, length: int) -> Passes:
         torch.manual_seed(setting.seed)
-        made = peer.build(Sizes(setting.heads, setting.head_dim, length))
-        if isinstance(made, nn.Module):
-            made = made.to(setting.device, setting.dtype).train()
+        module = peer.build(Sizes(setting.heads, setting.head_dim, length))
+        if isinstance(module, nn.Module):
+            module = module.to(setting.device, setting.dtype).train()
         if peer.kind != "core":
-            return _whole(made, setting, length)
+            return _whole(module, setting, length)
         inputs = list(setting.tensors(length))
-        return measure.runner(lambda: made(*inputs), inputs, _held(made))
+        return Passes.of(lambda: module(*inputs), inputs, _held(module))
 
     family = repr(catalogue.parse(peer.against))
     reference, owner = baseline_name(peer.kind, peer.is_causal), peer.package
     return Competitor(peer.name, reference, make, peer.order, family, peer.kind, peer.is_causal, owner, peer=peer)
 
 
-def _whole(made: Any, setting: Setting, length: int, **options: bool) -> Passes:
+def _whole(module: Any, setting: Setting, length: int, **options: bool) -> Passes:
     """A competitor out of a module or function of whole tokens."""
-    if isinstance(made, nn.Module):
-        made = made.to(setting.device, setting.dtype)
+    if isinstance(module, nn.Module):
+        module = module.to(setting.device, setting.dtype)
     x = setting.tokens(length)
-    return measure.runner(lambda: made(x, **options), [x], _held(made))
+    return Passes.of(lambda: module(x, **options), [x], _held(module))
 
 
-def _held(made: Any) -> list[Tensor]:
-    return [*made.parameters(), *made.buffers()] if isinstance(made, nn.Module) else []
+def _held(module: Any) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
 
 
 def default_mechanisms() -> list[Any]:
-    """What runs when nothing is named: all mechanisms, and a few more settings worth seeing."""
+    """What runs when nothing is named: all mechanisms, and a few more settings."""
     return inputs.every(VARIANTS)
 
 
@@ -201,21 +202,18 @@ def load_peers() -> list[Peer]:
 
 
 def chosen(mechanisms: Iterable[Any], direction: Direction, peers: Iterable[Peer] = ()) -> list[Competitor]:
-    """Everybody, family by family: ours in each direction, between projections where a peer is a module, the peers."""
-    found: list[Competitor] = []
-    for mechanism in mechanisms:
-        mine = [peer for peer in peers if repr(catalogue.parse(peer.against)) == repr(mechanism)]
-        for is_causal in (False, True):
-            if is_causal and (direction == "bidirectional" or not mechanism.traits.causal):
-                continue
-            if not is_causal and direction == "causal":
-                continue
-            beside = [peer for peer in mine if peer.is_causal == is_causal]
-            found.append(ours(mechanism, is_causal))
-            if any(peer.kind == "module" for peer in beside):
-                found.append(ours(mechanism, is_causal, "module"))
-            found += map(theirs, beside)
-    return found
+    """All, family by family: ours in each direction, between projections where a peer is a module, and the peers."""
+    competitors: list[Competitor] = []
+    directions = {"both": (False, True), "bidirectional": (False,), "causal": (True,)}[direction]
+    for mechanism, is_causal in itertools.product(mechanisms, directions):
+        if is_causal and not mechanism.traits.causal:
+            continue
+        beside = [p for p in peers if catalogue.parse(p.against) == mechanism and p.is_causal == is_causal]
+        competitors.append(ours(mechanism, is_causal))
+        if any(peer.kind == "module" for peer in beside):
+            competitors.append(ours(mechanism, is_causal, "module"))
+        competitors += map(as_competitor, beside)
+    return competitors
 
 
 def baselines(competitors: Iterable[Competitor]) -> list[Competitor]:

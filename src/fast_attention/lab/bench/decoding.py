@@ -1,4 +1,4 @@
-"""Decoding one token at a time: what a token costs early and late in the sequence, and what the state holds."""
+"""Measures decoding one token at a time: the time of a token early and late in the sequence, and the state's size."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fast_attention import clock
 from fast_attention.lab import measure
 from fast_attention.lab.bench.record import Step
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.refusals import failure
 from fast_attention.mechanism import Attention, Shape
 from fast_attention.nn.bound import Bound
 
 POSITIONS = (256, 1024, 4096, 16384, 65536)
 BATCHES = (1, 8)
 ROUNDS = 25
-Stretch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-STRETCH = 4096  # tokens of a prefill at a time
+CHUNK = 4096  # tokens of a prefill at a time
 
 
-def steady(mechanism: Any) -> bool:
+def bounded_state(mechanism: Any) -> bool:
     """Whether its decoding state has a size that does not grow."""
     return isinstance(mechanism, Attention) and mechanism.traits.memory in ("constant", "window")
 
@@ -48,10 +48,9 @@ def decoding(
     longest = max(positions) + rounds * len(steps) + 8
     bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, longest)).to(setting.device, setting.dtype)
 
-    def tokens(count: int) -> Stretch:
+    def tokens(count: int) -> Any:
         size = (batch, setting.heads, count, setting.head_dim)
-        q, k, v = (torch.randn(size).to(setting.device, setting.dtype) for _ in range(3))
-        return q, k, v
+        return [torch.randn(size).to(setting.device, setting.dtype) for _ in range(3)]
 
     states: dict[int, Any] = {}
     state, read, began = None, 0, time.perf_counter()
@@ -62,14 +61,14 @@ def decoding(
                 break
             watch(f"decoding: {mechanism!r}, batch {batch}, reads {position:,} tokens")
             while read < position:
-                count = min(STRETCH, position - read)
+                count = min(CHUNK, position - read)
                 _, state = bound.decode(*tokens(count), state)
                 read += count
             states[position] = state
         samples = _timed(bound, tokens(1), states, rounds, setting)
     except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError) as error:
         for step in steps:
-            step.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+            step.note = failure(error)
         return steps
     for step in steps:
         if step.position not in states:
@@ -81,21 +80,16 @@ def decoding(
 
 
 def _timed(
-    bound: Bound, token: Stretch, states: dict[int, Any], rounds: int, setting: Setting
+    bound: Bound, token: tuple[Any, Any, Any], states: dict[int, Any], rounds: int, setting: Setting
 ) -> dict[int, list[float]]:
-    """Samples of every position; each decodes from its own state, which moves on by a token each time."""
-    samples: dict[int, list[float]] = {position: [] for position in states}
-    moving = dict(states)
-    for number in range(rounds + 2):
-        for position in states:
+    """Samples of every position; each decodes from its own state, which advances by a token each time."""
+    advancing = dict(states)
 
-            def step(at: int = position) -> None:
-                _, moving[at] = bound.decode(*token, moving[at])
+    def step(at: int) -> None:
+        _, advancing[at] = bound.decode(*token, advancing[at])
 
-            took = clock.seconds(step, setting.device)
-            if number >= 2:
-                samples[position].append(took)
-    return samples
+    runs = {position: lambda at=position: step(at) for position in states}
+    return {position: samples[2:] for position, samples in clock.in_turns(runs, setting.device, rounds + 2).items()}
 
 
 def flatness(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
@@ -104,4 +98,4 @@ def flatness(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
     for step in steps:
         if step.seconds is not None:
             known.setdefault((step.name, step.batch), {})[step.position] = step.seconds
-    return {who: found[max(found)] / found[min(found)] for who, found in known.items() if len(found) > 1}
+    return {key: times[max(times)] / times[min(times)] for key, times in known.items() if len(times) > 1}

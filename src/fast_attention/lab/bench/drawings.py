@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: speed against length, bars beside peers, ceilings, memory, decoding."""
+"""Draws a benchmark: speed against length, bars beside peers, ceilings, memory, decoding."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from matplotlib.ticker import LogLocator
 
 from fast_attention.lab.bench import figures
 from fast_attention.lab.bench.competitors import OURS
-from fast_attention.lab.bench.figures import Pass, percent_of_ceiling
+from fast_attention.lab.bench.figures import percent_of_ceiling
 from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.drawing import COLOURS, INK, PALE, against_length, bars, line, number, panels, picture, sheet
-from fast_attention.lab.verdicts import PASSES
+from fast_attention.lab.records import PASSES, Pass
 
 PEERS = ("#b7791f", "#718096", "#8d5fd3", "#2f855a", "#9b2c5e", "#5a4a2f")
 COLUMNS = 4
 
 
 def _legend(axes: Axes) -> None:
-    """Name the lines above them, in room made for it, and number the vertical axis by 1, 2 and 5."""
+    """Put a legend above the lines, extend the axes for it, and number the vertical axis by 1, 2 and 5."""
     count = len(axes.get_legend_handles_labels()[1])
     low, high = axes.get_ylim()
     low, high = low / 1.1, high * 1.1
@@ -29,19 +29,18 @@ def _legend(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(number)
     axes.minorticks_off()
     axes.tick_params(axis="y", labelsize=6.5)
-    axes.legend(fontsize=5.5, loc="upper left", handlelength=1.6, labelspacing=0.2)
+    if count:
+        axes.legend(fontsize=5.5, loc="upper left", handlelength=1.6, labelspacing=0.2)
 
 
 def _families(rows: list[Row], lengths: list[int], height: float, what: str) -> tuple[Figure, dict[str, Axes]]:
     """A panel for every family, its quantity against length."""
     names = list(dict.fromkeys(row.family for row in rows))
-    figure, found = panels(len(names), height, COLUMNS, sharex=True)
-    for axes, name in zip(found, names, strict=False):
+    figure, grid = panels(len(names), height, COLUMNS, across="tokens", up=what, sharex=True)
+    for axes, name in zip(grid, names, strict=False):
         against_length(axes, lengths, name, 6.5)
         axes.tick_params(labelbottom=True, labelleft=True)
-    figure.supxlabel("tokens", fontsize=9)
-    figure.supylabel(what, fontsize=9)
-    return figure, dict(zip(names, found, strict=False))
+    return figure, dict(zip(names, grid, strict=False))
 
 
 @picture
@@ -49,17 +48,14 @@ def speeds(record: Benchmark, which: Pass) -> tuple[Figure, str]:
     """A panel per family: speed against length; peers dashed."""
     rows = [row for row in record.rows if figures.speeds(record, row.name, which)]
     lengths = sorted({length for row in rows for length in figures.speeds(record, row.name, which)})
-    figure, found = _families(rows, lengths, 2.7, "times as fast as exact attention")
-    for family, axes in found.items():
+    figure, grid = _families(rows, lengths, 2.7, "times as fast as exact attention")
+    for family, axes in grid.items():
         inks = itertools.cycle(PEERS)
         for row in (row for row in rows if row.family == family):
             known, star = figures.speeds(record, row.name, which), " *" if row.check == "faulty" else ""
             if row.owner == OURS:
-                colour, label = (
-                    COLOURS[int(row.is_causal) + 2 * (row.kind == "module")],
-                    "ours" + row.name[len(family) :],
-                )
-                line(axes, known, color=colour, label=label + star, linewidth=1.8)
+                colour = COLOURS[int(row.is_causal) + 2 * (row.kind == "module")]
+                line(axes, known, color=colour, label=f"ours{row.name[len(family) :]}{star}", linewidth=1.8)
             else:
                 line(axes, known, "--", color=next(inks), label=row.name + star, linewidth=1.1, marker=".")
         axes.axhline(1.0, color=INK, linewidth=1.0)
@@ -71,13 +67,13 @@ def speeds(record: Benchmark, which: Pass) -> tuple[Figure, str]:
 @picture
 def beside_peers(record: Benchmark, length: int) -> tuple[Figure, str]:
     """Bars: ours beside the best peer of the same kind and direction; forward on the left."""
-    found = {which: figures.matches(record, length, which) for which in PASSES}
-    figure, axes = sheet(1.2 + 0.42 * len(found["forward"]), 1, 2)
+    forward = figures.matches(record, length)
+    figure, axes = sheet(1.2 + 0.42 * len(forward), 1, 2)
     for panel, which, title in zip(axes, PASSES, ("forward", "forward and backward"), strict=True):
         panel.set_title(title, fontweight="normal")
-        _matches(panel, found[which])
+        _matches(panel, figures.matches(record, length, which))
     alt = f"At {length:,} tokens, ours beside the best peer: " + "; ".join(
-        f"{_name(match)} {match.factor:.2g} times {match.peer}" for match in found["forward"]
+        f"{_name(match)} {match.factor:.2g} times {match.peer}" for match in forward
     )
     return figure, alt
 
@@ -86,16 +82,16 @@ def _name(match: figures.Match) -> str:
     return match.family + (", projected" if match.kind == "module" else "") + (", causal" if match.is_causal else "")
 
 
-def _matches(axes: Axes, found: list[figures.Match]) -> None:
-    series = {"ours": [m.ours for m in found], "best peer": [m.theirs for m in found]}
+def _matches(axes: Axes, matches: list[figures.Match]) -> None:
+    series = {"ours": [m.ours for m in matches], "best peer": [m.theirs for m in matches]}
     axes.set_xscale("log")
-    bars(axes, [_name(match) for match in found], series, (COLOURS[0], PALE))
-    for at, match in enumerate(found):
+    bars(axes, [_name(match) for match in matches], series, (COLOURS[0], PALE))
+    for at, match in enumerate(matches):
         ink = INK if match.factor >= 1 else COLOURS[1]
         words, right = f" {match.factor:.2f}x {match.peer}", max(match.ours, match.theirs)
         axes.annotate(words, (right, at), va="center", fontsize=6.5, color=ink)
-    low = min((min(m.ours, m.theirs) for m in found), default=0.1)
-    high = max((max(m.ours, m.theirs) for m in found), default=1.0)
+    low = min((min(m.ours, m.theirs) for m in matches), default=0.1)
+    high = max((max(m.ours, m.theirs) for m in matches), default=1.0)
     axes.set_xlim(min(low * 0.7, 0.5), high * (high / low) ** 0.9 * 3)
     axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.xaxis.set_major_formatter(number)
@@ -114,27 +110,27 @@ def ceilings(record: Benchmark, length: int) -> tuple[Figure, str]:
     rows = [row for row in record.rows if of_ours(row)]
     names = [*dict.fromkeys(row.reference for row in rows), *(row.name for row in rows)]
     cells = {name: cell for name in names if (cell := record.cell(name, length)) is not None}
-    found = {name: [percent_of_ceiling(record, cell, which) for which in PASSES] for name, cell in cells.items()}
-    found = {name: both for name, both in found.items() if both[0] is not None}
-    series = {"forward": [both[0] or 0.0 for both in found.values()]}
-    if any(both[1] for both in found.values()):
-        series["forward and backward"] = [both[1] or 0.0 for both in found.values()]
-    figure, (axes,) = sheet(0.9 + 0.26 * len(found))
-    bars(axes, list(found), series, (COLOURS[0], COLOURS[2]))
+    percents = {name: [percent_of_ceiling(record, cell, which) for which in PASSES] for name, cell in cells.items()}
+    percents = {name: both for name, both in percents.items() if both[0] is not None}
+    series = {"forward": [both[0] or 0.0 for both in percents.values()]}
+    if any(both[1] for both in percents.values()):
+        series["forward and backward"] = [both[1] or 0.0 for both in percents.values()]
+    figure, (axes,) = sheet(0.9 + 0.26 * len(percents))
+    bars(axes, list(percents), series, (COLOURS[0], COLOURS[2]))
     axes.axvline(100, color=INK, linewidth=0.8)
     axes.set_xlabel("percent of the rate of one large matrix product in the same run")
-    said = "; ".join(f"{name} {both[0]:.0f}" for name, both in found.items())
-    return figure, f"Percent of the matrix product's rate at {length:,} tokens: {said}"
+    words = "; ".join(f"{name} {both[0]:.0f}" for name, both in percents.items())
+    return figure, f"Percent of the matrix product's rate at {length:,} tokens: {words}"
 
 
 @picture
 def memory(record: Benchmark) -> tuple[Figure, str]:
     """Peak memory over the bytes of inputs and output, against length: flat is linear."""
-    essential = {(weight.name, weight.length): weight.essential_bytes for weight in record.weights}
+    essential = {(peak.name, peak.length): peak.essential_bytes for peak in record.memory}
     rows = [row for row in record.rows if of_ours(row) and figures.memory_of(record, row.name)]
-    lengths = sorted({weight.length for weight in record.weights})
-    figure, found = _families(rows, lengths, 2.1, "peak / bytes of inputs and output")
-    for family, axes in found.items():
+    lengths = sorted({peak.length for peak in record.memory})
+    figure, grid = _families(rows, lengths, 2.1, "peak / bytes of inputs and output")
+    for family, axes in grid.items():
         for row, which in itertools.product((r for r in rows if r.family == family), PASSES):
             known = figures.memory_of(record, row.name, which)
             points = {n: size / essential[row.name, n] for n, size in known.items() if size > 0}
@@ -153,19 +149,17 @@ def decoding(record: Benchmark) -> tuple[Figure, str]:
     """Time of one token against its position, a panel per batch."""
     known = [step for step in record.steps if step.seconds is not None]
     batches, positions = sorted({step.batch for step in known}), sorted({step.position for step in known})
-    figure, found = panels(len(batches), 3.4, COLUMNS)
+    figure, grid = panels(len(batches), 3.4, COLUMNS, across="position", up="milliseconds a token")
     inks = dict(zip(dict.fromkeys(step.name for step in known), itertools.cycle(COLOURS + PEERS), strict=False))
-    for axes, batch in zip(found, batches, strict=True):
+    for axes, batch in zip(grid, batches, strict=True):
         against_length(axes, positions, f"batch {batch}", 6.5)
         for name, colour in inks.items():
             points = {s.position: 1e3 * (s.seconds or 0.0) for s in known if (s.name, s.batch) == (name, batch)}
             line(axes, points, color=colour, label=name)
         axes.yaxis.set_major_formatter(number)
-    found[0].legend(fontsize=6, loc="upper left", ncols=2)
-    low, high = found[0].get_ylim()
-    for axes in found:
+    grid[0].legend(fontsize=6, loc="upper left", ncols=2)
+    low, high = grid[0].get_ylim()
+    for axes in grid:
         axes.set_ylim(min(low, axes.get_ylim()[0]), max(high, axes.get_ylim()[1]) * 4)
-    figure.supxlabel("position", fontsize=9)
-    figure.supylabel("milliseconds a token", fontsize=9)
     alt = "Time of decoding one token against its position, a panel per batch size: flat lines do not slow down."
     return figure, alt

@@ -1,4 +1,4 @@
-"""What the numbers say: crossovers, the best peer, the geometric mean, slopes of memory."""
+"""Derives from a benchmark's numbers: crossovers, the best peer, the geometric mean, slopes of memory."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 from fast_attention.lab.bench.competitors import OURS, TORCH
 from fast_attention.lab.bench.decoding import flatness
 from fast_attention.lab.bench.record import Benchmark, Row
-from fast_attention.lab.records import Cell
-from fast_attention.lab.verdicts import PASSES, Pass
+from fast_attention.lab.records import PASSES, Cell, Pass
+from fast_attention.lab.verdicts import interpolated
 
 
 def speed(cell: Cell | None, which: Pass = "forward") -> float | None:
     """The baseline's time over its own, median over rounds: above 1 is faster."""
     if cell is None or cell.status != "measured":
         return None
-    ratio = cell.forward_ratio if which == "forward" else cell.training_ratio
+    ratio = cell.times(which).ratio
     return 1 / ratio if ratio else None
 
 
 def speeds(record: Benchmark, name: str, which: Pass = "forward") -> dict[int, float]:
     """Speed by length, where it was measured."""
-    found = {cell.length: speed(cell, which) for cell in record.cells if cell.mechanism == name}
-    return {length: value for length, value in sorted(found.items()) if value}
+    values = {cell.length: speed(cell, which) for cell in record.cells if cell.mechanism == name}
+    return {length: value for length, value in sorted(values.items()) if value}
 
 
 def crossover(known: Mapping[int, float]) -> tuple[float, bool] | None:
@@ -39,14 +39,7 @@ def crossover(known: Mapping[int, float]) -> tuple[float, bool] | None:
         if known[length] <= 1.0:
             break
         won = length
-    if won is None:
-        return None
-    shorter = [length for length in known if length < won]
-    if not shorter:
-        return float(won), True
-    before = max(shorter)
-    low, high = math.log(known[before]), math.log(known[won])
-    return math.exp(math.log(before) - low / (high - low) * math.log(won / before)), False
+    return None if won is None else interpolated({length: 1 / value for length, value in known.items()}, won)
 
 
 class Match(NamedTuple):
@@ -67,41 +60,33 @@ class Match(NamedTuple):
 
 def matches(record: Benchmark, length: int, which: Pass = "forward", *, same: bool = False) -> list[Match]:
     """Every comparison of like with like that was measured at ``length``; ``same``: of the same function only."""
-    found = []
+    compared = []
     for row in record.rows:
-        mine = speed(record.cell(row.name, length), which) if row.owner == OURS else None
-        if mine is None:
-            continue
-        rivals = {
-            peer.name: speed(record.cell(peer.name, length), which)
-            for peer in rivals_of(record, row)
-            if peer.same or not same
-        }
-        known = {name: value for name, value in rivals.items() if value}
-        if known:
-            best = max(known, key=lambda name: known[name])
-            found.append(Match(row.family, row.is_causal, row.kind, best, mine, known[best]))
-    return found
+        own = speed(record.cell(row.name, length), which) if row.owner == OURS else None
+        peers = [peer.name for peer in peers_of(record, row) if peer.same or not same]
+        speeds = {name: value for name in peers if (value := speed(record.cell(name, length), which))}
+        if own is not None and speeds:
+            best = max(speeds, key=lambda name: speeds[name])
+            compared.append(Match(row.family, row.is_causal, row.kind, best, own, speeds[best]))
+    return compared
 
 
-def rivals_of(record: Benchmark, row: Row) -> list[Row]:
+def peers_of(record: Benchmark, row: Row) -> list[Row]:
     """The peers of one of ours: same family, same direction, same kind."""
     like = (row.family, row.is_causal, row.kind)
     return [r for r in record.rows if r.owner not in (OURS, TORCH) and (r.family, r.is_causal, r.kind) == like]
 
 
-def hardest(found: Iterable[Match]) -> list[Match]:
+def hardest(compared: Iterable[Match]) -> list[Match]:
     """One match per family and direction: where it has several kinds, the one with the smallest factor."""
-    best: dict[tuple[str, bool], Match] = {}
-    for match in found:
-        key = (match.family, match.is_causal)
-        if key not in best or match.factor < best[key].factor:
-            best[key] = match
-    return list(best.values())
+    groups: dict[tuple[str, bool], list[Match]] = {}
+    for match in compared:
+        groups.setdefault((match.family, match.is_causal), []).append(match)
+    return [min(group, key=lambda match: match.factor) for group in groups.values()]
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """The geometric mean, or None where there are no values."""
     known = list(values)
     return statistics.geometric_mean(known) if known else None
 
@@ -114,14 +99,8 @@ def slope(points: Mapping[int, float]) -> float | None:
 
 def memory_of(record: Benchmark, name: str, which: Pass = "forward") -> dict[int, int]:
     """Peak growth by length in fresh processes."""
-    values = {w.length: w.forward_bytes if which == "forward" else w.training_bytes for w in sorted_weights(record)
-              if w.name == name}  # fmt: skip
-    return {length: value for length, value in values.items() if value is not None}
-
-
-def sorted_weights(record: Benchmark) -> list[Any]:
-    """By length."""
-    return sorted(record.weights, key=lambda weight: weight.length)
+    peaks = sorted((peak for peak in record.memory if peak.name == name), key=lambda peak: peak.length)
+    return {peak.length: size for peak in peaks if (size := getattr(peak, f"{which}_bytes")) is not None}
 
 
 def common_length(record: Benchmark) -> int | None:
@@ -133,37 +112,36 @@ def common_length(record: Benchmark) -> int | None:
 
 
 def summarise(record: Benchmark) -> dict[str, Any]:
-    """Everything that is derived, as it goes into the record."""
+    """The summary of a record: everything that is derived from its numbers."""
     length = common_length(record)
-    mine = [row.name for row in record.rows if row.owner == OURS]
-    found: dict[str, Any] = {"common_length": length, "crossover": {}, "percent_of_gemm": {}, "memory_slope": {}}
-    for name in mine:
-        found["crossover"][name] = {which: crossover(speeds(record, name, which)) for which in PASSES}
+    summary: dict[str, Any] = {"common_length": length, "crossover": {}, "percent_of_gemm": {}, "memory_slope": {}}
+    for name in (row.name for row in record.rows if row.owner == OURS):
+        summary["crossover"][name] = {which: crossover(speeds(record, name, which)) for which in PASSES}
         slopes = {which: slope(memory_of(record, name, which)) for which in PASSES}
         if slopes["forward"] is not None:
-            found["memory_slope"][name] = slopes
+            summary["memory_slope"][name] = slopes
         cell = record.cell(name, length) if length else None
         if cell is not None and cell.status == "measured":
-            found["percent_of_gemm"][name] = {w: percent_of_ceiling(record, cell, w) for w in PASSES}
+            summary["percent_of_gemm"][name] = {w: percent_of_ceiling(record, cell, w) for w in PASSES}
     for which in PASSES:
-        each = hardest(matches(record, length, which)) if length else []
-        alike = hardest(matches(record, length, which, same=True)) if length else []
+        every = matches(record, length or 0, which)
+        each, alike = hardest(every), hardest(matches(record, length or 0, which, same=True))
         worst = min(each, key=lambda match: match.factor, default=None)
-        found[f"peers_{which}"] = {
+        summary[f"peers_{which}"] = {
             "geometric_mean": geometric_mean(match.factor for match in each),
             "geometric_mean_of_the_same_function": geometric_mean(match.factor for match in alike),
             "smallest": None if worst is None else {**worst._asdict(), "factor": worst.factor},
-            "matches": [{**match._asdict(), "factor": match.factor} for match in matches(record, length or 0, which)],
+            "matches": [{**match._asdict(), "factor": match.factor} for match in every],
         }
-    found["decode_flatness"] = {f"{name}, batch {batch}": v for (name, batch), v in flatness(record.steps).items()}
-    return found
+    summary["decode_flatness"] = {f"{name}, batch {batch}": v for (name, batch), v in flatness(record.steps).items()}
+    return summary
 
 
-def percent_of_ceiling(record: Benchmark, cell: Cell, which: str = "forward") -> float | None:
+def percent_of_ceiling(record: Benchmark, cell: Cell, which: Pass = "forward") -> float | None:
     """Counted operations per second of the fastest sample, in percent of the best matrix product of the same run."""
-    best = cell.forward_best_ms if which == "forward" else cell.training_best_ms
+    best = cell.times(which).best_ms
     operations = cell.operations if which == "forward" else cell.training_operations
-    peak = max((found["gemm_gflops"] for found in record.ceilings), default=math.nan)
+    peak = max((limits["gemm_gflops"] for limits in record.ceilings), default=math.nan)
     if not best or operations is None or not peak > 0:
         return None
     return 100 * operations / (best / 1000) / (peak * 1e9)

@@ -1,4 +1,4 @@
-"""Peak memory in fresh processes: a parent that has only imported forks a child for every pass to be weighed.
+"""Measures peak memory in fresh processes: a parent that has only imported forks a child for every pass.
 
 ``python -m fast_attention.lab.bench.memory`` is that parent: it reads jobs from its input, one JSON object a line, and
 answers each with one line. A child's growth is its high-water mark of resident memory (``VmHWM``, reset after weights
@@ -24,6 +24,7 @@ from fast_attention import catalogue
 from fast_attention.lab.bench import competitors
 from fast_attention.lab.bench.competitors import Competitor
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.refusals import failure
 
 WARM = 256  # tokens of the passes that load libraries and start threads
 
@@ -33,20 +34,20 @@ def available(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform == "linux" and os.path.exists("/proc/self/status")
 
 
-class Scales:
-    """The parent process that weighs, as seen from outside. Close it after use."""
+class Meter:
+    """Measures memory through the parent process. Close it after use."""
 
     def __init__(self, setting: Setting, threads: int, mechanisms: list[Any], vs_peers: bool) -> None:
-        told = {
+        options = {
             "heads": setting.heads, "head_dim": setting.head_dim, "batch": setting.batch, "seed": setting.seed,
             "dtype": str(setting.dtype).removeprefix("torch."), "threads": threads,
             "mechanisms": list(map(repr, mechanisms)), "vs_peers": vs_peers,
         }  # fmt: skip
-        command = [sys.executable, "-W", "ignore", "-m", "fast_attention.lab.bench.memory", json.dumps(told)]
+        command = [sys.executable, "-W", "ignore", "-m", "fast_attention.lab.bench.memory", json.dumps(options)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
 
-    def weigh(self, name: str, length: int, backward: bool, patience: float) -> tuple[int | None, str]:
+    def measure(self, name: str, length: int, backward: bool, patience: float) -> tuple[int | None, str]:
         """Growth in bytes of one pass of one competitor, or None and why not."""
         job = json.dumps({"name": name, "length": length, "backward": backward, "patience": patience})
         assert self.process.stdin is not None
@@ -56,11 +57,11 @@ class Scales:
             self.process.stdin.flush()
             answer = json.loads(self.process.stdout.readline())
         except (OSError, ValueError) as error:
-            return None, f"the weighing process ended ({error})"
+            return None, f"the measuring process ended ({error})"
         return answer.get("bytes"), answer.get("note", "")
 
     def close(self) -> None:
-        """End the parent and the child that it may be waiting for: both are in a session of their own."""
+        """End the parent process and the child that it may wait for: both are in a session of their own."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
@@ -72,12 +73,12 @@ class Scales:
 def growth(competitor: Competitor, setting: Setting, length: int) -> int:
     """Bytes by which resident memory rises above weights and inputs during one pass, in this process."""
 
-    def one(tokens: int) -> Any:
+    def built(tokens: int) -> Any:
         passes = competitor.make(setting, tokens)
         return passes.training if setting.backward else passes.forward
 
-    one(min(WARM, length))()
-    run = one(length)
+    built(min(WARM, length))()
+    run = built(length)
     gc.collect()
     _reset()
     before = _status("VmHWM")
@@ -98,23 +99,23 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-def _child(job: dict[str, Any], told: dict[str, Any], known: dict[str, Competitor], answer: int) -> None:
-    """Weigh one job and write the answer; never returns."""
+def _child(job: dict[str, Any], options: dict[str, Any], known: dict[str, Competitor], answer: int) -> None:
+    """Measure one job and write the answer; never returns."""
     try:
-        torch.set_num_threads(told["threads"])
-        dtype = getattr(torch, told["dtype"])
-        sizes = (told["heads"], told["head_dim"], torch.device("cpu"), dtype, False, job["backward"])
-        setting = Setting(*sizes, told["seed"], told["batch"])
-        found = {"bytes": growth(known[job["name"]], setting, job["length"])}
-    except Exception as error:  # whatever it is, the parent must hear of it
-        found = {"note": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]}
-    os.write(answer, json.dumps(found).encode())
+        torch.set_num_threads(options["threads"])
+        dtype = getattr(torch, options["dtype"])
+        sizes = (options["heads"], options["head_dim"], torch.device("cpu"), dtype, False, job["backward"])
+        setting = Setting(*sizes, options["seed"], options["batch"])
+        result = {"bytes": growth(known[job["name"]], setting, job["length"])}
+    except Exception as error:  # whatever it is, the parent must report it
+        result = {"note": failure(error)}
+    os.write(answer, json.dumps(result).encode())
     os._exit(0)
 
 
-def _serve(told: dict[str, Any]) -> None:
-    mechanisms = [catalogue.parse(text) for text in told["mechanisms"]]
-    chosen = competitors.chosen(mechanisms, "both", competitors.load_peers() if told["vs_peers"] else ())
+def _serve(options: dict[str, Any]) -> None:
+    mechanisms = [catalogue.parse(text) for text in options["mechanisms"]]
+    chosen = competitors.chosen(mechanisms, "both", competitors.load_peers() if options["vs_peers"] else ())
     known = {each.name: each for each in (*competitors.baselines(chosen), *chosen)}
     for line in sys.stdin:
         job = json.loads(line)
@@ -122,7 +123,7 @@ def _serve(told: dict[str, Any]) -> None:
         child = os.fork()
         if child == 0:
             os.dup2(2, 1)  # what a peer prints is no answer
-            _child(job, told, known, writer)
+            _child(job, options, known, writer)
         os.close(writer)
         print(json.dumps(_answer(child, reader, job["patience"])), flush=True)
 

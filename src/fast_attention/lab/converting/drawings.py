@@ -1,12 +1,11 @@
-"""Pictures of a conversion: its quality at every stage, its layers, its costs, its training."""
+"""Draws a conversion: its quality at every stage, its layers, its costs, its training."""
 
 from __future__ import annotations
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.converting.record import SPELT, STAGES, Converted
-from fast_attention.lab.drawing import COLOURS, INK, line, picture, sheet
+from fast_attention.lab.converting.record import FIGURES, STAGES, Converted
+from fast_attention.lab.drawing import COLOURS, INK, labelled, line, logarithmic, picture, sheet
 
 COSTS = {
     "milliseconds, whole model": ("seconds", 1000.0),
@@ -18,17 +17,15 @@ COSTS = {
 @picture
 def stages(record: Converted) -> tuple[Figure, str]:
     """The first figure of every stage, with the original as a line."""
-    found = {when: record.figures(when) for when in record.stages}
-    name = next(iter(found["original"]))
-    heights = [figures[name] for figures in found.values()]
-    figure, (axes,) = sheet(0.6 + 0.42 * len(found))
-    bars = axes.barh([STAGES[when] for when in found], heights, color=[INK, *COLOURS][: len(found)], height=0.6)
-    axes.bar_label(bars, [f"{height:.4f}" for height in heights], padding=4)
-    axes.axvline(heights[0], color=INK, linewidth=1)
-    axes.set_xlabel(SPELT[name])
+    name = next(iter(record.figures("original")))
+    heights = {STAGES[when]: record.figures(when)[name] for when in record.stages}
+    figure, (axes,) = sheet(0.6 + 0.42 * len(heights))
+    bars = axes.barh([*heights], [*heights.values()], color=[INK, *COLOURS][: len(heights)], height=0.6)
+    axes.bar_label(bars, [f"{height:.4f}" for height in heights.values()], padding=4)
+    axes.axvline(heights[STAGES["original"]], color=INK, linewidth=1)
+    axes.set_xlabel(FIGURES[name])
     axes.invert_yaxis()
-    said = "; ".join(f"{STAGES[when]} {height:.4f}" for when, height in zip(found, heights, strict=True))
-    return figure, f"{SPELT[name]}: {said}"
+    return figure, f"{FIGURES[name]}: " + "; ".join(f"{stage} {height:.4f}" for stage, height in heights.items())
 
 
 @picture
@@ -52,12 +49,10 @@ def layers(record: Converted) -> tuple[Figure, str]:
         right.legend()
     for axes, words in ((left, "error of the output"), (right, f"loss with it {record.untouched}")):
         axes.set_xticks(range(len(held.layers)), [str(i) for i in range(len(held.layers))])
-        axes.set_xlabel("layer")
-        axes.set_ylabel(words)
-        axes.grid(axis="y")
-    last = list(held.errors.items())[-1:]
-    said = ", ".join(f"{name} {error:.3f}" for _, errors in last for name, error in errors.items())
-    return figure, f"Errors of the layers' outputs at every stage; in the end {said}"
+        labelled(axes, "layer", words, grid="y")
+    last = [*held.errors.values()][-1:]
+    end = ", ".join(f"{name} {error:.3f}" for errors in last for name, error in errors.items())
+    return figure, f"Errors of the layers' outputs at every stage; in the end {end}"
 
 
 @picture
@@ -69,13 +64,12 @@ def costs(record: Converted) -> tuple[Figure, str]:
         for name, colour in zip(names, (INK, COLOURS[0]), strict=False):
             rows = [row for row in record.costs if row["model"] == name and row.get(key)]
             line(axes, {row["length"]: unit * row[key] for row in rows}, color=colour, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        _named(axes, "tokens", words)
+        logarithmic(axes, 2)
+        labelled(axes, "tokens", words)
         axes.legend()
     longest = [row for row in record.costs if row.get("seconds")][-len(names) :]
-    said = ", ".join(f"{r['model']} {r['seconds']:.3g} s at {r['length']:,} tokens" for r in longest)
-    return figure, f"Time and memory against length: {said}"
+    times = ", ".join(f"{r['model']} {r['seconds']:.3g} s at {r['length']:,} tokens" for r in longest)
+    return figure, f"Time and memory against length: {times}"
 
 
 @picture
@@ -87,12 +81,6 @@ def curves(record: Converted) -> tuple[Figure, str]:
         axes.plot([x[1] for x in points], [x[2] for x in points], color=COLOURS[0], linewidth=1.2)
         axes.set_title(stage)
         axes.set_yscale("log")
-        _named(axes, "seconds", "loss")
+        labelled(axes, "seconds", "loss")
     ends = "; ".join(f"{stage} {points[-1][2]:.4g}" for stage, points in held.items() if points)
     return figure, f"Training losses, at the end {ends}"
-
-
-def _named(axes: Axes, across: str, up: str) -> None:
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid()

@@ -1,11 +1,11 @@
-"""What a conversion shows: tables on the terminal and the page."""
+"""Shows a conversion: tables on the terminal and the page."""
 
 from __future__ import annotations
 
 from fast_attention.lab import pages
 from fast_attention.lab.converting import drawings
-from fast_attention.lab.converting.record import RECORD, SPELT, STAGES, Converted
-from fast_attention.lab.numbers import bytes_of, factor, milliseconds
+from fast_attention.lab.converting.record import FIGURES, STAGES, Converted
+from fast_attention.lab.numbers import bytes_of, factor, fixed, milliseconds
 from fast_attention.lab.pages import Figure, Section, Words
 from fast_attention.lab.tables import Table
 
@@ -18,14 +18,14 @@ tells times and no quality. Attention: the modules with their projections."""
 
 def stages(record: Converted) -> Table:
     """The model's quality at every stage, and how far its layers were off."""
-    found = {when: record.figures(when) for when in record.stages}
-    names = list(found["original"]) if found else []
+    by_stage = {when: record.figures(when) for when in record.stages}
+    names = list(by_stage["original"]) if by_stage else []
     rows = []
-    for when, figures in found.items():
+    for when, figures in by_stage.items():
         errors = list(record.conversion.errors.get(when, {}).values())
         mean = f"{sum(errors) / len(errors):.3f}" if errors else "0"
         rows.append([STAGES[when], *(f"{figures[name]:.4f}" for name in names), mean])
-    return Table(["", *(SPELT[name] for name in names), "mean error of a layer"], rows)
+    return Table(["", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
 
 
 def layers(record: Converted) -> Table:
@@ -34,13 +34,10 @@ def layers(record: Converted) -> Table:
     measured = [when for when in STAGES if when in held.errors]
     for name in held.layers:
         runs = held.mechanism if name in held.converted else f"{record.before(name)}: {held.kept[name]}"
-        found = [held.errors[when].get(name) for when in measured]
-        loss = held.put_back.get(name)
-        said = ["-" if error is None else f"{error:.3f}" for error in found]
-        rows.append([name, runs, *said, "-" if loss is None else f"{loss:.4f}"])
-    return Table(
-        ["layer", "runs", *(f"error, {STAGES[when]}" for when in measured), f"loss if {record.untouched}"], rows
-    )
+        errors = [fixed(held.errors[when].get(name), ".3f") for when in measured]
+        rows.append([name, runs, *errors, fixed(held.put_back.get(name), ".4f")])
+    titles = [f"error, {STAGES[when]}" for when in measured]
+    return Table(["layer", "runs", *titles, f"loss if {record.untouched}"], rows)
 
 
 def costs(record: Converted) -> Table:
@@ -51,8 +48,8 @@ def costs(record: Converted) -> Table:
         pair, cells = [row for row in record.costs if row["length"] == length], [f"{length:,}"]
         for name in ("seconds", "attention_seconds"):
             before, after = times = [row.get(name) for row in pair]
-            cells += ["-" if time is None else milliseconds(1000 * time) for time in times]
-            cells.append("-" if before is None or after is None else factor(after / before))
+            cells += [milliseconds(None if time is None else 1000 * time) for time in times]
+            cells.append(factor(None if before is None or after is None else after / before))
         rows.append([*cells, *(bytes_of(row.get("bytes")) for row in pair)])
     return Table(heads, rows)
 
@@ -63,19 +60,19 @@ def words(record: Converted) -> list[str]:
     if not held.put_back or held.whole is None:
         return []
     best = min(held.put_back, key=lambda name: held.put_back[name])
-    said = [
+    sentences = [
         f"Measured after the transfer, on passages of their own: loss {held.whole:.4f}; best left {record.untouched} "
         f"is {best}, with which it is {held.put_back[best]:.4f}."
     ]
     if budget is not None and held.limit is not None:
         chosen = ", then ".join(f"{name} (loss {loss:.4f})" for name, loss in held.chosen.items())
         kept = f"{record.untouched} stay {chosen}" if chosen else f"no layer needs to stay {record.untouched}"
-        said.append(f"Budget {budget:g}, a loss of {held.limit:.4f}: {kept}. Chosen before the fine-tune.")
-    return said
+        sentences.append(f"Budget {budget:g}, a loss of {held.limit:.4f}: {kept}. Chosen before the fine-tune.")
+    return sentences
 
 
 def tables(record: Converted) -> list[Table]:
-    """All of it."""
+    """The tables of a conversion."""
     return [table for table in (stages(record), layers(record), costs(record)) if table.rows]
 
 
@@ -107,5 +104,5 @@ def html(record: Converted) -> str:
     opens = meta.get("opened_by", "fast_attention.from_pretrained")
     warnings = pages.partial({**meta, "status": held.status}, "conversion")
     return pages.page(
-        "convert", [*sections, pages.again(meta, RECORD, f"The model: {opens} on this folder.")], warnings
+        "convert", [*sections, pages.again(meta, record.data, f"The model: {opens} on this folder.")], warnings
     )

@@ -1,4 +1,4 @@
-"""A text or proteins cut into passages for a model: batches to train on by number, and passages that never are."""
+"""Cuts a text or proteins into passages: batches to train on by number, and passages that are held out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Reading:
 
     def __init__(self, corpus: Corpus, tokenizer: Any, length: int, size: int, seed: int) -> None:
         self.corpus, self.size, self.seed = corpus, size, seed
-        self.before, self.behind = _marks(tokenizer)
-        self.room = length - len(self.before) - len(self.behind)
-        if self.room < 1:
+        self.before, self.behind = _special(tokenizer)
+        self.content = length - len(self.before) - len(self.behind)
+        if self.content < 1:
             raise InputError(f"--length {length}: the tokenizer's own marks alone are as long")
         self.padding = int(tokenizer.pad_token_id or 0)
         plain: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
@@ -45,7 +45,7 @@ class Reading:
         passages = [passage for document in held for passage in self._cut(document)]
         step = max(len(passages) // (2 * PASSAGES), 1)
         passages = passages[::step][: 2 * PASSAGES]
-        if not self.ends or self.ends[-1] < self.room or len(passages) < 2:
+        if not self.ends or self.ends[-1] < self.content or len(passages) < 2:
             known = sum(map(len, documents))
             raise InputError(
                 f"{corpus.name} has {known:,} tokens, of which the last tenth is held out: too few for passages of "
@@ -62,13 +62,13 @@ class Reading:
         at = int(torch.randint(self.ends[-1], (), generator=generator))
         which = bisect.bisect_right(self.ends, at)
         document = self.documents[which]
-        start = min(at - (self.ends[which] - len(document)), max(len(document) - self.room, 0))
-        return document[start : start + self.room]
+        start = min(at - (self.ends[which] - len(document)), max(len(document) - self.content, 0))
+        return document[start : start + self.content]
 
     def _cut(self, document: list[int]) -> list[list[int]]:
-        """One passage behind the other; what is left at the end only where nothing else is."""
-        whole = [document[i : i + self.room] for i in range(0, len(document) - self.room + 1, self.room)]
-        return whole or [document]
+        """The passages of a document, one after the other; a rest at the end only where nothing else is."""
+        passages = [document[i : i + self.content] for i in range(0, len(document) - self.content + 1, self.content)]
+        return passages or [document]
 
     def _batches(self, passages: list[list[int]]) -> list[Batch]:
         return [self._batch(passages[i : i + self.size]) for i in range(0, len(passages), self.size)]
@@ -80,7 +80,7 @@ class Reading:
         return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
-def _marks(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _special(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and behind a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     marked = tokenizer("a")["input_ids"]
@@ -89,7 +89,7 @@ def _marks(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _apart(documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """To train on, and the last documents, or the end of a single one, that are held out."""
+    """Split documents: those to train on, and the last ones, or the end of a single one, that are held out."""
     if len(documents) == 1:
         cut = round((1 - HELD) * len(documents[0]))
         return [documents[0][:cut]], [documents[0][cut:]]

@@ -10,14 +10,13 @@ from fast_attention.conversion import Conversion
 from fast_attention.lab.records import Record
 
 SOFTMAX = "Softmax()"
-RECORD = "report.json"
 STAGES = {
     "original": "original",
     "swapped": "swapped, untrained",
     "transferred": "after the transfer",
     "tuned": "after the fine-tune",
 }
-SPELT = {
+FIGURES = {
     "nats_per_token": "nats per token",
     "nats_per_target": "nats per target",
     "bits_per_byte": "bits per byte",
@@ -35,16 +34,17 @@ class Converted(Record):
     """A conversion, what it was run with, and what the model costs before and after."""
 
     kind, noun, keys = "convert", "conversion", {"costs": "prices"}
+    data, page = "report.json", "report.html"
 
     conversion: Conversion
     costs: list[dict[str, Any]] = field(default_factory=list)  # see costs.measure
 
     def parts(self) -> dict[str, Any]:
-        """Its fields, and the figures in the words of ``SPELT``."""
+        """The content of the file: the fields, and the figures of every stage."""
         return {**super().parts(), "figures": {when: self.figures(when) for when in self.stages}}
 
     def figures(self, when: str) -> dict[str, float]:
-        """What a reader wants to know of a stage, by the names in ``SPELT``."""
+        """What a reader wants to know of a stage, by the names in ``FIGURES``."""
         known = dict(self.conversion.figures[when])
         loss, original = known.pop("loss"), self.conversion.figures["original"]["loss"]
         if "sentence_cosine" not in known:  # the loss is nats, of a text or of a task
@@ -60,7 +60,7 @@ class Converted(Record):
 
     @property
     def untouched(self) -> str:
-        """How a layer is called that runs what it did."""
+        """The word for a layer that was not converted."""
         return "exact" if {*self.conversion.runs.values()} <= {SOFTMAX} else "as it was"
 
     @property

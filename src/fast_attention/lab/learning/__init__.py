@@ -1,1 +1,1 @@
-"""The commands that train a model and let it go on: ``train``, ``generate``."""
+"""The commands ``train``, ``tasks`` and ``generate``."""

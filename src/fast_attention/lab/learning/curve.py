@@ -1,4 +1,4 @@
-"""What a run has come to: the learning curve beside the baselines, as a picture and as a table."""
+"""Shows the result of a run: the learning curve beside the baselines, as a picture and as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, picture, sheet
+from fast_attention.lab import drawing
+from fast_attention.lab.drawing import COLOURS, picture, sheet
 from fast_attention.lab.tables import Row, Table, Value
 from fast_attention.tasks.task import Task
 from fast_attention.training import steps
@@ -33,15 +34,12 @@ def drawn(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], ti
     seen = [(line["step"], line["valid"]) for line in log if "valid" in line]
     losses = [(line["step"], line["loss"]) for line in log if "loss" in line]
     last = in_words(seen[-1][1], task.metric) if seen else "nothing yet"
-    lines = "".join(f"; {name} {in_words(value, task.metric)}" for name, value in baselines.items())
-    alt = f"{title}: {last} after {seen[-1][0] if seen else 0} steps{lines}"
+    lines = {f"{name} {in_words(value, task.metric)}": value for name, value in baselines.items()}
+    alt = "; ".join([f"{title}: {last} after {seen[-1][0] if seen else 0} steps", *lines])
     figure, (upper, lower) = sheet(4.6, 2, width=7.0, sharex=True, height_ratios=(2, 1))
     upper.set_title(title)
     upper.plot(*zip(*seen, strict=True), color=COLOURS[0], linewidth=1.6, marker="o", markersize=2.5)
-    for name, value in baselines.items():
-        upper.axhline(value, color=PALE, linewidth=0.9, linestyle="--")
-        place: Any = {"xy": (1.0, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-        upper.annotate(f"{name} {in_words(value, task.metric)}", **place, fontsize=7, color=INK)
+    drawing.baselines(upper, lines)
     upper.set_ylabel(f"validation, {task.metric}")
     if losses:
         lower.plot(*zip(*losses, strict=True), color=COLOURS[5], linewidth=0.8)

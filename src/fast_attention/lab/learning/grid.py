@@ -1,4 +1,4 @@
-"""Where recall ends: a trained model asked for needles at every depth of contexts of several lengths."""
+"""Measures recall of a trained model: needles at every depth of contexts of several lengths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SHORTEST = 128
 
 
 def lengths(task: Needle) -> list[int]:
-    """The task's length, its half, its quarter, down to the shortest worth asking."""
-    found = [task.context]
-    while found[-1] // 2 >= SHORTEST:
-        found.append(found[-1] // 2)
-    return found[::-1]
+    """The task's length, its half, its quarter, down to the shortest useful one."""
+    halves = [task.context]
+    while halves[-1] // 2 >= SHORTEST:
+        halves.append(halves[-1] // 2)
+    return halves[::-1]
 
 
 def recalled(folder: Path, task: Needle, settings: TrainingSettings) -> list[dict[str, Any]]:
@@ -52,6 +52,6 @@ def table(cells: list[dict[str, Any]]) -> Table:
     """Depths from left to right, lengths from top to bottom."""
     rows = []
     for length in dict.fromkeys(cell["length"] for cell in cells):
-        found = [cell["recalled"] for cell in cells if cell["length"] == length]
-        rows.append([f"{length:,}", *(Value(f"{x:.0%}", "fast" if x > 0.5 else "slow") for x in found)])
+        fractions = [cell["recalled"] for cell in cells if cell["length"] == length]
+        rows.append([f"{length:,}", *(Value(f"{x:.0%}", "fast" if x > 0.5 else "slow") for x in fractions)])
     return Table(["tokens", *(f"depth {depth:.0%}" for depth in DEPTHS)], rows, title="answers recalled")

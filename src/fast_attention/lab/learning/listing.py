@@ -1,4 +1,4 @@
-"""``fast-attention tasks``."""
+"""``fast-attention tasks``: lists what a model can be trained on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fast_attention.lab.options import at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
-    from fast_attention.lab.inputs import InputError
+    from fast_attention.lab import inputs
     from fast_attention.lab.tables import Table, show
     from fast_attention.tasks.task import Task
 
@@ -23,14 +23,12 @@ def tasks_command(
     name: Annotated[str | None, typer.Argument(help="A task, for all about it.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """List what a model can be trained on, with settings, or tell all about one task.
+    """List what a model can be trained on, with settings, or show all about one task.
 
     [dim]fast-attention tasks tag[/dim]
     """
-    try:
+    with inputs.refusing():
         kinds = [tasks.kind(each) for each in ([name] if name else tasks.names())]
-    except ValueError as error:
-        raise InputError(str(error)) from error
     if as_json:
         print(json.dumps([_described(kind) for kind in kinds], indent=1))
     elif name:
@@ -61,7 +59,7 @@ def _usage(kind: type[Task]) -> str:
 
 
 def _first(kind: type[Task]) -> str:
-    """The first sentence of what a task says of itself."""
+    """The first sentence of a task's docstring."""
     plain = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()).replace("``", "")
     return plain if plain.endswith(".") else f"{plain}."
 

@@ -1,11 +1,9 @@
-"""``fast-attention train``."""
+"""``fast-attention train``: trains a small model on a task."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +21,12 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning import curve, grid
     from fast_attention.lab.surroundings import surroundings
-    from fast_attention.mechanism import Unsupported
     from fast_attention.nn.models import ModelConfig
     from fast_attention.tasks.needle import Needle
     from fast_attention.tasks.task import Task
     from fast_attention.training import journal, standing, steps
     from fast_attention.training.loop import Diverged, Outcome, train
-    from fast_attention.training.settings import TrainingSettings, from_toml
+    from fast_attention.training.settings import TrainingSettings
 
 CURVE, RESULT = "curve.svg", "result.json"
 
@@ -37,9 +34,7 @@ CURVE, RESULT = "curve.svg", "result.json"
 def train_command(
     task: Annotated[
         str | None,
-        typer.Argument(
-            help="A task's name or expression: copy, 'Copy(words=15)' (see tasks). With --resume: the run's."
-        ),
+        typer.Argument(help="A task's name or expression: copy, 'Copy(words=15)' (see tasks). --resume: the run's."),
     ] = None,
     file: options.File = None,
     mechanism: Annotated[
@@ -67,27 +62,21 @@ def train_command(
     reversible: Annotated[bool | None, typer.Option("--reversible", help="Reversible blocks.")] = None,
     out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("out/train"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in the folder; what is not said is as it was.")
+        bool, typer.Option("--resume", help="Resume the run in the folder; options that are not given are its own.")
     ] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew over the run in the folder; with --resume, if it must be.")
     ] = False,
 ) -> int:
-    """Train a small model of any mechanism; SIGTERM and Ctrl-C save and end it, --resume goes on to the bit.
+    """Train a small model of any mechanism; SIGTERM and Ctrl-C save and end it, --resume resumes it to the bit.
 
     [dim]fast-attention train copy --mechanism LinearAttention --steps 500 --out out/copy[/dim]
     [dim]fast-attention train --out out/copy --resume[/dim]
     [dim]fast-attention train classify FILE.csv --minutes 5[/dim]
     """
-    named = dict(locals())
-    with refused():
-        training, model = ({}, {}) if config is None else from_toml(config)
-        if n_steps is not None:
-            training["steps"] = n_steps
-        elif minutes is not None or ("minutes" in training and "steps" not in training):
-            training["steps"] = 0
-        training |= {name: named[name] for name in TRAINING if named[name] is not None}
-        model |= {name: named[name] for name in MODEL if named[name] is not None}
+    given = dict(locals())
+    with inputs.refusing(TypeError, Diverged):
+        training, model = inputs.run_settings(given)
         if mechanism:
             model["mechanism"] = [repr(each) for text in mechanism for each in inputs.mechanisms([text])]
         held = standing.of(out, lambda words: None) if resume else None
@@ -96,8 +85,8 @@ def train_command(
             model = {**asdict(held.config), **model}
         task = task or (held.task if held is not None else None)
         if task is None:
-            said = f"{out} holds no run to resume: name the task" if resume else "name a task"
-            raise InputError(f"{said}, e.g. fast-attention train copy")
+            missing = f"{out} holds no run to resume: name the task" if resume else "name a task"
+            raise InputError(f"{missing}, e.g. fast-attention train copy")
         settings, goal = TrainingSettings(**training), tasks.parse(f"{task} {file}" if file else task)
         if held is not None and repr(goal) != held.task:
             raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot be resumed so")
@@ -113,24 +102,6 @@ def train_command(
         if first:
             _tell(goal, chosen, settings, outcome, out)
     return 130 if outcome.status == "interrupted" else 0
-
-
-TRAINING = (
-    "minutes", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
-    "patience", "fsdp",
-)  # fmt: skip
-MODEL = ("width", "layers", "heads", "max_len", "positions", "dropout", "reversible")
-
-
-@contextmanager
-def refused() -> Iterator[None]:
-    """What the rooms below refuse, in one line."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (ValueError, TypeError, Diverged, Unsupported) as error:
-        raise InputError(str(error)) from error
 
 
 def _carry_out(
@@ -156,7 +127,7 @@ def _carry_out(
 
 
 def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: Outcome, out: Path) -> None:
-    """The table on the terminal, the picture and the record in the folder."""
+    """Print the table, and write the picture and the record into the folder."""
     say = Console(stderr=True)
     if outcome.status == "interrupted":
         tables.say(f"interrupted; saved at step {outcome.step:,}. The same command with --resume resumes it.")
@@ -165,8 +136,7 @@ def _tell(task: Task, config: ModelConfig, settings: TrainingSettings, outcome: 
         baselines = task.baselines()
     mechanisms = ", ".join(dict.fromkeys(config.mechanisms))
     log = journal.read(out)
-    drawn = curve.drawn(log, task, baselines, f"{task!r}, {mechanisms}")
-    files.write(out / CURVE, drawn.svg)
+    files.write(out / CURVE, curve.drawn(log, task, baselines, f"{task!r}, {mechanisms}").svg)
     result = {
         "command": ["fast-attention", *sys.argv[1:]],
         "task": repr(task),

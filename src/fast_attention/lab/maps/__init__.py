@@ -1,1 +1,1 @@
-"""Attention maps of a model's heads as they are, beside those of a mechanism in their place."""
+"""``fast-attention maps``: attention maps of a model's heads before and after a swap."""

@@ -1,9 +1,9 @@
-"""``fast-attention maps``: attention maps of a model's heads beside those of a mechanism in their place."""
+"""``fast-attention maps``: draws attention maps of a model's heads before and after a mechanism is put in."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.loading import default_model
     from fast_attention.lab.maps import page
-    from fast_attention.lab.maps.heads import Head, compared, sampled
+    from fast_attention.lab.maps.heads import Head, Maps, compared, sampled
     from fast_attention.lab.maps.models import ModelAndText
     from fast_attention.lab.surroundings import begun
-    from fast_attention.lab.tables import say
-    from fast_attention.mechanism import Unsupported
+    from fast_attention.lab.tables import present
 
 
 def maps_command(
@@ -42,7 +41,7 @@ def maps_command(
     out: Annotated[Path, typer.Option(help="Folder for maps.html and maps.json.")] = Path("maps"),
     as_json: options.AsJson = False,
 ) -> int:
-    """Draw every head's attention map before and after a mechanism is put in, and say how far apart they are.
+    """Draw every head's attention map before and after a mechanism is put in, and measure how far apart they are.
 
     [dim]fast-attention maps MODEL_DIR --mechanism "Local(window=64)" --rows 0,100 --out maps[/dim]
     """
@@ -51,8 +50,8 @@ def maps_command(
     inputs.folder(out)
     torch.manual_seed(seed)
     given = None if ids is None else inputs.numbers("--ids", ids)
-    subject = ModelAndText(model or default_model(), text=text, fasta=fasta, ids=given, length=length)
-    before, after = subject.calls(chosen)
+    opened = ModelAndText(model or default_model(), text=text, fasta=fasta, ids=given, length=length)
+    before, after = opened.calls(chosen)
     tokens = before[0].q.shape[-2]
     drawn = (
         sampled(tokens, 4)[1:3]
@@ -60,15 +59,16 @@ def maps_command(
         else _within("--rows", inputs.numbers("--rows", rows), tokens, "queries")
     )
     kept = range(len(before)) if wanted is None else _within("--layers", wanted, len(before), "layers")
-    found = _compared([before[i] for i in kept], [after[i] for i in kept], drawn)
+    layer_heads = _compared([before[i] for i in kept], [after[i] for i in kept], drawn)
     runs = [" + ".join(dict.fromkeys(repr(call.bound.mechanism) for call in calls)) for calls in (before, after)]
     meta = begun(
-        torch.device("cpu"), model=subject.name, read=subject.read, tokens=tokens, before=runs[0], after=runs[1],
+        torch.device("cpu"), model=opened.name, read=opened.read, tokens=tokens, before=runs[0], after=runs[1],
         rows=drawn, seed=seed,
     )  # fmt: skip
-    meta["status"] = "complete"
-    written = page.save(meta, found, out)
-    _tell(meta, found, written, as_json)
+    record = Maps(meta, layer_heads)
+    record.finish("complete")
+    record.leave(out, page.html(record))
+    present(record, out, as_json, _distances(record))
     return 0
 
 
@@ -81,23 +81,18 @@ def _within(option: str, chosen: list[int], count: int, what: str) -> list[int]:
 
 def _compared(before: list[Call], after: list[Call], drawn: list[int]) -> list[list[Head]]:
     with progress.counted(len(before)) as watch:
-        found = []
+        layers = []
         for one, other in zip(before, after, strict=True):
             watch(one.layer)
-            try:
-                found.append(compared(one, other, drawn))
-            except (Unsupported, ValueError) as error:
-                raise InputError(f"{one.layer}: {error}") from error
-    return found
+            with inputs.refusing(where=f"{one.layer}: "):
+                layers.append(compared(one, other, drawn))
+    return layers
 
 
-def _tell(meta: dict[str, Any], layers: list[list[Head]], written: Path, as_json: bool) -> None:
-    if as_json:
-        print(page.as_json(meta, layers))
-    else:
-        print(f"{meta['before']} and {meta['after']} on {meta['read']}: distance of every head")
-        width = max(len(heads[0].layer) for heads in layers)
-        for heads in layers:
-            print(f"{heads[0].layer:<{width}}  " + " ".join(f"{head.distance:.2f}" for head in heads))
-        print(f"median {page.median(layers):.2f}; 0: equal, 1: nothing in common")
-    say(f"\nMaps: {written.resolve()}\nNumbers: {written.resolve().with_suffix('.json')}")
+def _distances(record: Maps) -> str:
+    """The distance of every head, a line for each layer."""
+    width = max(len(heads[0].layer) for heads in record.layers)
+    lines = [f"{record.meta['before']} and {record.meta['after']} on {record.meta['read']}: distance of every head"]
+    for heads in record.layers:
+        lines.append(f"{heads[0].layer:<{width}}  " + " ".join(f"{head.distance:.2f}" for head in heads))
+    return "\n".join([*lines, f"median {record.median:.2f}; 0: equal, 1: nothing in common"])

@@ -1,4 +1,4 @@
-"""Pictures of attention maps: every head before and after, and how far apart they are."""
+"""Draws attention maps: every head before and after, and how far apart they are."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 import math
 from typing import Any
 
-import matplotlib.colors
 import matplotlib.lines
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, folded, picture, sheet
+from fast_attention.lab.drawing import COLOURS, INK, PALE, attention_map, folded, picture, sheet
 from fast_attention.lab.maps.heads import Head
 
 PER_BAND = 6  # heads side by side
@@ -31,8 +30,8 @@ def layer(heads: list[Head], length: int, chosen: list[int], names: tuple[str, s
     """
     bands = math.ceil(len(heads) / PER_BAND)
     columns = min(PER_BAND, len(heads))
-    told = ", ".join(f"head {head.head} {head.distance:.2f}" for head in heads)
-    alt = f"{heads[0].layer}: attention maps of {names[0]} above {names[1]}; distance of {told}"
+    distances = ", ".join(f"head {head.head} {head.distance:.2f}" for head in heads)
+    alt = f"{heads[0].layer}: attention maps of {names[0]} above {names[1]}; distance of {distances}"
     ratios = [1.0, 1.0, 0.75] * bands
     figure, grid = sheet(5.9 * bands, 3 * bands, columns, width=1.1 + 1.9 * columns, height_ratios=ratios)
     for number in range(bands * columns):
@@ -50,13 +49,9 @@ def layer(heads: list[Head], length: int, chosen: list[int], names: tuple[str, s
 
 
 def _head(panels: list[Axes], head: Head, length: int, chosen: list[int], names: tuple[str, str]) -> None:
-    top = max(float(np.quantile(head.original, 0.995)), 1e-9)
-    norm = matplotlib.colors.PowerNorm(0.5, 0.0, top, clip=True)
+    top = float(np.quantile(head.original, 0.995))
     for axes, table, name in zip(panels, (head.original, head.swapped), names, strict=False):
-        values = np.clip(np.nan_to_num(np.array(table)), 0.0, None)
-        edge = (-0.5, length - 0.5, length - 0.5, -0.5)
-        axes.imshow(values, cmap="magma", norm=norm, interpolation="nearest", aspect="auto", extent=edge)
-        axes.set_xticks([])
+        attention_map(axes, table, top, aspect="auto", extent=(-0.5, length - 0.5, length - 0.5, -0.5))
         axes.set_yticks([0, length - 1] if name else [])
         axes.set_ylabel(f"{folded(name, 18)}\nquery" if name else "", fontsize=8)
         axes.spines[:].set_visible(False)
@@ -66,11 +61,11 @@ def _head(panels: list[Axes], head: Head, length: int, chosen: list[int], names:
 
 def _curves(axes: Axes, head: Head, length: int, chosen: list[int], first: bool) -> None:
     blocks = len(head.original[0])
-    places = (np.arange(blocks) + 0.5) * length / blocks
+    centres = (np.arange(blocks) + 0.5) * length / blocks
     curves = zip(itertools.cycle(COLOURS), head.original_curves, head.swapped_curves, strict=False)
     for colour, before, after in itertools.islice(curves, len(chosen)):
-        axes.plot(places, before, color=colour, linewidth=1.1)
-        axes.plot(places, after, color=colour, linewidth=0.9, linestyle=DASHES)
+        axes.plot(centres, before, color=colour, linewidth=1.1)
+        axes.plot(centres, after, color=colour, linewidth=0.9, linestyle=DASHES)
     axes.set_xlim(0, length)
     axes.set_xticks([0, length // 2, length])
     axes.set_yscale("function", functions=(_root, _square))
@@ -93,12 +88,12 @@ def _square(x: Any) -> Any:
 
 
 def _legend(chosen: list[int], names: tuple[str, str]) -> tuple[list[Any], list[str]]:
-    """The colours are queries, the strokes the two models."""
+    """A legend: colours for the queries, strokes for the two models."""
     line = matplotlib.lines.Line2D
-    found = [line([], [], color=colour) for colour, _ in zip(itertools.cycle(COLOURS), chosen, strict=False)]
-    texts = [f"query {place:,}" for place in chosen]
-    found += [line([], [], color=INK), line([], [], color=INK, linestyle=DASHES)]
-    return found, [*texts, names[0], names[1]]
+    strokes = [line([], [], color=colour) for colour, _ in zip(itertools.cycle(COLOURS), chosen, strict=False)]
+    texts = [f"query {query:,}" for query in chosen]
+    strokes += [line([], [], color=INK), line([], [], color=INK, linestyle=DASHES)]
+    return strokes, [*texts, names[0], names[1]]
 
 
 @picture

@@ -1,20 +1,23 @@
-"""Rows of heads' attention matrices before and after, coarse enough to look at, and how far they are apart."""
+"""Compares heads before and after a mechanism is put in: rows of their attention matrices, and their distance."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fast_attention.lab.calls import Call
+from fast_attention.lab.records import Record, plain
 
 MOST = 64  # rows, and blocks of keys, of a map
 
 
 @dataclass
 class Head:
-    """One head before and after: how far its rows are apart, and what there is to look at.
+    """One head before and after: the distance of its rows, and what is drawn of it.
 
     Maps are (R, B): the weight that each of R sampled queries lays on each of B blocks of keys; curves (C, B) are the
     same of the chosen queries.
@@ -28,6 +31,38 @@ class Head:
     swapped: list[list[float]]
     original_curves: list[list[float]]
     swapped_curves: list[list[float]]
+
+
+@dataclass
+class Maps(Record):
+    """The heads of every layer of a model."""
+
+    kind, noun, data, page, indent = "maps", "comparison of maps", "maps.json", "maps.html", None
+
+    layers: list[list[Head]] = field(default_factory=list)
+
+    @property
+    def heads(self) -> list[Head]:
+        """The heads of all layers."""
+        return [head for heads in self.layers for head in heads]
+
+    @property
+    def median(self) -> float:
+        """The median of all heads' distances in the swapped model."""
+        return statistics.median(head.distance for head in self.heads)
+
+    def parts(self) -> dict[str, Any]:
+        """``{"meta": ..., "median_distance": ..., "heads": [...]}``, weights to four digits."""
+        heads = [_rounded(plain(asdict(head))) for head in self.heads]
+        return {"meta": self.meta, "median_distance": self.median, "heads": heads}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def sampled(length: int, most: int = MOST) -> list[int]:
@@ -55,19 +90,18 @@ def distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compared(before: Call, after: Call, chosen: list[int]) -> list[Head]:
-    """All heads of a layer; the rows of the matrices are let go again.
+    """All heads of a layer.
 
     Raises:
         Unsupported: A mechanism has no attention matrix.
     """
-    places = sampled(before.q.shape[-2])
-    asked = places + chosen
-    exact, swapped = before.rows(asked), after.rows(asked)
-    apart = distance(exact[:, : len(places)], swapped[:, : len(places)]).tolist()
-    alone = distance(exact[:, : len(places)], after.rows(places, before)).tolist()
+    positions = sampled(before.q.shape[-2])
+    count = len(positions)
+    exact, swapped = before.rows(positions + chosen), after.rows(positions + chosen)
+    apart = distance(exact[:, :count], swapped[:, :count]).tolist()
+    alone = distance(exact[:, :count], after.rows(positions, before)).tolist()
     shown = [coarse(rows).tolist() for rows in (exact, swapped)]
-    cut = len(places)
     return [
-        Head(before.layer, i, apart[i], alone[i], a[:cut], b[:cut], a[cut:], b[cut:])
+        Head(before.layer, i, apart[i], alone[i], a[:count], b[:count], a[count:], b[count:])
         for i, (a, b) in enumerate(zip(*shown, strict=True))
     ]

@@ -1,4 +1,4 @@
-"""Which model is looked at, what it reads, and how a mechanism is put in."""
+"""Opens a model with what it reads, and records its calls before and after a mechanism is put in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.integrations import swap
-from fast_attention.lab import capture, corpus, loading, own
+from fast_attention.lab import capture, corpus, inputs, loading, own
 from fast_attention.lab.calls import Call, reading
 from fast_attention.lab.inputs import InputError
-from fast_attention.mechanism import Unsupported
 
 
 class ModelAndText:
@@ -32,19 +31,19 @@ class ModelAndText:
     def __init__(self, name: str, *, text: str | None, fasta: str | None, ids: list[int] | None, length: int) -> None:
         if ids is not None and (text or fasta):
             raise InputError("give --ids or a file to read, not both")
-        self.name, place = name, loading.find(name)
-        self.ours = place.ours
-        if place.ours:
-            source = own.Own(place.folder, name, text, fasta)
-            self.model = source.model
-            self.tokens, self.read = source.tokens(min(length, source.context or length))
-            kinds = source.model.config.vocab_size
+        self.name, source = name, loading.find(name)
+        self.ours = source.ours
+        if source.ours:
+            opened = own.Own(source.folder, name, text, fasta)
+            self.model = opened.model
+            self.tokens, self.read = opened.tokens(min(length, opened.context or length))
+            kinds = opened.model.config.vocab_size
         else:
-            found = loading.load(name)
-            self.model = found.get_encoder() if found.config.is_encoder_decoder else found
-            kinds = found.config.get_text_config().vocab_size
+            model = loading.load(name)
+            self.model = model.get_encoder() if model.config.is_encoder_decoder else model
+            kinds = model.config.get_text_config().vocab_size
             if ids is None:
-                self.tokens, self.read = _read(name, found.config, corpus.read(text, fasta), length)
+                self.tokens, self.read = _read(name, model.config, corpus.read(text, fasta), length)
         if ids is not None:
             wrong = [number for number in ids if not 0 <= number < kinds]
             if wrong or not ids:
@@ -65,15 +64,13 @@ class ModelAndText:
             after = [] if self.ours else reading(self.model, self.tokens)
             if not after:
                 raise InputError(f"{self.name} runs its own attention: give --mechanism to put another in its place")
-        try:
+        with inputs.refusing():
             if not self.ours:
                 swap(self.model, "Softmax")
             before = reading(self.model, self.tokens)
             if mechanism is not None:
-                own.exchange(self.model, mechanism) if self.ours else swap(self.model, mechanism)
+                own.replace(self.model, mechanism)
                 after = reading(self.model, self.tokens)
-        except (Unsupported, ValueError) as error:
-            raise InputError(str(error)) from error
         names = {call.layer for call in before} & {call.layer for call in after}
         if not names:
             raise InputError(f"{self.name}: no layer attends with queries and keys")

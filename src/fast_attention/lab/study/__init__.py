@@ -1,1 +1,1 @@
-"""``fast-attention study``: what several mechanisms learn of one task, at what price in time and memory."""
+"""``fast-attention study``: what several mechanisms learn of one task, and its cost in time and memory."""

@@ -1,4 +1,4 @@
-"""Pictures of a study: what is learnt against time and memory, and the curves."""
+"""Draws a study: what is learnt against time and memory, and the learning curves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, line, number, picture, sheet
+from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, labelled, line, number, picture, sheet
 from fast_attention.lab.study.plan import ALONE, EXACT, label
 from fast_attention.lab.study.record import Study, Summary
+from fast_attention.lab.tradeoff import frontier
 
 MARKS = "osD^vP*X"
 COSTS: dict[str, Callable[[Summary], float]] = {
@@ -22,8 +23,8 @@ COSTS: dict[str, Callable[[Summary], float]] = {
 @picture
 def costs(record: Study) -> tuple[Figure, str]:
     """Quality against the time of a step and against its peak memory; what nothing beats in both is joined."""
-    known = {name: record.summary(name) for name in record.meta["mechanisms"]}
-    shown = {name: found for name, found in known.items() if found is not None}
+    summaries = {name: record.summary(name) for name in record.meta["mechanisms"]}
+    shown = {name: summary for name, summary in summaries.items() if summary is not None}
     figure, panels = sheet(4.6, 1, 2, sharey=True)
     for axes, (words, cost) in zip(panels, COSTS.items(), strict=True):
         _scatter(axes, record, shown, cost)
@@ -41,14 +42,15 @@ def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callabl
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.grid()
-    for at, (name, found) in enumerate(shown.items()):
+    for at, (name, summary) in enumerate(shown.items()):
         axes.errorbar(
-            cost(found), found.mean, _bars(record, found), color=_colour(name, at), marker=MARKS[at % len(MARKS)],
+            cost(summary), summary.mean, _bars(record, summary), color=_colour(name, at), marker=MARKS[at % len(MARKS)],
             markersize=7, capsize=3, linewidth=1, linestyle="none", label=label(name),
         )  # fmt: skip
-    front = frontier([(cost(found), found.mean) for found in shown.values()], _rising(record))
-    axes.plot(*zip(*front, strict=True), color=PALE, linewidth=1, zorder=0)
-    _baselines(axes, record)
+    points = [(cost(summary), summary.mean) for summary in shown.values()]
+    best = frontier(points, lambda point: point, rising=_rising(record))
+    axes.plot(*zip(*best, strict=True), color=PALE, linewidth=1, zorder=0)
+    baselines(axes, record.meta["baselines"], 0.5)
     axes.xaxis.set_major_formatter(number)
     axes.xaxis.set_minor_formatter(lambda value, _: number(value) if high / low < 30 else "")
 
@@ -57,21 +59,12 @@ def _colour(name: str, at: int) -> str:
     return INK if name == EXACT else PALE if name == ALONE else COLOURS[at % len(COLOURS)]
 
 
-def _bars(record: Study, found: Summary) -> list[list[float]]:
+def _bars(record: Study, summary: Summary) -> list[list[float]]:
     """The interval below and above the mean; fractions end at 0 and 1, whatever few seeds say."""
-    spread = found.spread or 0.0
+    spread = summary.spread or 0.0
     if not _rising(record):
         return [[spread], [spread]]
-    return [[min(spread, found.mean)], [min(spread, 1.0 - found.mean)]]
-
-
-def frontier(points: list[tuple[float, float]], rising: bool) -> list[tuple[float, float]]:
-    """The points that no other one beats: cheaper and at least as good, by rising cost."""
-    found: list[tuple[float, float]] = []
-    for cost, value in sorted(points, key=lambda point: (point[0], -point[1] if rising else point[1])):
-        if not found or (value > found[-1][1] if rising else value < found[-1][1]):
-            found.append((cost, value))
-    return found
+    return [[min(spread, summary.mean)], [min(spread, 1.0 - summary.mean)]]
 
 
 @picture
@@ -87,22 +80,11 @@ def curves(record: Study) -> tuple[Figure, str]:
             means = {step: statistics.fmean(values) for step, values in by_step.items()}
             dash = "--" if at >= len(COLOURS) else "-"
             line(axes, means, dash, color=_colour(name, at), linewidth=1.4, marker="", label=label(name))
-    axes.set_xlabel("steps")
-    axes.set_ylabel(_metric(record))
-    axes.grid()
-    _baselines(axes, record)
+    labelled(axes, "steps", _metric(record))
+    baselines(axes, record.meta["baselines"], 0.5)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     alt = f"{_metric(record)} on the validation set while training, {len(record.meta['mechanisms'])} mechanisms"
     return figure, alt
-
-
-def _baselines(axes: Axes, record: Study) -> None:
-    low, high = axes.get_ylim()
-    for name, value in record.meta["baselines"].items():
-        if low - 0.5 * (high - low) <= value <= high + 0.5 * (high - low):
-            axes.axhline(value, color=PALE, linewidth=0.8, linestyle=":")
-            axes.annotate(name, (0.005, value), (0, 2), xycoords=("axes fraction", "data"),
-                          textcoords="offset points", fontsize=6.5, color=PALE)  # fmt: skip
 
 
 def _rising(record: Study) -> bool:

@@ -1,4 +1,4 @@
-"""What a study shows: the table on the terminal and the page."""
+"""Shows a study: the table on the terminal and the page."""
 
 from __future__ import annotations
 
@@ -15,36 +15,29 @@ def rows(record: Study) -> list[list[str]]:
     """The mechanisms, best mean first, and the baselines among them."""
     rising = record.meta["metric"] == "accuracy"
     exact = record.summary("Softmax()")
-    found: list[tuple[float, list[str]]] = []
+    ranked: list[tuple[float, list[str]]] = []
     for name in record.meta["mechanisms"]:
         summary = record.summary(name)
         if summary is None:
-            failed = [r for r in record.results if r.mechanism == name]
+            failed = any(result.mechanism == name for result in record.results)
             words = "diverged" if failed else "not reached"
-            found.append((float("-inf") if rising else float("inf"), [name, words, "", "0", "", "", ""]))
+            ranked.append((float("-inf") if rising else float("inf"), [name, words, "", "0", "", "", ""]))
             continue
         spread = "" if summary.spread is None else f" ± {summary.spread:.4f}"
         gap = "" if exact is None or name == "Softmax()" else f"{summary.mean - exact.mean:+.4f}"
-        said = f"{name}  ({CONTROLS[name]})" if name in CONTROLS else name
+        title = f"{name}  ({CONTROLS[name]})" if name in CONTROLS else name
         cost = [milliseconds(1000 * summary.step_seconds), bytes_of(summary.peak_bytes), amount(summary.parameters)]
-        found.append((summary.mean, [said, f"{summary.mean:.4f}{spread}", gap, str(summary.seeds), *cost]))
+        ranked.append((summary.mean, [title, f"{summary.mean:.4f}{spread}", gap, str(summary.seeds), *cost]))
     for name, value in record.meta["baselines"].items():
         gap = "" if exact is None else f"{value - exact.mean:+.4f}"
-        found.append((value, [f"baseline: {name}", f"{value:.4f}", gap, "", "", "", ""]))
-    return [row for _, row in sorted(found, key=lambda pair: pair[0], reverse=rising)]
+        ranked.append((value, [f"baseline: {name}", f"{value:.4f}", gap, "", "", "", ""]))
+    return [row for _, row in sorted(ranked, key=lambda pair: pair[0], reverse=rising)]
 
 
 def table(record: Study) -> Table:
     """The study in rows."""
-    heads = [
-        "mechanism",
-        str(record.meta["metric"]),
-        "against exact",
-        "seeds",
-        "a step",
-        "peak of a step",
-        "parameters",
-    ]
+    metric = str(record.meta["metric"])
+    heads = ["mechanism", metric, "against exact", "seeds", "a step", "peak of a step", "parameters"]
     return Table(heads, [Row(row, "pale" if row[0].startswith("baseline") else "") for row in rows(record)])
 
 
@@ -60,10 +53,10 @@ def html(record: Study) -> str:
     }
     sections = [pages.run(meta, facts)]
     if any(record.summary(name) for name in meta["mechanisms"]):
-        said = "Bars are 95 % intervals over the seeds; the pale line joins what nothing beats in both."
+        caption = "Bars are 95 % intervals over the seeds; the pale line joins what nothing beats in both."
         curves = Figure(drawings.curves(record), "Means over the seeds; dotted: baselines.")
         sections += [
-            Section("What is learnt, and at what cost", [Figure(drawings.costs(record), said), table(record)]),
+            Section("What is learnt, and at what cost", [Figure(drawings.costs(record), caption), table(record)]),
             Section("While training", [curves]),
         ]
-    return pages.page("study", [*sections, pages.again(meta, "study.json")], pages.partial(meta, "study"))
+    return pages.page("study", [*sections, pages.again(meta, record.data)], pages.partial(meta, "study"))

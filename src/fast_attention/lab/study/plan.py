@@ -1,4 +1,4 @@
-"""What a study compares: the same task, steps, order of the data and number of parameters for every mechanism."""
+"""Plans a study: the same task, steps, order of the data and number of parameters for every mechanism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fast_attention.tasks.task import Task
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.steps import config_for
 
-BESIDE = " + "  # between the mechanisms of layers that alternate
+BESIDE = " + "  # separates the mechanisms of layers that alternate
 EXACT, ALONE = "Softmax()", "Local(window=0)"
 CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token sees itself only"}
 
@@ -41,50 +41,47 @@ class Plan:
         """
         names = tuple(dict.fromkeys([*CONTROLS, *mechanisms]))
         for name in names:
-            try:
+            with inputs.refusing(NotImplementedError, where=f"{name}: "):
                 matched(task, name, model)
-            except (ValueError, NotImplementedError) as error:
-                raise InputError(f"{name}: {error}") from error
         return cls(task, names, seeds, settings, model)
 
     @property
     def cells(self) -> list[tuple[str, int]]:
-        """Mechanism and seed; all mechanisms with one seed before the next, so that a stopped study is level."""
+        """Mechanism and seed; all mechanisms with one seed before the next, so that a stopped study has equal seeds."""
         return [(name, seed) for seed in range(self.seeds) for name in self.mechanisms]
 
     def settings_for(self, seed: int) -> TrainingSettings:
-        """The same steps; other weights, dropout and order of the data for another seed, the same for all."""
+        """The settings of one seed: other weights, dropout and order of the data, the same for all mechanisms."""
         return replace(self.settings, seed=self.settings.seed + seed, order=self.settings.order + seed)
 
 
 def folder(name: str, seed: int) -> str:
-    """The name of a cell's folder."""
+    """The folder of a cell."""
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
     return f"{plain}-seed{seed}"
 
 
 def matched(task: Task, mechanism: str, model: dict[str, Any]) -> ModelConfig:
-    """The model with as many parameters as the one of exact attention: its feed-forward layers give or take.
+    """A model with as many parameters as that with exact attention, by the width of its feed-forward layers.
 
     A mechanism whose own weights alone outweigh that gets feed-forward layers of one unit and stays larger.
     """
     base = config_for(task, mechanism=EXACT, **model)
-    wanted = parameters(replace(base, hidden=base.hidden or 4 * base.width))
-    own = config_for(task, mechanism=tuple(mechanism.split(BESIDE)), **model)
-    least, unit = parameters(replace(own, hidden=1)), own.layers * (2 * own.width + 1)
-    return replace(own, hidden=1 + max(0, round((wanted - least) / unit)))
+    target = parameters(replace(base, hidden=base.hidden or 4 * base.width))
+    config = config_for(task, mechanism=tuple(mechanism.split(BESIDE)), **model)
+    least, unit = parameters(replace(config, hidden=1)), config.layers * (2 * config.width + 1)
+    return replace(config, hidden=1 + max(0, round((target - least) / unit)))
 
 
 def parameters(config: ModelConfig) -> int:
-    """Numbers that a model learns."""
+    """The number of a model's trainable parameters."""
     with torch.random.fork_rng(devices=[]):
         return sum(p.numel() for p in Model(config).parameters() if p.requires_grad)
 
 
 def label(name: str) -> str:
-    """A mechanism as the pictures call it."""
-    short = {EXACT: "exact attention", ALONE: "no mixing"}
-    return short.get(name, name)
+    """The name of a mechanism in pictures."""
+    return {EXACT: "exact attention", ALONE: "no mixing"}.get(name, name)
 
 
 def named(text: str) -> list[str]:

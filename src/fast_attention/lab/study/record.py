@@ -38,28 +38,26 @@ class Study(Record):
 
     kind, noun = "study", "study"
     same = ("task", "mechanisms", "seeds", "training", "model", "fast_attention")
+    data, page = "study.json", "study.html"
 
     results: list[Result] = field(default_factory=list)
 
     def of(self, mechanism: str) -> list[Result]:
-        """The runs of a mechanism that came to their end."""
+        """The complete runs of a mechanism."""
         return [r for r in self.results if r.mechanism == mechanism and r.value is not None and r.status != "failed"]
 
     def summary(self, mechanism: str) -> Summary | None:
         """Means over the seeds, or None before the first is done."""
-        found = self.of(mechanism)
-        if not found:
+        results = self.of(mechanism)
+        if not results:
             return None
-        values = [r.value for r in found if r.value is not None]
+        values = [r.value for r in results if r.value is not None]
         spread = None
         if len(values) > 1:
             student = _STUDENT[min(len(values) - 2, len(_STUDENT) - 1)]
             spread = student * statistics.stdev(values) / math.sqrt(len(values))
-        seconds = statistics.median(r.step_seconds for r in found)
-        return Summary(
-            statistics.fmean(values), spread, len(values), seconds, max(r.peak_bytes for r in found),
-            found[0].parameters,
-        )  # fmt: skip
+        seconds, peak = statistics.median(r.step_seconds for r in results), max(r.peak_bytes for r in results)
+        return Summary(statistics.fmean(values), spread, len(values), seconds, peak, results[0].parameters)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The study itself: one training run after the other, each resumed where it stood."""
+"""Runs a study: one training run after the other, each resumed where it was stopped."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from fast_attention import counting
 from fast_attention.lab.study.plan import Plan, folder, matched
 from fast_attention.lab.study.record import Result, Study
 from fast_attention.nn.models import Model, ModelConfig
-from fast_attention.tasks.task import Batch, Task
+from fast_attention.tasks.task import Task
 from fast_attention.training import journal, loop, steps
 from fast_attention.training.settings import TrainingSettings
 
 CELLS = "cells"  # the folder of the runs
+Watch = Callable[[str, dict[str, Any]], None]
 
 
-def study(plan: Plan, record: Study, out: Path, watch: Callable[[str, dict[str, Any]], None]) -> str:
-    """Fill the record; ``watch`` hears the cell's name and the lines of its log. How it ended."""
+def study(plan: Plan, record: Study, out: Path, watch: Watch) -> str:
+    """Fill the record, and return how that ended; ``watch`` is called with a cell's name and the lines of its log."""
     done = {(r.mechanism, r.seed) for r in record.results}
     for mechanism, seed in plan.cells:
         if (mechanism, seed) in done:
@@ -34,9 +35,7 @@ def study(plan: Plan, record: Study, out: Path, watch: Callable[[str, dict[str, 
     return "complete"
 
 
-def _cell(
-    plan: Plan, mechanism: str, seed: int, out: Path, watch: Callable[[str, dict[str, Any]], None]
-) -> Result | None:
+def _cell(plan: Plan, mechanism: str, seed: int, out: Path, watch: Watch) -> Result | None:
     settings = plan.settings_for(seed)
     config = matched(plan.task, mechanism, plan.model)
     try:
@@ -49,10 +48,10 @@ def _cell(
     if outcome.status == "interrupted":
         return None
     lines = journal.read(out)
-    each = [line["step_seconds"] for line in lines if "step_seconds" in line]
+    times = [line["step_seconds"] for line in lines if "step_seconds" in line]
     return Result(
         mechanism, seed, outcome.status, outcome.valid, outcome.best, outcome.step,
-        statistics.median(each) if each else outcome.seconds / max(outcome.step, 1),
+        statistics.median(times) if times else outcome.seconds / max(outcome.step, 1),
         peak(plan.task, config, settings), outcome.parameters, config.hidden,
         [(line["step"], line["seconds"], line["valid"]) for line in lines if "valid" in line],
     )  # fmt: skip
@@ -63,6 +62,5 @@ def peak(task: Task, config: ModelConfig, settings: TrainingSettings) -> int:
     with torch.random.fork_rng(devices=[]):
         model = Model(config).to(settings.device).train()
         batch = task.batch("train", 0, settings.batch_size)
-        mask = None if batch.key_mask is None else batch.key_mask.to(settings.device)
-        batch = Batch(batch.tokens.to(settings.device), batch.targets.to(settings.device), mask)
+        batch = batch.to(settings.device)
         return counting.peak_bytes(lambda: steps.loss_of(model, batch, settings).backward(), settings.device)

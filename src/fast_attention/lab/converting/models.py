@@ -1,11 +1,11 @@
-"""What ``convert`` is given: a model, and what it learns on. Of transformers, with a text; or a run of ``train``."""
+"""Opens what ``convert`` converts: a model of transformers with a text, or a run of ``train`` with its task."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,10 +14,9 @@ from fast_attention.conversion.goals import is_language_model
 from fast_attention.integrations import extend
 from fast_attention.lab import capture, corpus, inputs, loading
 from fast_attention.lab.converting.reading import Reading
-from fast_attention.lab.converting.record import RECORD, Converted
+from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
-from fast_attention.lab.loading import Place
-from fast_attention.mechanism import Unsupported
+from fast_attention.lab.loading import ModelFolder
 from fast_attention.nn import saving
 from fast_attention.nn.models import ModelConfig
 from fast_attention.tasks.task import Task
@@ -60,72 +59,70 @@ class ModelAndData(Protocol):
         ...
 
 
-def opened(
-    name: str, device: torch.device, *, text: str | None, fasta: str | None, length: int | None, size: int | None,
-    positions: int | None, seed: int, out: Path,
-) -> ModelAndData:  # fmt: skip
-    """The model of that name.
+class Data(NamedTuple):
+    """What to learn on, as a user chose it."""
+
+    text: str | None
+    fasta: str | None
+    length: int | None  # tokens of a passage
+    size: int | None  # passages of a batch
+    positions: int | None  # tokens that a Hugging Face model is extended to read; None: as many as it does
+    seed: int  # for the order of passages
+
+
+def opened(name: str, device: torch.device, data: Data, out: Path) -> ModelAndData:
+    """Open a model with what it learns on.
 
     Args:
         name: What ``loading.find`` knows.
         device: Where it computes.
-        text: A file to learn on.
-        fasta: A file of proteins to learn on.
-        length: Tokens of a passage.
-        size: Passages of a batch.
-        positions: Tokens that a Hugging Face model is extended to read; None: as many as it does.
-        seed: For their order.
-        out: Where the results will lie.
+        data: What to learn on.
+        out: The folder for the results.
 
     Raises:
-        InputError: There is no such model, it cannot be read with, or the results would take its place.
+        InputError: There is no such model, it cannot be read with, or the results would replace it.
     """
-    place = loading.find(name)
-    own = place.folder.resolve()
-    if out.resolve() in (own, own.parent if own.name == standing.MODEL else own):
+    source = loading.find(name)
+    folder = source.folder.resolve()
+    if out.resolve() in (folder, folder.parent if folder.name == standing.MODEL else folder):
         raise InputError(f"--out {out} is the folder of the model itself: name another")
     if (out / standing.MODEL / saving.SETTINGS).exists():
         raise InputError(f"--out {out} holds a run of train: name another folder")
-    if not place.ours:
-        return Pretrained(place, device, text, fasta, length, size, positions, seed)
-    if positions is not None:
-        raise InputError(f"--positions {positions}: {name} is a model of this library: train it with a longer context")
-    return Run(place, device, text, fasta, length, size, seed)
+    if source.ours and data.positions is not None:
+        raise InputError(
+            f"--positions {data.positions}: {name} is a model of this library: train it with a longer context"
+        )
+    return (Run if source.ours else Pretrained)(source, device, data)
 
 
 class Pretrained:
     """A model of transformers with a text, or proteins."""
 
-    def __init__(
-        self, place: Place, device: torch.device, text: str | None, fasta: str | None, length: int | None,
-        size: int | None, positions: int | None, seed: int,
-    ) -> None:  # fmt: skip
-        self.name, self.device, self.tokenizer = place.name, device, loading.tokenizer(place.name)
-        self.wanted, self.extension = positions, ""
+    def __init__(self, source: ModelFolder, device: torch.device, data: Data) -> None:
+        self.name, self.device, self.tokenizer = source.name, device, loading.tokenizer(source.name)
+        self.wanted, self.extension = data.positions, ""
         self.model = self.original()
         self.positions = capture.context(self.model.config, self.tokenizer)
-        if length is not None and self.positions is not None and length > self.positions:
+        if data.length is not None and self.positions is not None and data.length > self.positions:
             raise InputError(
-                f"--length {length}: the model reads {self.positions} tokens at most; --positions {length} lets it "
-                "read more"
+                f"--length {data.length}: the model reads {self.positions} tokens at most; --positions {data.length} "
+                "lets it read more"
             )
-        self.length = length or min(LONGEST, self.positions or LONGEST)
-        self.read = Reading(corpus.read(text, fasta), self.tokenizer, self.length, size or 1, seed)
+        self.length = data.length or min(LONGEST, self.positions or LONGEST)
+        self.read = Reading(corpus.read(data.text, data.fasta), self.tokenizer, self.length, data.size or 1, data.seed)
         self.batch, self.held_out, self.choosing = self.read.batch, self.read.held_out, self.read.choosing
         self.lengths: list[int] = [*LENGTHS]
 
     def original(self) -> Any:
-        """With more positions, where they were asked for."""
+        """The model, with more positions where they were asked for."""
         model = loading.load(self.name).float().to(self.device)
         if self.wanted is not None:
-            try:
+            with inputs.refusing(where=f"--positions {self.wanted}: "):
                 self.extension = str(extend(model, self.wanted, tokenizer=self.tokenizer))
-            except (Unsupported, ValueError) as error:
-                raise InputError(f"--positions {self.wanted}: {error}") from error
         return model
 
     def meta(self) -> dict[str, Any]:
-        """The text."""
+        """What is recorded of the text."""
         return {
             "text": self.read.corpus.name,
             "batch_size": self.read.size,
@@ -139,7 +136,7 @@ class Pretrained:
         }
 
     def save(self, out: Path) -> None:
-        """With its tokenizer."""
+        """Save the model with its tokenizer."""
         self.model.save_pretrained(out)
         self.tokenizer.save_pretrained(out)
 
@@ -150,15 +147,12 @@ class Run:
     positions: int | None = None
     extension = ""
 
-    def __init__(
-        self, place: Place, device: torch.device, text: str | None, fasta: str | None, length: int | None,
-        size: int | None, seed: int,
-    ) -> None:  # fmt: skip
-        self.name, self.device = place.name, device
+    def __init__(self, source: ModelFolder, device: torch.device, data: Data) -> None:
+        self.name, self.device = source.name, device
         self.model = self.original()
         config = self.model.config
-        task, known = _learnt(place, config)
-        self.task, self.size, self.seed = _changed(place, task, text, fasta, length), size or known.batch_size, seed
+        task, known = _learnt(source, config)
+        self.task, self.size, self.seed = _changed(source, task, data), data.size or known.batch_size, data.seed
         steps.check(self.task, config)
         count = known.evaluation_batches
         batches = [self.task.batch("valid", i, self.size) for i in range(2 * count)]
@@ -168,15 +162,15 @@ class Run:
         self.lengths += [] if longest is None else [longest]
 
     def original(self) -> Any:
-        """Of the run."""
+        """The model of the run."""
         return loading.load(self.name).float().to(self.device)
 
     def batch(self, number: int) -> tasks.Batch:
-        """Another seed has other batches."""
+        """Batch number i of the task; another seed has other batches."""
         return self.task.batch("train", self.seed * ORDER + number, self.size)
 
     def meta(self) -> dict[str, Any]:
-        """The task."""
+        """What is recorded of the task."""
         bits = self.task.metric == "bits per byte"
         return {
             "text": repr(self.task),
@@ -192,16 +186,17 @@ class Run:
         }
 
     def save(self, out: Path) -> None:
-        """As ``train`` saves a model."""
+        """Save the model as ``train`` does."""
         saving.save(self.model, out)
 
 
-def _learnt(place: Place, config: ModelConfig) -> tuple[Task, TrainingSettings]:
+def _learnt(source: ModelFolder, config: ModelConfig) -> tuple[Task, TrainingSettings]:
     """What a model was trained on, and how: as its run says, or the report of its conversion; else what it can read."""
-    folder = place.folder.parent if place.folder.name == standing.MODEL else place.folder
+    folder = source.folder.parent if source.folder.name == standing.MODEL else source.folder
     if (run := standing.of(folder, lambda words: None)) is not None:
         return tasks.parse(run.task), TrainingSettings(**run.settings)
-    meta = Converted.read(folder / RECORD).meta if (folder / RECORD).exists() else {}
+    path = folder / Converted.data
+    meta = Converted.read(path).meta if path.exists() else {}
     if "task" in meta:
         known = {name: meta[name] for name in ("batch_size", "evaluation_batches")}
         return tasks.parse(meta["task"]), TrainingSettings(**known)
@@ -210,19 +205,19 @@ def _learnt(place: Place, config: ModelConfig) -> tuple[Task, TrainingSettings]:
     if config.reads == "bytes" and config.causal:
         return tasks.ByteLM(context=min(LONGEST, config.longest or LONGEST)), TrainingSettings()
     raise InputError(
-        f"{place.name}: nothing says which task it learnt, and what it reads is neither bytes nor residues: give the "
+        f"{source.name}: nothing says which task it learnt, and what it reads is neither bytes nor residues: give the "
         "folder of the run, with its checkpoints"
     )
 
 
-def _changed(place: Place, task: Task, text: str | None, fasta: str | None, length: int | None) -> Task:
+def _changed(source: ModelFolder, task: Task, data: Data) -> Task:
     """The task on another file, or with another length."""
     other: dict[str, Any] = {}
-    for option, file, reads in (("--text", text, "bytes"), ("--fasta", fasta, "residues")):
+    for option, file, reads in (("--text", data.text, "bytes"), ("--fasta", data.fasta, "residues")):
         if file is not None and task.reads != reads:
-            raise InputError(f"{option} {file}: {place.name} learns {task!r}, which reads no {reads}")
+            raise InputError(f"{option} {file}: {source.name} learns {task!r}, which reads no {reads}")
         if file is not None:
             other[task.takes] = file
-    if length is not None and "context" not in [field.name for field in fields(task)]:  # type: ignore[arg-type]
-        raise InputError(f"--length {length}: {task!r} has sequences of a length of its own")
-    return replace(task, **other, **({} if length is None else {"context": length}))  # type: ignore[type-var]
+    if data.length is not None and "context" not in [field.name for field in fields(task)]:  # type: ignore[arg-type]
+        raise InputError(f"--length {data.length}: {task!r} has sequences of a length of its own")
+    return replace(task, **other, **({} if data.length is None else {"context": data.length}))  # type: ignore[type-var]
