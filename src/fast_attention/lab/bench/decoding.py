@@ -48,9 +48,10 @@ def decoding(
     longest = max(positions) + rounds * len(steps) + 8
     bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, longest)).to(setting.device, setting.dtype)
 
-    def tokens(count: int) -> Any:
+    def tokens(count: int) -> tuple[Any, Any, Any]:
         size = (batch, setting.heads, count, setting.head_dim)
-        return [torch.randn(size).to(setting.device, setting.dtype) for _ in range(3)]
+        q, k, v = (torch.randn(size).to(setting.device, setting.dtype) for _ in range(3))
+        return q, k, v
 
     states: dict[int, Any] = {}
     state, read, began = None, 0, time.perf_counter()
