@@ -10,8 +10,13 @@ from torch import Tensor
 
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.mechanisms.linear import fast_favor, fast_favor_noncausal, linear_state, reference
-from fast_attention.mechanisms.linear.fast_favor_sums import chunk_of
+from fast_attention.mechanisms.linear import (
+    fast_favor,
+    fast_favor_chunks,
+    fast_favor_noncausal,
+    linear_state,
+    reference,
+)
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 D, M, WIDE = 8, 24, 5
@@ -27,7 +32,7 @@ MAPS: list[Kind] = [*EXPONENTIAL, (SINCOS, False, True)]
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Blocks of 512 tokens, so that the lengths here make several; the test of long sums takes them as they are."""
     if request.node.originalname != "test_very_many_terms":
-        monkeypatch.setattr(fast_favor_noncausal, "BLOCK", 512)
+        monkeypatch.setattr(fast_favor_noncausal, "TOKENS", 512)
 
 
 def plain(
@@ -202,8 +207,8 @@ def test_very_many_terms(is_causal: bool) -> None:
 
 
 def test_chunks_by_features() -> None:
-    assert chunk_of(RandomFeatureMap("positive"), torch.zeros(1, 512, 4)) == 64
-    assert chunk_of(RandomFeatureMap("hyperbolic"), torch.zeros(1, 512, 4)) == 128
+    assert fast_favor_chunks.tokens(RandomFeatureMap("positive"), torch.zeros(1, 512, 4)) == 64
+    assert fast_favor_chunks.tokens(RandomFeatureMap("hyperbolic"), torch.zeros(1, 512, 4)) == 128
     x = inputs(300)
     W = draw(2, 520, D).double()
     a, b = favor_plus_attention(*x, W, is_causal=True), plain(POSITIVE, *x, Heads(W), is_causal=True)

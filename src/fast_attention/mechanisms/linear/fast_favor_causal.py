@@ -1,168 +1,192 @@
-"""Causal attention from random features in chunks, the state before each chunk in the units of its first key.
+"""Causal attention from random features in chunks, the state before each chunk in the scales of its first key.
 
-Query i's proper unit for a feature is the largest among the keys it sees. Any will do that is not above it, nor more
-than ``SLACK`` below: so those of a chunk's first key serve for the whole chunk, no later key can make an earlier one
-vanish, and none overflows. Where a chunk holds a far larger feature, ``reference.advance`` takes it feature by feature.
-Arguments are flat, as in ``fast_favor_noncausal``; there may be more keys than queries: the first ones are seen by all.
+Query i's proper log scale for a feature is the largest among the keys it sees. Any will do that is not above it, nor
+more than ``SLACK`` below: so the log scales of a chunk's first key serve for the whole chunk, no later key can make an
+earlier one vanish, and none overflows. Where a chunk holds a far larger feature, ``reference.advance`` takes it feature
+by feature. Arguments are flat, as in ``fast_favor_noncausal``; where there are more keys, all queries see the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from fast_attention.engine.custom_gradient import Tensors
+from fast_attention.engine.recurrence import Chunk, masked_rows
 from fast_attention.engine.workspace import Workspace
-from fast_attention.mechanisms.linear import linear_state, reference
-from fast_attention.mechanisms.linear.fast_favor_noncausal import inverse, scatter
-from fast_attention.mechanisms.linear.fast_favor_sums import Kept, Running
+from fast_attention.mechanisms.linear.fast_favor_chunks import SUMMED, Carry, FavorPass, RunningSums, inverse, keys_vjp
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.log_features import SLACK
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
+State = tuple[Tensor, Tensor, Tensor]  # G (N, C, Ev), g (N, 1, C) and log scales (N, 1, C) or (N, 1, 1)
+
 
 @dataclass(frozen=True)
-class Part:
-    """A group of heads: tensors (h, ...) of all its tokens."""
+class _Forward(FavorPass):
+    state: State | None  # where the scan begins, and where it leaves its end
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    heads: Heads
-    mask: Tensor | None
-    phi: RandomFeatureMap
-    workspace: Workspace
-    learned: Heads | None = None  # gradients of ``heads``, where they are wanted
+    def begin(self, rows: slice) -> Carry:
+        count, width = rows.stop - rows.start, self.phi.width(self.heads.rows)
+        if self.state is None:
+            G, g = self.q.new_zeros(count, width, self.v.shape[-1]), self.q.new_zeros(count, 1, width)
+            log_scale = self.phi.first_log_scale(self.q, count, self.heads.rows)
+        else:
+            G, g, log_scale = (x[rows] for x in self.state)
+        return Carry(self.heads.some(rows), RunningSums(G, g, SUMMED), log_scale, log_scale)
 
-    def keys(self, at: slice) -> tuple[Tensor, Tensor]:
-        """``RandomFeatureMap.keys`` of a block."""
-        return self.phi.keys(self.k[:, at], self.heads.keys, self.seen(at), self.workspace, "keys")
+    def chunk(self, chunk: Chunk, carry: Carry, kept: Sequence[Tensor]) -> None:
+        (G, g, enters, leaves), sums, queries = kept, carry.sums, self.queries(chunk)
+        k, v, masked = chunk.of(self.k), chunk.of(self.v), self.visible(chunk)
+        values, half = self.phi.keys(k, carry.heads.keys, masked, self.workspace)
+        scales = values if self.phi.exponential else half
+        running_max = torch.maximum(carry.running_max, scales.amax(1, keepdim=True))
+        log_scale = running_max if queries is None else torch.maximum(carry.running_max, scales[:, :1])
+        pairwise = queries is not None and bool((running_max - log_scale > SLACK).any())
+        log_scale = carry.running_max if pairwise else log_scale
+        sums.rescale((carry.log_scale - log_scale).exp_())
+        enters.copy_(log_scale)
+        if queries is not None:
+            sums.read(G, g)
+        if pairwise:
+            assert queries is not None
+            state = LinearState(G, g[:, 0], log_scale[:, 0])
+            rows, state = self.pairwise(queries.of(self.q), k, v, carry.heads, masked, state)
+            queries.of(self.out).copy_(rows)
+            sums.set(state.kv, state.k[:, None])
+            log_scale = running_max = state.log_scale[:, None]
+        else:
+            self.phi.finish(values, half, log_scale)
+            if queries is not None:
+                self._outputs(queries, values, v, carry.heads, G, g, log_scale)
+            sums.add(values, v)
+        leaves.copy_(log_scale)
+        carry.log_scale, carry.running_max = log_scale, running_max
 
-    def queries(self, at: slice, unit: Tensor) -> Tensor:
-        """``RandomFeatureMap.queries`` of a block."""
-        return self.phi.queries(self.q[:, at], self.heads, unit, self.workspace, "queries")
+    def _outputs(
+        self, chunk: Chunk, keys: Tensor, v: Tensor, heads: Heads, G: Tensor, g: Tensor, log_scale: Tensor
+    ) -> None:
+        queries = self.phi.queries(chunk.of(self.q), heads, log_scale, self.workspace)
+        pairs = self.product("pairs", queries, keys)
+        numerator, factor = torch.bmm(pairs, v).baddbmm_(queries, G), chunk.of(self.inv_denominator)
+        factor.copy_(inverse(queries.mul_(g).sum(-1).add_(pairs.sum(-1))))
+        torch.mul(numerator, factor[..., None], out=chunk.of(self.out))
 
-    def seen(self, at: slice) -> Tensor | None:
-        """The mask of a block of keys."""
-        return None if self.mask is None else self.mask[:, at]
+    def end(self, rows: slice, carry: Carry) -> None:
+        if self.state is not None:
+            G, g, log_scale = (x[rows] for x in self.state)
+            carry.sums.rescale((carry.log_scale - carry.running_max).exp_())
+            carry.sums.read(G, g)
+            log_scale.copy_(carry.running_max)
 
-    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """``a b^T`` of a chunk's rows, zero where the column comes after the row."""
-        return torch.bmm(a, b.mT, out=self.workspace(name, len(a), a.shape[1], b.shape[1])).tril_()
 
-    def pairwise(
-        self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, mask: Tensor | None, state: LinearState
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs and the state after a chunk whose keys differ too much for one unit each feature."""
-        keys = reference.masked_keys(lambda x: self.phi.plain(x, heads.keys), k, mask)
-        sums, state = reference.advance(self.phi.plain(q, heads).free, keys, v, state)
-        return linear_state.normalise(sums), state
+@dataclass(frozen=True)
+class _Backward(FavorPass):
+    last: Tensor  # log scales after the last chunk, (N, 1, C) or (N, 1, 1)
+    grad: Tensor
+    d_heads: Heads | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def begin(self, rows: slice) -> Carry:
+        count, width = rows.stop - rows.start, self.phi.width(self.heads.rows)
+        G, g = self.q.new_zeros(count, width, self.v.shape[-1]), self.q.new_zeros(count, 1, width)
+        return Carry(self.heads.some(rows), RunningSums(G, g, SUMMED), self.last[rows], self.last[rows])
+
+    def chunk(self, chunk: Chunk, carry: Carry, kept: Sequence[Tensor]) -> None:
+        (_, _, enters, leaves), queries, sums = kept, self.queries(chunk), carry.sums
+        sums.rescale((leaves - carry.log_scale).exp_())
+        carry.log_scale = enters
+        d_after = sums.read(self.workspace("d_G", *sums.G.shape), self.workspace("d_g", *sums.g.shape))
+        d_heads = self.d_heads and self.d_heads.some(chunk.rows)
+        if queries is None:
+            keys_vjp(chunk.of(self.k), chunk.of(self.v), carry.heads, self.visible(chunk), self.phi, self.workspace,
+                     enters, d_after, (chunk.of(self.dk), chunk.of(self.dv)), d_heads)  # fmt: skip
+        elif bool((leaves > enters).any()):
+            sums.set(*self._pairwise_vjp(chunk, queries, carry.heads, kept, d_after, d_heads))
+        else:
+            self._vjp(chunk, queries, carry, kept, d_after, d_heads)
+
+    def _vjp(
+        self, chunk: Chunk, beside: Chunk, carry: Carry, kept: Sequence[Tensor], d_after: tuple[Tensor, ...],
+        d_heads: Heads | None,
+    ) -> None:  # fmt: skip
+        (G, g, enters, _), (dG, dg), phi, workspace = kept, d_after, self.phi, self.workspace
+        q, k, v, heads, masked = beside.of(self.q), chunk.of(self.k), chunk.of(self.v), carry.heads, self.visible(chunk)
+        d_numerator = beside.of(self.grad) * beside.of(self.inv_denominator)[..., None]
+        d_denominator = torch.linalg.vecdot(d_numerator, beside.of(self.out)).neg_()[..., None]
+        keys, half = phi.keys(k, heads.keys, masked, workspace)
+        phi.finish(keys, half, enters)
+        queries = phi.queries(q, heads, enters, workspace)
+        pairs = self.product("pairs", queries, keys)
+        d_pairs = torch.bmm(d_numerator, v.mT, out=workspace("d_pairs", *pairs.shape)).add_(d_denominator).tril_()
+        d = torch.bmm(d_numerator, G.mT, out=workspace("d", *keys.shape))
+        d.addcmul_(d_denominator, g).baddbmm_(d_pairs, keys)
+        phi.vjp(d, queries, q, heads, workspace, beside.of(self.dq), False, d_heads)
+        d = torch.bmm(v, dG.mT, out=workspace("d", *keys.shape)).add_(dg).baddbmm_(d_pairs.mT, queries)
+        carry.sums.add(queries, d_numerator, d_denominator[..., 0])
+        chunk.of(self.dv).copy_(torch.bmm(keys, dG).baddbmm_(pairs.mT, d_numerator))
+        phi.vjp(d, keys, k, heads.keys, workspace, chunk.of(self.dk), True, d_heads and d_heads.keys)
+        if masked is not None:
+            chunk.of(self.dk).masked_fill_(masked, 0.0)
+
+    def _pairwise_vjp(
+        self, chunk: Chunk, beside: Chunk, heads: Heads, kept: Sequence[Tensor], d_after: tuple[Tensor, ...],
+        d_heads: Heads | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Write the gradients of a chunk that went pair by pair, by autograd; return those of the state before it."""
+        (before_G, before_g, enters, _), masked = kept, self.visible(chunk)
+        with torch.enable_grad():
+            tensors = beside.of(self.q), chunk.of(self.k), chunk.of(self.v), before_G, before_g
+            q, k, v, G, g = leaves = [x.detach().requires_grad_() for x in tensors]
+            if d_heads is not None:
+                heads = heads.mapped(lambda x: x.detach().requires_grad_())
+                leaves += [x for x in heads if x is not None]
+            out, state = self.pairwise(q, k, v, heads, masked, LinearState(G, g[:, 0], enters[:, 0]))
+        d_out = beside.of(self.grad), d_after[0], d_after[1][:, 0]
+        dq, dk, dv, dG, dg, *d_weights = torch.autograd.grad((out, state.kv, state.k), leaves, d_out)
+        for chunk_of, x, gradient in ((beside, self.dq, dq), (chunk, self.dk, dk), (chunk, self.dv, dv)):
+            chunk_of.of(x).copy_(gradient)
+        for total, gradient in zip([x for x in d_heads or () if x is not None], d_weights, strict=True):
+            total.add_(gradient)
+        return dG, dg
+
+    def end(self, rows: slice, carry: Carry) -> None:
+        """The first state has no gradient here: decoding with gradients goes by the plain form."""
 
 
 def forward(
-    part: Part, order: list[tuple[slice, slice | None]], kept: Kept, sums: Running, unit: Tensor,
-    out: Tensor, over: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write outputs (h, L, Ev) and 1 / denominators (h, L), and carry ``sums`` in ``unit`` to the end's, returned."""
-    top = unit
-    for index, (at, of) in enumerate(order):
-        values, half = part.keys(at)
-        scales = part.phi.scales(values, half)
-        highest = torch.maximum(top, scales.amax(1, keepdim=True))
-        level = highest if of is None else torch.maximum(top, scales[:, :1])
-        steep = of is not None and bool((highest - level > SLACK).any())
-        level = top if steep else level
-        sums.fade((unit - level).exp_())
-        here, unit, top = kept.at(index), level, highest
-        if of is not None:
-            sums.read(here.G, here.g)
-        if steep:
-            state = LinearState(here.G, here.g[:, 0], level[:, 0])
-            tokens = part.q[:, of], part.k[:, at], part.v[:, at]
-            out[:, of], state = part.pairwise(*tokens, part.heads, part.seen(at), state)
-            sums.set(state.kv, state.k[:, None])
-            unit = top = state.log_scale[:, None]
-        else:
-            part.phi.finish(values, half, level)
-            here.enters.copy_(level)
-            if of is not None:
-                _chunk(part, values, at, of, here, out[:, of], over[:, of])
-            sums.add(values, part.v[:, at])
-        here.enters.copy_(level)
-        here.leaves.copy_(unit)
-    sums.fade((unit - top).exp_())
-    return top
-
-
-def _chunk(part: Part, values: Tensor, at: slice, of: slice, before: Kept, out: Tensor, over: Tensor) -> None:
-    queries = part.queries(of, before.enters)
-    pairs = part.product("pairs", queries, values)
-    found = torch.bmm(pairs, part.v[:, at]).baddbmm_(queries, before.G)
-    over.copy_(inverse(queries.mul_(before.g).sum(-1).add_(pairs.sum(-1))))
-    torch.mul(found, over[..., None], out=out)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *weights: Tensor | None, phi: RandomFeatureMap, keep: bool,
+    state: State | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Outputs (N, L, Ev) behind ``state``, which is overwritten by that after the last key."""
+    heads = Heads(*cast("list[Tensor]", weights))
+    out, inv_denominator = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2])
+    work = _Forward(q, k, v, masked_rows(mask, k), heads, phi, Workspace(q), out, inv_denominator, state)
+    order, width = work.order(), phi.width(heads.rows)
+    count = (len(q), len(order[0])) if keep else (len(q), 1)
+    scales = width if phi.exponential else 1
+    sizes = (width, v.shape[-1]), (1, width), (1, scales), (1, scales)
+    kept = tuple(q.new_empty(*count, *size) for size in sizes)
+    work.run(order, kept)
+    return out, (*kept, inv_denominator) if keep else ()
 
 
 def backward(
-    part: Part, order: list[tuple[slice, slice | None]], kept: Kept, out: Tensor, over: Tensor, grad: Tensor,
-    found: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Write the gradients of q, k and v; ``back`` holds those of the state after each block, from the last one on."""
-    dq, dk, dv = found
-    back = Running(torch.zeros_like(kept.G[:, 0]), torch.zeros_like(kept.g[:, 0]))
-    after, unit = (torch.empty_like(back.G), torch.empty_like(back.g)), kept.leaves[:, -1]
-    for index, (at, of) in reversed(list(enumerate(order))):
-        here = kept.at(index)
-        back.fade((here.leaves - unit).exp_())
-        unit = here.enters
-        back.read(*after)
-        if of is None:
-            scatter(part.k[:, at], part.v[:, at], part.heads, part.seen(at), part.phi, part.workspace, unit, after,
-                    (dk[:, at], dv[:, at]), part.learned)  # fmt: skip
-        elif bool((here.leaves > here.enters).any()):
-            dq[:, of], dk[:, at], dv[:, at], G, g = _pairwise_back(part, at, of, here, grad[:, of], after)
-            back.set(G, g)
-        else:
-            dn = grad[:, of] * over[:, of, None]
-            dd = torch.linalg.vecdot(dn, out[:, of]).neg_()
-            _chunk_back(part, at, of, here, (dn, dd), after, back, (dq[:, of], dk[:, at], dv[:, at]))
-
-
-def _chunk_back(
-    part: Part, at: slice, of: slice, here: Kept, given: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor],
-    back: Running, found: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    (dn, dd), v, phi, workspace = given, part.v[:, at], part.phi, part.workspace
-    values, half = part.keys(at)
-    phi.finish(values, half, here.enters)
-    queries = part.queries(of, here.enters)
-    pairs = part.product("pairs", queries, values)
-    d_pairs = torch.bmm(dn, v.mT, out=workspace("d_pairs", *pairs.shape)).add_(dd[..., None]).tril_()
-    d = torch.bmm(dn, here.G.mT, out=workspace("d", *values.shape))
-    phi.pull(d.addcmul_(dd[..., None], here.g).baddbmm_(d_pairs, values), queries, part.q[:, of], part.heads, workspace,
-              found[0], False, part.learned)  # fmt: skip
-    d = torch.bmm(v, after[0].mT, out=workspace("d", *values.shape)).add_(after[1]).baddbmm_(d_pairs.mT, queries)
-    back.add(queries, dn, dd)
-    found[2].copy_(torch.bmm(values, after[0]).baddbmm_(pairs.mT, dn))
-    learned = None if part.learned is None else part.learned.keys
-    phi.pull(d, values, part.k[:, at], part.heads.keys, workspace, found[1], True, learned)
-    if part.mask is not None:
-        found[1].masked_fill_(~part.mask[:, at, None], 0.0)
-
-
-def _pairwise_back(
-    part: Part, at: slice, of: slice, here: Kept, grad: Tensor, after: tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
-    tensors = (part.q[:, of], part.k[:, at], part.v[:, at], here.G, here.g)
-    with torch.enable_grad():
-        q, k, v, G, g = leaves = [x.detach().requires_grad_() for x in tensors]
-        heads = part.heads
-        if part.learned is not None:
-            heads = heads.mapped(lambda x: x.detach().requires_grad_())
-            leaves += [x for x in heads if x is not None]
-        state = LinearState(G, g[:, 0], here.enters[:, 0])
-        out, state = part.pairwise(q, k, v, heads, part.seen(at), state)
-    found = torch.autograd.grad((out, state.kv, state.k), leaves, (grad, after[0], after[1][:, 0]))
-    for goal, gradient in zip([x for x in part.learned or () if x is not None], found[5:], strict=True):
-        goal.add_(gradient)
-    return found[:5]
+    inputs: Tensors, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
+    phi: RandomFeatureMap,
+) -> Tensors:  # fmt: skip
+    """Gradients of q, k and v, and of trained rows and bias."""
+    q, k, v, mask, *weights = cast("list[Tensor]", inputs)
+    heads, (*states, inv_denominator) = Heads(*weights), kept
+    d_heads = heads.mapped(torch.zeros_like) if heads.trained else None
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    fixed = q, k, v, masked_rows(mask, k), heads, phi, Workspace(q), outputs[0], inv_denominator
+    work = _Backward(*fixed, states[-1][:, -1], gradients[0], d_heads, *grads)
+    work.run(work.order(), states, backward=True)
+    return *grads, None, *(d_heads or (None, None, None))

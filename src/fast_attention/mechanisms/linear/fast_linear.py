@@ -57,7 +57,7 @@ def _attend(
         dispatch.record("all pairs at once", f"no more than {few} tokens")
         return fast_linear_short.attention(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
     if not is_causal:
-        dispatch.record("one state, blocks in cache", "every query sees every key", chunk=fast_linear_noncausal.CHUNK)
+        dispatch.record("one state, blocks in cache", "every query sees every key", chunk=fast_linear_noncausal.TILE)
         return fast_linear_noncausal.attention(q, k, v, key_mask, phi=phi, eps=eps)
     dispatch.record("chunked causal sums, blocks in cache", "causal", chunk=fast_linear_causal.TILE)
     if extra < 0:  # the first queries see nothing

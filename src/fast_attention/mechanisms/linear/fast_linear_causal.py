@@ -1,184 +1,184 @@
-"""Causal kernelised attention in blocks: masked products inside chunks, prefix sums of states over them.
+"""Causal kernelised attention: masked products inside tiles, prefix sums of states over them, chunks that carry sums.
 
-Sums over blocks are kept in float64. Backward, the blocks come in reverse and carry the gradient of the state; features
-and states inside a block are made again.
+Sums over chunks are kept in float64. Features and the states of tiles are computed again for the gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.recurrence import Chunk, ChunkPass, flat, masked_rows
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Elementwise
-from fast_attention.mechanisms.linear import fast_linear_chunks, linear_state, reference
-from fast_attention.mechanisms.linear.fast_linear_chunks import Chunk, chunks_of_rows, flat, inside, masked_rows
-from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear import fast_linear_chunks, reference
+from fast_attention.mechanisms.linear.fast_linear_chunks import chunks, features, features_vjp, inside
+from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 
 TILE = 64  # tokens of a masked product
 
 
 class States(NamedTuple):
-    """Sums of ``phi(k) v^T`` and ``phi(k)`` beside each chunk (chunks, C, Ev) and (chunks, 1, C)."""
-
-    kv: Tensor
-    k: Tensor
-
-
-class Carry(NamedTuple):
-    """The same sums over all blocks so far, (rows, C, Ev) and (rows, 1, C), in float64."""
+    """Sums of ``phi(k) v^T`` and ``phi(k)``: (tiles, C, Ev) and (tiles, 1, C), or (rows, ...) in float64 as a carry."""
 
     kv: Tensor
     k: Tensor
 
     def add(self, kv: Tensor, k: Tensor) -> None:
-        """Take in the chunks of one block."""
+        """Add the tiles of one chunk to this carry."""
         rows = self.kv.shape[0]
         self.kv.add_(kv.view(rows, -1, *kv.shape[1:]).sum(1))
         self.k.add_(k.view(rows, -1, *k.shape[1:]).sum(1))
 
 
-def _numbers(width: int, values: int) -> int:
-    return max(width * values, TILE * max(width, values, TILE))
+def _chunks(q: Tensor, v: Tensor) -> list[list[Chunk]]:
+    (rows, length, width), values = q.shape, v.shape[-1]
+    return chunks(rows, length, TILE, max(width * values, TILE * max(width, values, TILE)))
 
 
-def _carry(kv: Tensor | None, k: Tensor | None, like: Tensor, chunk: Chunk, width: int) -> Carry:
-    rows = chunk.rows.stop - chunk.rows.start
-    if kv is None or k is None:
-        zeros = like.new_zeros((rows, width, like.shape[-1] + 1), dtype=torch.float64)
-        return Carry(zeros[..., 1:].contiguous(), zeros[..., :1].mT.contiguous())
-    own = flat(kv)[chunk.rows], k.reshape(-1, 1, width)[chunk.rows]
-    return Carry(*(x.to(torch.float64, copy=True) for x in own))
+def _beside(first: Sequence[Tensor], own: States, workspace: Workspace, *, reverse: bool = False) -> States:
+    """For each tile the sum over the tiles before it (after it, if ``reverse``) and ``first``.
 
-
-def _beside(first: Carry, own: States, workspace: Workspace, *, reverse: bool = False) -> States:
-    """For each chunk the sum over the chunks before it (after it, if ``reverse``) and ``first``.
-
-    Added up one after the other: no chunk takes part, not even times zero, in the sums of those that do not see it.
+    Added up one after the other: no tile takes part, not even times zero, in the sums of those that do not see it.
     """
-    rows, shape = len(first.kv), own.kv.shape
-    parts, places = workspace.parts("states", rows, *shape), workspace.parts("sums", rows, *shape)
+    (first_kv, first_k), shape = first, own.kv.shape
+    rows = len(first_kv)
+    terms, sums = workspace.parts("states", rows, *shape), workspace.parts("sums", rows, *shape)
     k = own.k.view(rows, -1, shape[1])
     if reverse:
-        parts, places, k = parts[::-1], places[::-1], k.flip(1)
-    places[0].copy_(first.kv)
-    for i in range(1, len(parts)):
-        torch.add(places[i - 1], parts[i - 1], out=places[i])
-    k = torch.cat([first.k.to(k.dtype), k[:, :-1]], 1).cumsum(1)
+        terms, sums, k = terms[::-1], sums[::-1], k.flip(1)
+    sums[0].copy_(first_kv)
+    for i in range(1, len(terms)):
+        torch.add(sums[i - 1], terms[i - 1], out=sums[i])
+    k = torch.cat([first_k.to(k.dtype), k[:, :-1]], 1).cumsum(1)
     return States(workspace("sums", *shape), (k.flip(1) if reverse else k).view(own.k.shape))
 
 
 def _states(keys: Tensor, v: Tensor, workspace: Workspace) -> States:
-    """Each chunk's own sums."""
+    """The sums of each tile."""
     kv = torch.bmm(keys.mT, v, out=workspace("states", keys.shape[0], keys.shape[-1], v.shape[-1]))
     return States(kv, torch.sum(keys, 1, keepdim=True, out=workspace("keys", keys.shape[0], 1, keys.shape[-1])))
+
+
+@dataclass(frozen=True)
+class _Pass(ChunkPass[States]):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    masked: Tensor | None
+    phi: Elementwise
+    workspace: Workspace
+    first: tuple[Tensor | None, Tensor | None]  # carried in, (..., C, Ev) and (..., C)
+    last: tuple[Tensor, Tensor]  # carried out
+
+    def begin(self, rows: slice) -> States:
+        width, (kv, k) = self.q.shape[-1], self.first
+        if kv is None or k is None:
+            zeros = self.v.new_zeros((rows.stop - rows.start, width, self.v.shape[-1] + 1), dtype=torch.float64)
+            return States(zeros[..., 1:].contiguous(), zeros[..., :1].mT.contiguous())
+        carried = flat(kv)[rows], k.reshape(-1, 1, width)[rows]
+        return States(*(x.to(torch.float64, copy=True) for x in carried))
+
+    def end(self, rows: slice, carry: States) -> None:
+        flat(self.last[0])[rows] = carry.kv
+        self.last[1].view(-1, 1, self.q.shape[-1])[rows] = carry.k
+
+    def read(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        """Features of queries and keys, and values, in tiles."""
+        queries = features(self.phi, self.q, chunk, self.workspace, "queries")
+        keys = features(self.phi, self.k, chunk, self.workspace, "keys' features", self.masked)
+        return queries, keys, fast_linear_chunks.tokens(self.v, chunk, self.workspace, "values", self.masked)
+
+
+@dataclass(frozen=True)
+class _Forward(_Pass):
+    out: Tensor
+    denominators: Tensor
+    eps: float
+
+    def chunk(self, chunk: Chunk, carry: States, kept: Sequence[Tensor]) -> None:
+        for before, x in zip(kept, carry, strict=False):
+            before.copy_(x)
+        workspace, (queries, keys, v) = self.workspace, self.read(chunk)
+        pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", len(keys), chunk.size, chunk.size)).tril_()
+        denominator = torch.sum(pairs, -1, keepdim=True, out=workspace("denominator", len(keys), chunk.size, 1))
+        own = _states(keys, v, workspace)
+        before = _beside(carry, own, workspace)
+        carry.add(*own)
+        numerator = torch.bmm(pairs, v, out=workspace("numerator", *v.shape))
+        torch.baddbmm(numerator, queries, before.kv, out=numerator)
+        row = denominator.view(-1, 1, chunk.size)
+        torch.baddbmm(row, before.k, queries.mT, out=row)
+        divisor = chunk.of(self.denominators).copy_(inside(denominator, chunk))
+        fast_linear_chunks.divide(inside(numerator, chunk), divisor, self.eps, chunk.of(self.out))
+
+
+@dataclass(frozen=True)
+class _Backward(_Pass):
+    out: Tensor
+    denominators: Tensor
+    grad_out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def chunk(self, chunk: Chunk, carry: States, kept: Sequence[Tensor]) -> None:
+        workspace, (queries, keys, values) = self.workspace, self.read(chunk)
+        d_numerator, d_denominator = fast_linear_chunks.quotient_vjp(
+            self.out, self.denominators, self.grad_out, chunk, workspace
+        )
+        d_pairs = workspace("d_pairs", len(keys), chunk.size, chunk.size).copy_(d_denominator)
+        torch.baddbmm(d_pairs, d_numerator, values.mT, out=d_pairs).tril_()
+        before = _beside(kept, _states(keys, values, workspace), workspace)
+        d_queries = torch.bmm(d_pairs, keys, out=workspace("d_queries", *keys.shape))
+        torch.baddbmm(d_queries, d_numerator, before.kv.mT, out=d_queries).addcmul_(d_denominator, before.k)
+        pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", *d_pairs.shape)).tril_()
+        own = States(
+            torch.bmm(queries.mT, d_numerator, out=workspace("states", *before.kv.shape)),
+            torch.bmm(d_denominator.mT, queries, out=workspace("keys", *before.k.shape)),
+        )
+        after = _beside(carry, own, workspace, reverse=True)
+        carry.add(*own)
+        d_values = torch.bmm(pairs.mT, d_numerator, out=workspace("d_values", *d_numerator.shape))
+        chunk.of(self.dv).copy_(inside(torch.baddbmm(d_values, keys, after.kv, out=d_values), chunk))
+        d_keys = torch.bmm(d_pairs.mT, queries, out=workspace("d_keys", *keys.shape))
+        torch.baddbmm(d_keys, values, after.kv.mT, out=d_keys).add_(after.k)
+        features_vjp(self.phi, self.q, inside(queries, chunk), inside(d_queries, chunk), chunk, self.dq)
+        features_vjp(self.phi, self.k, inside(keys, chunk), inside(d_keys, chunk), chunk, self.dk, self.masked)
+        if self.masked is not None:
+            chunk.of(self.dv).masked_fill_(chunk.of(self.masked), 0.0)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor | None, z: Tensor | None,
     *, keep: bool, phi: Elementwise, eps: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:  # fmt: skip
-    (length, width), values = q.shape[-2:], v.shape[-1]
-    masked, workspace = masked_rows(key_mask, k), Workspace(v)
+    width, values, order = q.shape[-1], v.shape[-1], _chunks(flat(q), v)
     out, denominators = v.new_empty(v.shape), v.new_empty((*v.shape[:-1], 1))
     last = v.new_empty((*v.shape[:-2], width, values)), v.new_empty((*v.shape[:-2], width))
-    flats = flat(q), flat(k), flat(v), flat(out), flat(denominators)
-    coarse: list[Tensor] = []
-    for blocks in chunks_of_rows(flats[0].shape[0], length, TILE, _numbers(width, values)):
-        carry = _carry(kv, z, v, blocks[0], width)
-        for chunk in blocks:
-            if keep:
-                coarse += [x.to(v.dtype, copy=True) for x in carry]
-            _block(flats, masked, carry, chunk, workspace, phi, eps)
-        flat(last[0])[blocks[0].rows] = carry.kv
-        last[1].view(-1, 1, width)[blocks[0].rows] = carry.k
-    return (out, *last), ((denominators, *coarse) if keep else ())
-
-
-def _block(
-    flats: tuple[Tensor, ...],
-    masked: Tensor | None,
-    carry: Carry,
-    chunk: Chunk,
-    workspace: Workspace,
-    phi: Elementwise,
-    eps: float,
-) -> None:
-    q, k, v, out, denominators = flats
-    queries = fast_linear_chunks.features(phi, q, chunk, workspace, "queries")
-    keys = fast_linear_chunks.features(phi, k, chunk, workspace, "keys' features", masked)
-    v = fast_linear_chunks.tokens(v, chunk, workspace, "values", masked)
-    pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", len(keys), chunk.size, chunk.size)).tril_()
-    denominator = torch.sum(pairs, -1, keepdim=True, out=workspace("denominator", len(keys), chunk.size, 1))
-    own = _states(keys, v, workspace)
-    before = _beside(carry, own, workspace)
-    carry.add(*own)
-    numerator = torch.bmm(pairs, v, out=workspace("numerator", *v.shape))
-    torch.baddbmm(numerator, queries, before.kv, out=numerator)
-    row = denominator.view(-1, 1, chunk.size)
-    torch.baddbmm(row, before.k, queries.mT, out=row)
-    parts = inside(numerator, chunk), chunk.of(denominators).copy_(inside(denominator, chunk))
-    fast_linear_chunks.divide(*parts, eps, chunk.of(out))
+    count = order[-1][0].rows.stop, len(order[0])
+    kept = (v.new_empty(*count, width, values), v.new_empty(*count, 1, width)) if keep else ()
+    tensors = flat(q), flat(k), flat(v), masked_rows(key_mask, k), phi, Workspace(v), (kv, z), last
+    _Forward(*tensors, flat(out), flat(denominators), eps).run(order, kept)
+    return (out, *last), ((denominators, *kept) if keep else ())
 
 
 def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, phi: Elementwise, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    q, k, v, key_mask, kv, z = inputs
-    width, denominators, coarse = q.shape[-1], kept[0], list(kept[1:])
-    masked, workspace = masked_rows(key_mask, k), Workspace(v)
+    (q, k, v, key_mask, kv, z), (denominators, *before), (grad_out, *d_last) = inputs, kept, gradients
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    first = v.new_empty(gradients[1].shape), v.new_empty(gradients[2].shape)
-    flats = *map(flat, (q, k, v, outputs[0], denominators, gradients[0])), *map(flat, grads)
-    groups = list(chunks_of_rows(flats[0].shape[0], q.shape[-2], TILE, _numbers(width, v.shape[-1])))
-    for blocks in reversed(groups):
-        later = _carry(gradients[1], gradients[2], v, blocks[0], width)
-        for chunk in reversed(blocks):
-            k_before, kv_before = coarse.pop(), coarse.pop()
-            _block_gradient(flats, masked, Carry(kv_before, k_before), later, chunk, workspace, phi)
-        flat(first[0])[blocks[0].rows] = later.kv
-        first[1].view(-1, 1, width)[blocks[0].rows] = later.k
-    return *grads, None, None if kv is None else first[0], None if z is None else first[1]
-
-
-def _block_gradient(
-    flats: tuple[Tensor, ...],
-    masked: Tensor | None,
-    carry: Carry,
-    later: Carry,
-    chunk: Chunk,
-    workspace: Workspace,
-    phi: Elementwise,
-) -> None:
-    q, k, v, out, denominators, gradient, dq, dk, dv = flats
-    queries = fast_linear_chunks.features(phi, q, chunk, workspace, "queries")
-    keys = fast_linear_chunks.features(phi, k, chunk, workspace, "keys' features", masked)
-    values = fast_linear_chunks.tokens(v, chunk, workspace, "values", masked)
-    up, down = fast_linear_chunks.quotient_gradient(out, denominators, gradient, chunk, workspace)
-    weights = workspace("weights", len(keys), chunk.size, chunk.size).copy_(down)
-    torch.baddbmm(weights, up, values.mT, out=weights).tril_()
-    before = _beside(carry, _states(keys, values, workspace), workspace)
-    part = torch.bmm(weights, keys, out=workspace("part", *keys.shape))
-    torch.baddbmm(part, up, before.kv.mT, out=part).addcmul_(down, before.k)
-    pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", *weights.shape)).tril_()
-    own = States(
-        torch.bmm(queries.mT, up, out=workspace("states", *before.kv.shape)),
-        torch.bmm(down.mT, queries, out=workspace("keys", *before.k.shape)),
-    )
-    after = _beside(later, own, workspace, reverse=True)
-    later.add(*own)
-    value_part = torch.bmm(pairs.mT, up, out=workspace("value part", *up.shape))
-    chunk.of(dv).copy_(inside(torch.baddbmm(value_part, keys, after.kv, out=value_part), chunk))
-    key_part = torch.bmm(weights.mT, queries, out=workspace("key part", *keys.shape))
-    torch.baddbmm(key_part, values, after.kv.mT, out=key_part).add_(after.k)
-    fast_linear_chunks.pull(phi, q, inside(queries, chunk), inside(part, chunk), chunk, dq)
-    fast_linear_chunks.pull(phi, k, inside(keys, chunk), inside(key_part, chunk), chunk, dk, masked)
-    if masked is not None:
-        chunk.of(dv).masked_fill_(chunk.of(masked), 0.0)
+    d_first = v.new_empty(d_last[0].shape), v.new_empty(d_last[1].shape)
+    tensors = flat(q), flat(k), flat(v), masked_rows(key_mask, k), phi, Workspace(v), (d_last[0], d_last[1]), d_first
+    vjp = _Backward(*tensors, *map(flat, (outputs[0], denominators, grad_out, *grads)))
+    vjp.run(_chunks(flat(q), v), before, backward=True)
+    return *grads, None, None if kv is None else d_first[0], None if z is None else d_first[1]
 
 
 def _plain(
@@ -187,7 +187,7 @@ def _plain(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     state = None if kv is None or z is None else LinearState(kv, z, torch.zeros_like(z[..., :1]))
     sums, state = reference.advance(phi(q), reference.masked_keys(phi.features, k, key_mask), v, state)
-    return linear_state.normalise(sums, eps), state.kv, state.k
+    return normalise(sums, eps), state.kv, state.k
 
 
 # (q, k, v, key_mask, kv, z, *, phi, eps) -> outputs, and the sums after the last key; kv and z: those before the first

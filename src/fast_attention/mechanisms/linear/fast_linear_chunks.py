@@ -1,116 +1,80 @@
-"""Rows of a sequence in blocks that stay in cache: buffers used again and again, features made where they are read."""
+"""Linear attention's chunks in memory that is used again and again: features, divisions and their gradients, in place.
+
+A chunk of some heads is several tiles of one size side by side, (tiles, size, E), so that few calls do much.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from fast_attention.engine.overflow import nan_if_infinite
+from fast_attention.engine.recurrence import Chunk, groups
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Relu, SoftmaxMap
 
-NUMBERS = 2**18  # numbers in one buffer of a block: a megabyte in float32, half of it a core's
+NUMBERS = 2**18  # in one tensor of a chunk: a megabyte in float32, half of it a core's
 NEVER_NEGATIVE = (EluPlusOne, Relu, SoftmaxMap)
 
 
-class Chunk(NamedTuple):
-    """A block: ``chunks`` chunks of ``size`` tokens of each of some rows (heads), the last chunk perhaps not full."""
-
-    rows: slice
-    span: slice
-    size: int
-    chunks: int
-    place: int  # which block of its rows this is
-
-    @property
-    def full(self) -> bool:
-        """No chunk needs padding."""
-        return self.span.stop - self.span.start == self.size * self.chunks
-
-    def of(self, x: Tensor) -> Tensor:
-        """The tokens of this block, (rows, tokens, E)."""
-        return x[self.rows, self.span]
-
-
-def flat(x: Tensor) -> Tensor:
-    """(..., L, E) -> (rows, L, E)."""
-    return x.reshape(-1, *x.shape[-2:])
-
-
-def masked_rows(key_mask: Tensor | None, k: Tensor) -> Bool[Tensor, "rows keys 1"] | None:
-    """True where a key is masked, one flag per row and key."""
-    return None if key_mask is None else (~key_mask).expand(k.shape[:-1]).reshape(-1, k.shape[-2], 1)
-
-
-def chunks_of_rows(rows: int, length: int, size: int, numbers: int, factor: int = 1) -> Iterator[list[Chunk]]:
-    """For some rows after the other: their blocks in order, of as many chunks as ``factor`` times ``NUMBERS`` holds.
-
-    ``numbers`` are those that a chunk takes in the largest buffer.
-    """
+def chunks(rows: int, length: int, size: int, numbers: int, factor: int = 1) -> list[list[Chunk]]:
+    """Groups of chunks of as many tiles as ``factor`` times ``NUMBERS`` holds, where a tile takes ``numbers``."""
     size = min(size, length)
-    chunks = max(1, factor * NUMBERS // numbers)
-    each = -(-length // size)
-    together = max(1, chunks // each)
-    for first in range(0, rows, together):
-        held = slice(first, min(first + together, rows))
-        spans = [slice(a, min(a + chunks * size, length)) for a in range(0, length, chunks * size)]
-        yield [Chunk(held, span, size, -(-(span.stop - span.start) // size), i) for i, span in enumerate(spans)]
+    tiles = max(1, factor * NUMBERS // numbers)
+    return groups(rows, length, tiles * size, together=max(1, tiles // -(-length // size)), tile=size)
 
 
 def tokens(x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Tensor | None = None) -> Tensor:
-    """The block's chunks (chunks, size, E): a view where that is possible, else a copy with zeros where nothing is."""
+    """The chunk's tiles (tiles, size, E), zeros where masked or padding: a view where that is possible, else a copy."""
     block = chunk.of(x)
     if chunk.full and masked is None and block.is_contiguous():
         return block.view(-1, chunk.size, x.shape[-1])
-    whole, part = _buffer(block, chunk, workspace, name, x.shape[-1])
-    part.copy_(block)
+    tiles, filled = _memory(block, chunk, workspace, name, x.shape[-1])
+    filled.copy_(block)
     if masked is not None:
-        part.masked_fill_(chunk.of(masked), 0.0)
-    return whole
+        filled.masked_fill_(chunk.of(masked), 0.0)
+    return tiles
 
 
 def features(
     phi: Elementwise, x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """``phi`` of the block's tokens, (chunks, size, C), zeros for masked keys and padding."""
+) -> Tensor:
+    """``phi`` of the chunk's tokens, (tiles, size, C), zeros for masked keys and padding."""
     block = chunk.of(x)
-    whole, part = _buffer(block, chunk, workspace, name, x.shape[-1])
-    phi.fill(block, part, workspace("scratch", *block.shape))
+    tiles, filled = _memory(block, chunk, workspace, name, x.shape[-1])
+    phi.fill(block, filled, workspace("scratch", *block.shape))
     if masked is not None:
-        part.masked_fill_(chunk.of(masked), 0.0)
-    return whole
+        filled.masked_fill_(chunk.of(masked), 0.0)
+    return tiles
 
 
-def _buffer(block: Tensor, chunk: Chunk, workspace: Workspace, name: str, width: int) -> tuple[Tensor, Tensor]:
+def _memory(block: Tensor, chunk: Chunk, workspace: Workspace, name: str, width: int) -> tuple[Tensor, Tensor]:
+    """Tiles, zeros in the padding, and the part of them that is to be filled."""
     count, length = block.shape[0], block.shape[1]
-    whole = workspace(name, count, chunk.size * chunk.chunks, width)
-    part = whole
+    padded = workspace(name, count, chunk.size * chunk.tiles, width)
+    filled = padded
     if not chunk.full:
-        part = whole[:, :length]
-        whole[:, length:].zero_()
-    return whole.view(-1, chunk.size, width), part
+        filled = padded[:, :length]
+        padded[:, length:].zero_()
+    return padded.view(-1, chunk.size, width), filled
 
 
 def inside(x: Tensor, chunk: Chunk) -> Tensor:
-    """Chunks (chunks, size, E) as the block's tokens (rows, tokens, E), without padding."""
-    x = x.view(-1, chunk.size * chunk.chunks, x.shape[-1])
+    """Tiles (tiles, size, E) as the chunk's tokens (rows, tokens, E), without padding."""
+    x = x.view(-1, chunk.size * chunk.tiles, x.shape[-1])
     return x if chunk.full else x[:, : chunk.span.stop - chunk.span.start]
 
 
-def pull(
-    phi: Elementwise, x: Tensor, made: Tensor, gradient: Tensor, chunk: Chunk, into: Tensor,
+def features_vjp(
+    phi: Elementwise, x: Tensor, values: Tensor, gradient: Tensor, chunk: Chunk, out: Tensor,
     masked: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The gradient of ``x`` from that of ``made = phi(x)``, into the block's place in ``into``; ``made`` is lost."""
-    place = chunk.of(into)
-    phi.chain(chunk.of(x), made, gradient, place)
+    """Write the gradient of the chunk's ``x`` from that of ``values = phi(x)``, which are lost."""
+    dx = chunk.of(out)
+    phi.chain(chunk.of(x), values, gradient, dx)
     if masked is not None:
-        place.masked_fill_(chunk.of(masked), 0.0)
+        dx.masked_fill_(chunk.of(masked), 0.0)
 
 
 def protected(phi: FeatureMap, eps: float) -> bool:
@@ -130,14 +94,14 @@ def divide(numerator: Tensor, denominator: Tensor, eps: float, out: Tensor, *, s
     torch.div(numerator, denominator, out=out)
 
 
-def quotient_gradient(
-    out: Tensor, denominators: Tensor, gradient: Tensor, chunk: Chunk, workspace: Workspace
+def quotient_vjp(
+    out: Tensor, denominators: Tensor, grad_out: Tensor, chunk: Chunk, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the block's numerators (chunks, size, Ev) and denominators (chunks, size, 1), zeros in padding."""
-    block = chunk.of(gradient)
-    up, up_part = _buffer(block, chunk, workspace, "up", block.shape[-1])
-    down, down_part = _buffer(block, chunk, workspace, "down", 1)
-    torch.div(block, chunk.of(denominators), out=up_part)
-    terms = torch.mul(up_part, chunk.of(out), out=workspace("scratch of values", *block.shape))
-    down_part.copy_(terms.sum(-1, keepdim=True)).neg_()
-    return up, down
+    """Gradients of the chunk's numerators (tiles, size, Ev) and denominators (tiles, size, 1), zeros in padding."""
+    block = chunk.of(grad_out)
+    d_numerator, filled = _memory(block, chunk, workspace, "d_numerator", block.shape[-1])
+    d_denominator, filled_row = _memory(block, chunk, workspace, "d_denominator", 1)
+    torch.div(block, chunk.of(denominators), out=filled)
+    terms = torch.mul(filled, chunk.of(out), out=workspace("scratch of values", *block.shape))
+    filled_row.copy_(terms.sum(-1, keepdim=True)).neg_()
+    return d_numerator, d_denominator

@@ -1,6 +1,6 @@
-"""Kernelised attention of every query to every key in blocks: one pass over the keys, one over the queries.
+"""Kernelised attention of every query to every key: all chunks of keys are summed, then every query reads the sums.
 
-A block holds all tokens of some heads where they fit; then its operations are the only ones.
+A chunk holds all tokens of some heads where they fit; then its operations are the only ones.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.recurrence import Chunk, flat, masked_rows
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.mechanisms.linear import fast_linear_chunks, linear_state, reference
-from fast_attention.mechanisms.linear.fast_linear_chunks import Chunk, chunks_of_rows, flat, inside, masked_rows
+from fast_attention.mechanisms.linear.fast_linear_chunks import features, features_vjp, inside
 
-CHUNK = 256  # tokens of one product among those that run side by side
-FACTOR = 2  # of a causal block's: fewer buffers are alive here, and fewer calls share the work of two threads better
+TILE = 256  # tokens of one product among those that run side by side
+FACTOR = 2  # of a causal chunk's: fewer tensors are alive here, and fewer calls share the work of two threads better
 
 State = tuple[Tensor, Tensor]  # of phi(k) v^T (rows, C, Ev) and of phi(k) (rows, 1, C), or the gradients of these
 
 
-def _numbers(width: int, values: int) -> int:
-    return max(width * values, CHUNK * max(width, values))
+def _chunks(x: Tensor, values: int) -> list[list[Chunk]]:
+    rows, length, width = x.shape
+    return fast_linear_chunks.chunks(rows, length, TILE, max(width * values, TILE * max(width, values)), FACTOR)
 
 
 class _Sums:
-    """A product summed over all blocks of some rows, in float64 where there are several, and beside it a row."""
+    """A product summed over all chunks of some rows, in float64 where there are several, and beside it a row."""
 
-    def __init__(self, into: State, blocks: list[Chunk], workspace: Workspace) -> None:
-        self.into, self.workspace = tuple(x[blocks[0].rows] for x in into), workspace
-        self.totals = None if len(blocks) == 1 else [torch.zeros_like(x, dtype=torch.float64) for x in self.into]
+    def __init__(self, into: State, chunks: list[Chunk], workspace: Workspace) -> None:
+        self.into, self.workspace = tuple(x[chunks[0].rows] for x in into), workspace
+        self.totals = None if len(chunks) == 1 else [torch.zeros_like(x, dtype=torch.float64) for x in self.into]
 
     def add(self, a: Tensor, b: Tensor, row: Tensor, weights: Tensor | None = None) -> None:
-        """``a^T b`` of chunks (chunks, size, C), (chunks, size, Ev), and ``weights row`` of (rows, tokens, C)."""
+        """``a^T b`` of tiles (tiles, size, C), (tiles, size, Ev), and ``weights row`` of (rows, tokens, C)."""
         kv, z = self.into
         if len(a) == len(kv):
             torch.bmm(a.mT, b, out=kv)
@@ -52,12 +54,12 @@ class _Sums:
 
 def _summarise(k: Tensor, v: Tensor, masked: Tensor | None, phi: Elementwise, workspace: Workspace) -> State:
     """Sums of ``phi(k) v^T`` (rows, C, Ev) and of ``phi(k)`` (rows, 1, C)."""
-    (rows, length, width), values = k.shape, v.shape[-1]
+    (rows, _, width), values = k.shape, v.shape[-1]
     state = v.new_empty((rows, width, values)), v.new_empty((rows, 1, width))
-    for blocks in chunks_of_rows(rows, length, CHUNK, _numbers(width, values), FACTOR):
-        sums = _Sums(state, blocks, workspace)
-        for chunk in blocks:
-            keys = fast_linear_chunks.features(phi, k, chunk, workspace, "features", masked)
+    for chunks in _chunks(k, values):
+        sums = _Sums(state, chunks, workspace)
+        for chunk in chunks:
+            keys = features(phi, k, chunk, workspace, "features", masked)
             sums.add(keys, fast_linear_chunks.tokens(v, chunk, workspace, "values", masked), inside(keys, chunk))
     return state
 
@@ -65,17 +67,16 @@ def _summarise(k: Tensor, v: Tensor, masked: Tensor | None, phi: Elementwise, wo
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, phi: Elementwise, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    (length, width), values, workspace = q.shape[-2:], v.shape[-1], Workspace(v)
+    length, values, workspace = q.shape[-2], v.shape[-1], Workspace(v)
     kv, z = _summarise(flat(k), flat(v), masked_rows(key_mask, k), phi, workspace)
     out, denominators = v.new_empty((*q.shape[:-1], values)), v.new_empty((len(kv), length, 1))
-    queries, results, safe = flat(q), flat(out), fast_linear_chunks.protected(phi, eps)
-    for blocks in chunks_of_rows(len(kv), length, CHUNK, _numbers(width, values), FACTOR):
-        for chunk in blocks:
-            made = inside(fast_linear_chunks.features(phi, queries, chunk, workspace, "features"), chunk)
-            place = chunk.of(denominators)
-            torch.bmm(z[chunk.rows], made.mT, out=place.mT)  # the vector on the left, which is the faster side
-            numerator = torch.bmm(made, kv[chunk.rows], out=workspace("part", *made.shape[:-1], values))
-            fast_linear_chunks.divide(numerator, place, eps, chunk.of(results), safe=safe)
+    q, outputs, safe = flat(q), flat(out), fast_linear_chunks.protected(phi, eps)
+    for chunk in (chunk for chunks in _chunks(q, values) for chunk in chunks):
+        queries = inside(features(phi, q, chunk, workspace, "features"), chunk)
+        denominator = chunk.of(denominators)
+        torch.bmm(z[chunk.rows], queries.mT, out=denominator.mT)  # the vector on the left, which is the faster side
+        numerator = torch.bmm(queries, kv[chunk.rows], out=workspace("product", *queries.shape[:-1], values))
+        fast_linear_chunks.divide(numerator, denominator, eps, chunk.of(outputs), safe=safe)
     return out, ((denominators, kv, z) if keep else ())
 
 
@@ -83,39 +84,42 @@ def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
     *, phi: Elementwise, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    q, k, v, key_mask = inputs
-    denominators, *state = kept
+    (q, k, v, key_mask), (denominators, *state) = inputs, kept
     workspace, (dq, dk, dv) = Workspace(v), (x.new_empty(x.shape) for x in (q, k, v))
-    made = flat(outputs[0]), denominators, flat(gradients[0])
-    dkv, dz = _query_gradients(flat(q), made, (state[0], state[1]), flat(dq), phi, workspace)
-    masked, width, values = masked_rows(key_mask, k), k.shape[-1], v.shape[-1]
-    k, v, into = flat(k), flat(v), flat(dv)
-    for blocks in chunks_of_rows(len(k), k.shape[-2], CHUNK, _numbers(width, values), FACTOR):
-        for chunk in blocks:
-            keys = fast_linear_chunks.features(phi, k, chunk, workspace, "features", masked)
-            torch.bmm(inside(keys, chunk), dkv[chunk.rows], out=chunk.of(into))
-            part = workspace("part", *chunk.of(k).shape)
-            torch.baddbmm(dz[chunk.rows], chunk.of(v), dkv[chunk.rows].mT, out=part)
-            fast_linear_chunks.pull(phi, k, inside(keys, chunk), part, chunk, flat(dk), masked)
+    quotients = flat(outputs[0]), denominators, flat(gradients[0])
+    dkv, dz = _query_gradients(flat(q), quotients, (state[0], state[1]), flat(dq), phi, workspace)
+    masked, k, v, d_values = masked_rows(key_mask, k), flat(k), flat(v), flat(dv)
+    for chunk in (chunk for chunks in _chunks(k, v.shape[-1]) for chunk in chunks):
+        keys = features(phi, k, chunk, workspace, "features", masked)
+        torch.bmm(inside(keys, chunk), dkv[chunk.rows], out=chunk.of(d_values))
+        d_keys = workspace("product", *chunk.of(k).shape)
+        torch.baddbmm(dz[chunk.rows], chunk.of(v), dkv[chunk.rows].mT, out=d_keys)
+        features_vjp(phi, k, inside(keys, chunk), d_keys, chunk, flat(dk), masked)
     return dq, dk, dv, None
 
 
 def _query_gradients(
-    q: Tensor, made: tuple[Tensor, ...], state: State, dq: Tensor, phi: Elementwise, workspace: Workspace
-) -> State:  # fmt: skip
-    """Fill ``dq``; the gradients of the sums."""
-    (out, denominators, gradient), (kv, z), width = made, state, q.shape[-1]
-    found = torch.empty_like(kv), torch.empty_like(z)
-    for blocks in chunks_of_rows(len(q), q.shape[-2], CHUNK, _numbers(width, kv.shape[-1]), FACTOR):
-        sums = _Sums(found, blocks, workspace)
-        for chunk in blocks:
-            queries = fast_linear_chunks.features(phi, q, chunk, workspace, "features")
-            ups, downs = fast_linear_chunks.quotient_gradient(out, denominators, gradient, chunk, workspace)
-            (row, up, down) = (inside(x, chunk) for x in (queries, ups, downs))
-            sums.add(queries, ups, row, down.mT)
-            part = torch.bmm(up, kv[chunk.rows].mT, out=workspace("part", *row.shape)).addcmul_(down, z[chunk.rows])
-            fast_linear_chunks.pull(phi, q, row, part, chunk, dq)
-    return found
+    q: Tensor,
+    quotients: tuple[Tensor, Tensor, Tensor],
+    state: State,
+    dq: Tensor,
+    phi: Elementwise,
+    workspace: Workspace,
+) -> State:
+    """Write ``dq``; return the gradients of the sums."""
+    kv, z = state
+    d_state = torch.empty_like(kv), torch.empty_like(z)
+    for chunks in _chunks(q, kv.shape[-1]):
+        sums = _Sums(d_state, chunks, workspace)
+        for chunk in chunks:
+            tiles = features(phi, q, chunk, workspace, "features")
+            d_tiles, d_rows = fast_linear_chunks.quotient_vjp(*quotients, chunk, workspace)
+            queries, d_numerator, d_denominator = (inside(x, chunk) for x in (tiles, d_tiles, d_rows))
+            sums.add(tiles, d_tiles, queries, d_denominator.mT)
+            d_queries = torch.bmm(d_numerator, kv[chunk.rows].mT, out=workspace("product", *queries.shape))
+            d_queries.addcmul_(d_denominator, z[chunk.rows])
+            features_vjp(phi, q, queries, d_queries, chunk, dq)
+    return d_state
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: Elementwise, eps: float) -> Tensor:

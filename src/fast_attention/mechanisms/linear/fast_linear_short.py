@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fast_attention.engine import overflow
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.recurrence import flat, masked_rows
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.mechanisms.linear import reference
-from fast_attention.mechanisms.linear.fast_linear_chunks import divide, flat, masked_rows, protected
+from fast_attention.mechanisms.linear.fast_linear_chunks import divide, protected
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 
 

@@ -65,7 +65,7 @@ def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Feature
 
 
 def _clamped(sums: Sums, largest: Tensor, projection: Tensor, phase: Tensor | None, clamp: float) -> Sums:
-    # the sums lack the features' factor, 1/m or 2/m, and are in units of e^largest, held fixed under differentiation
+    # the sums lack the features' factor, 1/m or 2/m, and are over e^largest, held fixed under differentiation
     rows = projection.shape[-2] if phase is None else projection.shape[-2] / 2
     least = clamp * rows * (largest - largest.detach()).exp()
     return Sums(sums.numerator, torch.maximum(sums.denominator, least))
@@ -145,16 +145,10 @@ class Favor(Kernelised[TrigonometricWeights]):
 
     @in_float32
     def advance(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: TrigonometricWeights,
-        state: LinearState | None,
-        *,
+        self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, *,
         key_mask: Tensor | None,
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the stretch, and the sums over all keys up to its end."""
+    ) -> tuple[Tensor, LinearState]:  # fmt: skip
+        """Outputs of the new tokens, and the sums over all keys up to their end."""
         phi = _map(*w)
         keys = reference.masked_keys(phi, k, key_mask)
         sums, after = reference.advance(phi(q).values, keys, v, state)

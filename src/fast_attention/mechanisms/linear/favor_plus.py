@@ -13,8 +13,8 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
-from fast_attention.mechanisms.linear import fast_favor
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map, feature_attention
+from fast_attention.mechanisms.linear import fast_favor, feature_chunks
+from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least, one_of
@@ -65,7 +65,7 @@ def generalised_attention(
         phi = _generalised_map(rows, kernel, kernel_epsilon)
         return phi, phi
 
-    return feature_attention(maps, [projection], q, k, v, is_causal=is_causal, key_mask=key_mask)
+    return feature_chunks.feature_attention(maps, [projection], q, k, v, is_causal=is_causal, key_mask=key_mask)
 
 
 def _generalised_map(projection: Tensor, kernel: FeatureMap, epsilon: float) -> Map:
@@ -79,7 +79,7 @@ class Projection(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class FavorPlus(Kernelised[Projection]):
+class FavorPlus(RandomKernelised[Projection]):
     """Unbiased estimates of the exponentials from positive random features: linear time, a state of constant size.
 
     The error falls as 1/m and grows fast with the norms of queries and keys: small where ``||q||^2`` stays near
@@ -134,17 +134,16 @@ class FavorPlus(Kernelised[Projection]):
         settings = {"orthogonal": self.orthogonal, "regularised": self.regularised}
         return Projection(draw(shape.heads, self.num_features, shape.head_dim, **settings))
 
-    @property
-    def _lift(self) -> RandomFeatureMap:
-        return RandomFeatureMap(self.features)
+    def features_of(self, w: Projection) -> tuple[RandomFeatureMap, Heads]:
+        """Positive features; one projection serves queries and keys."""
+        return RandomFeatureMap(self.features), Heads(w.projection)
 
     def maps(self, w: Projection) -> tuple[Map, Map]:
-        """One map for both; the factors that its own normaliser cancels are with the queries."""
-        if isinstance(self.kernel, FeatureMap):
-            phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
-            return phi, phi
-        phi, heads = self._lift, Heads(w.projection)
-        return (lambda x: phi.whole(x, heads)), (lambda x: phi.plain(x, heads))
+        """One map for both, unless the factors that its own normaliser cancels are with the queries."""
+        if not isinstance(self.kernel, FeatureMap):
+            return super().maps(w)
+        phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
+        return phi, phi
 
     @property
     def signed(self) -> bool:
@@ -161,11 +160,9 @@ class FavorPlus(Kernelised[Projection]):
             return generalised_attention(q, k, v, w.projection, **settings, **visible)
         return favor_plus_attention(q, k, v, w.projection, hyperbolic=self.features == "hyperbolic", **visible)
 
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Projection, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        """Outputs of the stretch, and the sums over all keys up to its end."""
-        if self.kernel is None:
-            return fast_favor.advance(self._lift, q, k, v, Heads(w.projection), state, key_mask)
-        return super().advance(q, k, v, w, state, key_mask=key_mask)
+        """Outputs of the new tokens, and the sums over all keys up to their end."""
+        advance = super().advance if self.kernel is None else super(RandomKernelised, self).advance
+        return advance(q, k, v, w, state, key_mask=key_mask)

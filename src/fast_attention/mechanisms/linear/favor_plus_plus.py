@@ -13,12 +13,11 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.random_features import damped, draw
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
-from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.kernelised import RandomKernelised
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least
 
-FEATURES = RandomFeatureMap("positive")
+POSITIVE = RandomFeatureMap("positive")
 
 
 @in_float32
@@ -41,7 +40,7 @@ def favor_plus_plus_attention(
     maximum, without any epsilon: no key moves a query before it. A query that sees nothing gets zeros.
     """
     return fast_favor.attend(
-        FEATURES, q, k, v, Heads(*damped(projection, damping)), is_causal=is_causal, key_mask=key_mask
+        POSITIVE, q, k, v, Heads(*damped(projection, damping)), is_causal=is_causal, key_mask=key_mask
     )
 
 
@@ -69,10 +68,10 @@ def optimal_damping(
     x, y = (t.detach().double() * width**-0.25 for t in (q, k))
     many, more = (t.new_full((*t.shape[:-3], 1), t.shape[-2]) for t in (x, y))
     if key_mask is not None:
-        seen = key_mask[..., None, :, None]
-        y, more = y.masked_fill(~seen, 0.0), key_mask.double().sum(-1, keepdim=True).expand_as(more)
+        visible = key_mask[..., None, :, None]
+        y, more = y.masked_fill(~visible, 0.0), key_mask.double().sum(-1, keepdim=True).expand_as(more)
         if x.shape[-2] == y.shape[-2]:
-            x, many = x.masked_fill(~seen, 0.0), more
+            x, many = x.masked_fill(~visible, 0.0), more
     total = more * x.square().sum((-2, -1)) + many * y.square().sum((-2, -1)) + 2 * (x.sum(-2) * y.sum(-2)).sum(-1)
     p = total.reshape(-1, total.shape[-1]).sum(0) / (many * more).sum()
     if not p.isfinite().all():
@@ -97,7 +96,7 @@ class DampedProjection(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class FavorPlusPlus(Kernelised[DampedProjection]):
+class FavorPlusPlus(RandomKernelised[DampedProjection]):
     """``FavorPlus`` with features of least variance for given queries and keys: unbiased too, and bounded.
 
     Each row's exponential is damped by its length; by how much follows from the mean of ``||q + k||^2`` of a head.
@@ -151,28 +150,12 @@ class FavorPlusPlus(Kernelised[DampedProjection]):
         self._check(self.traits, q, k, k, False, key_mask)
         return w._replace(damping=optimal_damping(q, k, key_mask=key_mask).to(w.damping))
 
-    def maps(self, w: DampedProjection) -> tuple[Map, Map]:
-        """One map for both; the factors that its own normaliser cancels are with the queries."""
-        heads = Heads(*damped(*w))
-        return (lambda x: FEATURES.whole(x, heads)), (lambda x: FEATURES.plain(x, heads))
+    def features_of(self, w: DampedProjection) -> tuple[RandomFeatureMap, Heads]:
+        """Positive features of damped rows; one projection serves queries and keys."""
+        return POSITIVE, Heads(*damped(*w))
 
-    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: DampedProjection, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_plus_plus_attention`` with these weights."""
-        return fast_favor.attend(FEATURES, q, k, v, Heads(*damped(*w)), is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def advance(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: DampedProjection,
-        state: LinearState | None,
-        *,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the stretch, and the sums over all keys up to its end."""
-        return fast_favor.advance(FEATURES, q, k, v, Heads(*damped(*w)), state, key_mask)
+        return favor_plus_plus_attention(q, k, v, *w, is_causal=is_causal, key_mask=key_mask)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features, Logs, Map
@@ -25,6 +26,26 @@ LEAST = 256  # tokens of a chunk: shorter ones have more operations than they sa
 SEVERAL = 4  # chunks from which on the memory that is saved pays for making features twice
 
 
+def feature_attention(
+    maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None,
+    eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Attention with weights ``phi_q(q_i) . phi_k(k_j)`` for any two maps made of ``weights``, by the path that suits.
+
+    Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right.
+    """
+    why = against(maps, weights, q, k, v)
+    if why:
+        dispatch.record("features, then two products", why)
+        queries, keys = maps(*weights)
+        keys = reference.masked_keys(keys, k, key_mask)
+        return in_range.attend(queries(q), keys, v, is_causal=is_causal, eps=eps)
+    dispatch.record(
+        "features chunk by chunk, with a running state", "autograd follows any map through one chunk at a time"
+    )
+    return _attend(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
+
+
 def against(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, numbers: int = SEVERAL * NUMBERS
 ) -> str:
@@ -35,34 +56,28 @@ def against(
         return "not on a CPU, or sizes that differ"
     if min(q.shape[-2], k.shape[-2]) < SEVERAL * LEAST:
         return f"fewer than {SEVERAL * LEAST} tokens"
-    first = k[..., :1, :]
     with torch.no_grad():
-        made = maps(*weights)[1](first)[0].numel()
-    return "" if min(q.shape[-2], k.shape[-2]) * made >= numbers else "features of all tokens fit"
+        features = maps(*weights)[1](k[..., :1, :])[0].numel()
+    return "" if min(q.shape[-2], k.shape[-2]) * features >= numbers else "features of all tokens fit"
 
 
-def _size(features: Tensor, k: Tensor, v: Tensor) -> int:
-    """Tokens of a chunk, given the features of one token."""
-    return max(LEAST, NUMBERS // features.numel(), math.isqrt(k.shape[-2] * v.shape[-1]))
-
-
-def attend(
+def _attend(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None,
     eps: float,
 ) -> Tensor:  # fmt: skip
-    """Outputs (..., L, Ev) over the keys that each query may see; causal ones aligned to the bottom right."""
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
     with torch.no_grad():
-        before = linear_state.empty(one := maps(*weights)[1](k[..., :1, :]), v)
-    size = _size(one[0], k, v)
+        one = maps(*weights)[1](k[..., :1, :])
+        before = linear_state.empty(one, v)
+    size = max(LEAST, NUMBERS // one[0].numel(), math.isqrt(k.shape[-2] * v.shape[-1]))
     extra = k.shape[-2] - q.shape[-2] if is_causal else k.shape[-2]
     if extra < 0:  # the first queries see nothing
-        found = attend(maps, weights, q[..., -extra:, :], k, v, is_causal=True, key_mask=key_mask, eps=eps)
-        return F.pad(found, (0, 0, -extra, 0))
+        out = _attend(maps, weights, q[..., -extra:, :], k, v, is_causal=True, key_mask=key_mask, eps=eps)
+        return F.pad(out, (0, 0, -extra, 0))
     state: tuple[Tensor, ...] = before
     if extra > 0:  # every query sees the first keys
         first = [x if x is None else x[..., :extra, :] for x in (k, v, mask)]
-        state = scan(_summed(maps), first, weights, state, size=size)[1]
+        state = scan(_summarise(maps), first, weights, state, size=size)[1]
     if not is_causal:
         return scan(_read(maps, len(weights), eps), [q], [*weights, *state], (), size=size)[0][0]
     rest = [x if x is None else x[..., extra:, :] for x in (k, v, mask)]
@@ -73,11 +88,11 @@ def _keys(phi: Map, k: Tensor, mask: Tensor | None) -> Features | Logs:
     return reference.masked_keys(phi, k, None if mask is None else mask[..., 0])
 
 
-def _summed(maps: Maps) -> Step:
+def _summarise(maps: Maps) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         k, v, mask = tokens
-        own = in_range.summarise(_keys(maps(*weights)[1], k, mask), v)
-        return (), tuple(linear_state.combine(LinearState(*state), own))
+        later = in_range.summarise(_keys(maps(*weights)[1], k, mask), v)
+        return (), tuple(linear_state.combine(LinearState(*state), later))
 
     return step
 

@@ -12,12 +12,11 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
-from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.kernelised import RandomKernelised
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least
 
-FEATURES = RandomFeatureMap("hyperbolic")
+HYPERBOLIC = RandomFeatureMap("hyperbolic")
 
 
 class Maps(NamedTuple):
@@ -28,7 +27,7 @@ class Maps(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class LearnedFeatures(Kernelised[Maps]):
+class LearnedFeatures(RandomKernelised[Maps]):
     """Linear attention with ``phi(x) = [exp(W x), exp(-W x)] exp(-||x||^2 / 2)``, W of queries and of keys trained.
 
     W starts as FAVOR+ draws it, the same for both, so that the untrained map estimates softmax as
@@ -65,20 +64,12 @@ class LearnedFeatures(Kernelised[Maps]):
         W = self.scale * draw(shape.heads, self.num_features, shape.head_dim)
         return Maps(nn.Parameter(W), nn.Parameter(W.clone()))
 
-    def maps(self, w: Maps) -> tuple[Map, Map]:
-        """One map for queries and one for keys; the factors that its own normaliser cancels are with the queries."""
-        heads = Heads(w.query, key_rows=w.key)
-        return (lambda x: FEATURES.whole(x, heads)), (lambda x: FEATURES.plain(x, heads.keys))
+    def features_of(self, w: Maps) -> tuple[RandomFeatureMap, Heads]:
+        """Hyperbolic features, with rows for queries and rows for keys."""
+        return HYPERBOLIC, Heads(w.query, key_rows=w.key)
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """As FAVOR+ with two projections; both are trained."""
-        heads = Heads(w.query, key_rows=w.key)
-        return fast_favor.attend(FEATURES, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Maps, state: LinearState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
-        """Outputs of the new tokens, and the sums over all keys up to their end."""
-        return fast_favor.advance(FEATURES, q, k, v, Heads(w.query, key_rows=w.key), state, key_mask)
+        """Attention from random features with two projections, both of which are trained."""
+        phi, heads = self.features_of(w)
+        return fast_favor.attend(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)

@@ -13,7 +13,7 @@ from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.linear import fast_linear, feature_chunks
-from fast_attention.mechanisms.linear.kernelised import Kernelised, Map, feature_attention
+from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.value import at_least
 
@@ -42,7 +42,7 @@ def linear_attention(
         return feature_map.features, feature_map.features
 
     if not isinstance(feature_map, Elementwise) and not feature_chunks.against(maps, (), q, k, v, numbers=MANY):
-        return feature_attention(maps, (), q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
+        return feature_chunks.feature_attention(maps, (), q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
     return fast_linear.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
 
 
@@ -81,7 +81,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         return self.feature_map
 
     def maps(self, w: tuple[()]) -> tuple[Map, Map]:
-        """The same map for both; its kernel has units of its own, which only ``Exp`` and ``Taylor`` share with exp."""
+        """The same map for both; only ``Exp`` and ``Taylor`` have the scale of softmax's exponential."""
         return self._map.features, self._map.features
 
     @property
@@ -101,5 +101,5 @@ class LinearAttention(Kernelised[tuple[()]]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        """Outputs of the stretch, and the sums over all keys up to its end."""
+        """Outputs of the new tokens, and the sums over all keys up to their end."""
         return fast_linear.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)

@@ -1,8 +1,8 @@
-"""Random features block by block, in place, for loops that never hold the features of a whole sequence.
+"""Random feature maps in place, chunk by chunk: features are never held for a whole sequence.
 
-Everything here works on flat heads: tokens (h, n, d), projections (h, m, d), features (h, n, C), in buffers that a
-``Workspace`` keeps between blocks. Keys' features are in units of the largest so far, or of one not far below it: each
-exponential in one of its own, so that no query's largest term vanishes; cosines, which share a key's scale, in one.
+Everything here works on flat heads: tokens (h, n, d), projections (h, m, d), features (h, n, C), in a ``Workspace``.
+Keys' features are divided by ``e^log_scale`` of the largest so far, or of one not far below it: each exponential by one
+of its own, so that no query's largest term vanishes; cosines, which share a key's scale, by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fast_attention.feature_maps.random_features import positive, trigonometric
 
 
 class Heads(NamedTuple):
-    """What belongs to some heads: rows (..., m, d), what is added to every exponent (..., 1, C), and the keys' own rows
+    """The weights of some heads: rows (..., m, d), what is added to every exponent (..., 1, C), and the keys' own rows
     where they are not those of the queries; also the gradients of all these.
     """
 
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
         return any(x is not None and x.requires_grad for x in self)
 
     def some(self, heads: slice) -> Heads:
-        """Those of a few heads."""
+        """The weights of a few heads."""
         return self.mapped(lambda x: x[heads])
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Heads:
@@ -72,19 +72,19 @@ class RandomFeatureMap:
 
     @property
     def sign(self) -> float:
-        """Of half the squared norm in the scale."""
+        """The sign of half the squared norm in the scale."""
         return -1.0 if self.exponential else 1.0
 
     def width(self, rows: Tensor) -> int:
         """Features of rows (..., m, d)."""
         return rows.shape[-2] * (2 if self.pairs else 1)
 
-    def units(self, like: Tensor, rows: Tensor) -> Tensor:
-        """Those before the first key: (h, 1, C), or (h, 1, 1) for cosines."""
-        return like.new_full((len(rows), 1, self.width(rows) if self.exponential else 1), FLOOR)
+    def first_log_scale(self, like: Tensor, count: int, rows: Tensor) -> Tensor:
+        """The log scales of ``count`` heads before the first key: (h, 1, C), or (h, 1, 1) for cosines."""
+        return like.new_full((count, 1, self.width(rows) if self.exponential else 1), FLOOR)
 
     def plain(self, x: Tensor, heads: Heads, factor: float = 0.0) -> Features | Logs:
-        """The same features, times ``e^factor``, in operations that autograd follows."""
+        """Features of keys, times ``e^factor``, in operations that autograd follows."""
         x = x * x.shape[-1] ** -0.25
         if self.exponential:
             return positive(x, heads.rows, heads.bias, hyperbolic=self.kind == "hyperbolic", factor=factor)
@@ -92,17 +92,19 @@ class RandomFeatureMap:
         assert scale is not None
         return Features(values, scale + (math.log(heads.rows.shape[-2]) / 2 + factor))
 
-    def whole(self, x: Tensor, heads: Heads) -> Features | Logs:
+    def unbiased(self, x: Tensor, heads: Heads) -> Features | Logs:
         """``plain`` of queries, with what ``plain`` leaves out of both: times ``plain`` of keys it estimates exp."""
         count = self.width(heads.rows) if self.exponential else heads.rows.shape[-2]
         return self.plain(x, heads, -math.log(count))
 
-    def raw(self, x: Tensor, heads: Heads, workspace: Workspace, name: str, unit: Tensor | None = None) -> Tensor:
-        """Exponents plus ``unit`` (h, 1, C), or finished cosines, in a buffer called ``name``."""
+    def raw(
+        self, x: Tensor, heads: Heads, workspace: Workspace, name: str, log_scale: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Exponents plus ``log_scale`` (h, 1, C), or finished cosines, in the workspace as ``name``."""
         W, bias = heads.rows, heads.bias
         h, n, m = len(x), x.shape[1], W.shape[1]
         z = workspace("rows" if self.pairs else name, h, n, m)
-        added = bias if unit is None else unit if bias is None else unit + bias
+        added = bias if log_scale is None else log_scale if bias is None else log_scale + bias
         if added is None or self.pairs:
             z.baddbmm_(x, W.mT, beta=0, alpha=x.shape[-1] ** -0.25)
         else:  # the product begins with it
@@ -117,39 +119,36 @@ class RandomFeatureMap:
             values[..., :m] = z
         return values if added is None else values.add_(added)
 
-    def queries(self, x: Tensor, heads: Heads, unit: Tensor, workspace: Workspace, name: str) -> Tensor:
-        """Features up to one factor per query; they meet keys in units ``e^unit`` (h, 1, C)."""
-        values = self.raw(x, heads, workspace, name, unit if self.exponential else None)
+    def queries(self, x: Tensor, heads: Heads, log_scale: Tensor, workspace: Workspace) -> Tensor:
+        """Features up to one factor per query, for keys that are divided by ``e^log_scale`` (h, 1, C)."""
+        values = self.raw(x, heads, workspace, "queries", log_scale if self.exponential else None)
         if not self.exponential:
             return values
         return exp_(values.sub_(values.amax(-1, keepdim=True)))
 
-    def keys(
-        self, x: Tensor, heads: Heads, mask: Tensor | None, workspace: Workspace, name: str
-    ) -> tuple[Tensor, Tensor]:
-        """Logarithms of features, or finished cosines, and half the squared norm with its sign (h, n); masked: -inf."""
-        if mask is not None:
-            x = x.masked_fill(~mask[..., None], 0.0)
-        values = self.raw(x, heads, workspace, name)
-        half = torch.linalg.vecdot(x, x).mul_(self.sign * 0.5 * x.shape[-1] ** -0.5)
-        if mask is not None:
-            half.masked_fill_(~mask, float("-inf"))
-        return (values.add_(half[..., None]) if self.exponential else values), half
+    def keys(self, x: Tensor, heads: Heads, masked: Tensor | None, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """Logarithms of features, or finished cosines, and half the squared norm with its sign (h, n, 1); masked: -inf.
 
-    def scales(self, values: Tensor, half: Tensor) -> Tensor:
-        """What units are chosen from, given what ``keys`` made: (h, n, C), or (h, n, 1) for cosines."""
-        return values if self.exponential else half[..., None]
+        ``masked`` is (h, n, 1).
+        """
+        if masked is not None:
+            x = x.masked_fill(masked, 0.0)
+        values = self.raw(x, heads, workspace, "keys")
+        half = torch.linalg.vecdot(x, x).mul_(self.sign * 0.5 * x.shape[-1] ** -0.5)[..., None]
+        if masked is not None:
+            half.masked_fill_(masked, float("-inf"))
+        return (values.add_(half) if self.exponential else values), half
 
-    def finish(self, values: Tensor, half: Tensor, unit: Tensor) -> Tensor:
-        """Keys' features in units ``e^unit`` (h, 1, C), in place."""
-        return exp_(values.sub_(unit)) if self.exponential else values.mul_((half[..., None] - unit).exp_())
+    def finish(self, values: Tensor, half: Tensor, log_scale: Tensor) -> Tensor:
+        """Keys' features over ``e^log_scale`` (h, 1, C), in place."""
+        return exp_(values.sub_(log_scale)) if self.exponential else values.mul_((half - log_scale).exp_())
 
-    def pull(
+    def vjp(
         self, d: Tensor, values: Tensor, x: Tensor, heads: Heads, workspace: Workspace, out: Tensor, is_key: bool,
-        learned: Heads | None = None,
+        d_heads: Heads | None = None,
     ) -> None:  # fmt: skip
-        """The tokens' gradient from that of their features, ``d`` (overwritten), and the features, into ``out``; that
-        of rows and bias is added to ``learned``.
+        """Write the tokens' gradient, given that of their features, ``d`` (overwritten), and the features; that of rows
+        and bias is added to ``d_heads``.
         """
         m, scale = heads.rows.shape[1], x.shape[-1] ** -0.25
         if self.kind == "sincos":  # the derivative of a cosine is minus the sine
@@ -160,11 +159,11 @@ class RandomFeatureMap:
             dz = product = d.mul_(values)
             if self.pairs:
                 dz = torch.sub(d[..., :m], d[..., m:], out=workspace("rows", *d.shape[:2], m))
-        if learned is not None:
-            learned.rows.baddbmm_(dz.mT, x, alpha=scale)
-            if learned.bias is not None:
-                learned.bias.add_(product.sum(1, keepdim=True))
-        found = torch.bmm(dz, heads.rows).mul_(scale)
+        if d_heads is not None:
+            d_heads.rows.baddbmm_(dz.mT, x, alpha=scale)
+            if d_heads.bias is not None:
+                d_heads.bias.add_(product.sum(1, keepdim=True))
+        dx = torch.bmm(dz, heads.rows).mul_(scale)
         if is_key:
-            found.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)
-        out.copy_(found)
+            dx.addcmul_(x, product.sum(-1)[..., None], value=self.sign * x.shape[-1] ** -0.5)
+        out.copy_(dx)
