@@ -53,7 +53,7 @@ FAULTS = [
     Fault("coordinates are not bounded", "engine/bounds.py", "return x.clamp(-MOST, MOST)", "return x + 0",
           "tests/engine/test_large_inputs.py -k far_future"),
     Fault("the gradient of a chunk's state is not handed on", "engine/chunked.py",
-          "owed = earlier\n", "owed = [torch.zeros_like(x) for x in earlier]\n", "tests/linear/test_feature_chunks.py -k scan"),
+          "d_state = earlier\n", "d_state = [torch.zeros_like(x) for x in earlier]\n", "tests/linear/test_feature_chunks.py -k scan"),
     Fault("a chunk begins with the first state", "engine/chunked.py", "rows, state = step(_cut(tokens, at), weights, state)",
           "rows, after = step(_cut(tokens, at), weights, state)", "tests/linear/test_feature_chunks.py -k scan"),
     Fault("the last chunk is forgotten", "engine/chunked.py", "for at in range(0, length, size)]",

@@ -10,6 +10,6 @@ FAULTS = [
           "Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]", "Q = Q * 1.0", "tests/linear/test_favor.py"),
     Fault("half the squared norm is forgotten", "feature_maps/random_features.py", "z.sub_((x.square().sum(-1) / 2",
           "z.sub_((x.square().sum(-1)", ORACLE + "FavorPlus"),
-    Fault("damped rows are stretched too much", "feature_maps/random_features.py", "return W * stretch.sqrt(), bias",
-          "return W * stretch, bias", ORACLE + "FavorPlusPlus"),
+    Fault("damped rows are scaled too much", "feature_maps/random_features.py", "return W * factor.sqrt(), bias",
+          "return W * factor, bias", ORACLE + "FavorPlusPlus"),
 ]  # fmt: skip

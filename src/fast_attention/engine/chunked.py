@@ -35,9 +35,9 @@ def scan(
         size: Tokens of a chunk.
     """
     run = _RULE if _closed(step, tokens, weights, state) else _plain
-    found = run(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
-    rows = len(found) - len(state)
-    return found[:rows], found[rows:]
+    results = run(*tokens, *weights, *state, step=step, counts=(len(tokens), len(weights)), size=size)
+    rows = len(results) - len(state)
+    return results[:rows], results[rows:]
 
 
 def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: State) -> bool:
@@ -45,8 +45,8 @@ def _closed(step: Step, tokens: Sequence[Any], weights: Sequence[Any], state: St
     if not torch.is_grad_enabled():
         return True
     first = _cut(tokens, slice(0, 1))
-    cut, own = ([None if x is None else x.detach() for x in each] for each in (first, weights))
-    rows, after = step(cut, own, tuple(x.detach() for x in state))
+    cut, fixed = ([None if x is None else x.detach() for x in each] for each in (first, weights))
+    rows, after = step(cut, fixed, tuple(x.detach() for x in state))
     return not any(x.requires_grad for x in (*rows, *after))
 
 
@@ -94,23 +94,23 @@ def _backward(
     into = [torch.zeros_like(x) for x, yes in zip(tokens, differentiable, strict=True) if yes]
     learned = [torch.zeros_like(w) if w is not None and w.requires_grad else None for w in weights]
     rows = len(gradients) - len(first)
-    owed = list(gradients[rows:])
+    d_state = list(gradients[rows:])
     for index, at in reversed(list(enumerate(_chunks(tokens, size)))):
-        here, before = _cut(tokens, at), kept[index * len(first) : (index + 1) * len(first)]
-        held = [x for x, yes in zip(here, differentiable, strict=True) if yes]
+        chunk, before = _cut(tokens, at), kept[index * len(first) : (index + 1) * len(first)]
+        held = [x for x, yes in zip(chunk, differentiable, strict=True) if yes]
 
-        def again(*given: Tensor, here: list[Any] = here, number: int = len(held)) -> tuple[Tensor, ...]:
+        def again(*given: Tensor, chunk: list[Any] = chunk, number: int = len(held)) -> tuple[Tensor, ...]:
             own, state, twins = iter(given[:number]), given[number : number + len(first)], given[number + len(first) :]
-            chunk = [next(own) if yes else x for x, yes in zip(here, differentiable, strict=True)]
-            out, after = step(chunk, twins, state)
+            values = [next(own) if yes else x for x, yes in zip(chunk, differentiable, strict=True)]
+            out, after = step(values, twins, state)
             return *out, *after
 
         earlier = [torch.zeros_like(x) for x in before]
-        above = [*(x[..., at, :] for x in gradients[:rows]), *owed]
+        above = [*(x[..., at, :] for x in gradients[:rows]), *d_state]
         add_gradients(again, [*held, *before], weights, above, [*(x[..., at, :] for x in into), *earlier], learned)
-        owed = earlier
-    found = iter(into)
-    return *(next(found) if yes else None for yes in differentiable), *learned, *owed
+        d_state = earlier
+    gradients_of_tokens = iter(into)
+    return *(next(gradients_of_tokens) if yes else None for yes in differentiable), *learned, *d_state
 
 
 _RULE = CustomGradient(_plain, _forward, _backward)

@@ -26,11 +26,11 @@ class Features(NamedTuple):
 
     @property
     def free(self) -> Tensor:
-        """Those of queries, whose own factor every normaliser cancels."""
+        """Features of queries, without the factor that every normaliser cancels."""
         return self.values
 
     def per_token(self) -> Features:
-        """As they are, or in units of a token whose features are so large that sums of them would overflow."""
+        """As they are, or over the largest feature of tokens so large that sums of them would overflow."""
         factor = overflow.factor(self.values, 2.0**28, rows=True)
         if self.log_scale is not None or (not traced() and bool((factor == 1.0).all())):
             return self
@@ -40,21 +40,21 @@ class Features(NamedTuple):
 class Logs(NamedTuple):
     """Positive features by their logarithms: ``phi(x_i)_c = exp(logs_ic)``, none of which need fit into a number.
 
-    A feature may be far below a token's largest one and yet be the one that meets the other token's: so the unit of a
-    sum is chosen feature by feature, from the keys, and the largest term of a query is always one.
+    A feature may be far below a token's largest one and yet be the one that meets the other token's: so the log
+    scale of a sum is chosen feature by feature, from the keys, and the largest term of a query is always one.
     """
 
     logs: Float[Tensor, "*batch n C"]
 
     @property
     def free(self) -> Logs:
-        """Those of queries: the unit of their largest term comes with the keys."""
+        """Features of queries: the scale of their largest term comes with the keys."""
         return self
 
     def per_token(self) -> Features:
-        """In units of each token's largest feature, where that is enough."""
-        top = self.logs.detach().amax(-1)
-        return Features((self.logs - top[..., None]).exp_(), top)
+        """Over each token's largest feature, where one scale is enough."""
+        log_scale = self.logs.detach().amax(-1)
+        return Features((self.logs - log_scale[..., None]).exp_(), log_scale)
 
 
 Map = Callable[[Tensor], Features | Logs]
@@ -88,5 +88,5 @@ class Elementwise(FeatureMap, ABC):
         """``out`` becomes the features of ``x``; ``scratch`` is a third tensor of that shape, to be used freely."""
 
     @abstractmethod
-    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
-        """``out`` becomes the gradient of ``x`` given that of ``made = phi(x)``; ``made`` may be lost."""
+    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
+        """``out`` becomes the gradient of ``x`` given that of ``values = phi(x)``, which may be lost."""

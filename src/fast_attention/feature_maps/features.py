@@ -30,9 +30,9 @@ class EluPlusOne(Elementwise):
         """The middle one of ``e^x``, 1 and ``x + 1``: these never stand the other way round."""
         torch.clamp(x.new_ones(()), torch.add(x, 1.0, out=scratch), exp(x, out), out=out)
 
-    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
         """The slope is the feature itself, at most 1."""
-        torch.mul(gradient, made.clamp_(max=1.0), out=out)
+        torch.mul(gradient, values.clamp_(max=1.0), out=out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,9 +59,9 @@ class Relu(Elementwise):
         if self.offset:
             out.add_(self.offset)
 
-    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
         """The slope is 1 above zero and 0 elsewhere."""
-        torch.mul(gradient, torch.gt(x, 0.0, out=made), out=out)
+        torch.mul(gradient, torch.gt(x, 0.0, out=values), out=out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +78,7 @@ class Identity(Elementwise):
         """``x``."""
         out.copy_(x)
 
-    def chain(self, x: Tensor, made: Tensor, gradient: Tensor, out: Tensor) -> None:
+    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
         """The slope is 1."""
         out.copy_(gradient)
 

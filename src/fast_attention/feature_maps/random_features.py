@@ -61,9 +61,9 @@ def damped(
     Likhosherstov et al. 2022, arXiv 2205.15317: ``f(w, x) = D exp(A ||w||^2 + B w . x - ||x||^2 / 2)``, A = -damping,
     B = sqrt(1 - 4A), D = (1 - 4A)^(d/4). Unbiased for every damping of at least 0, one number for each head.
     """
-    stretch = (1 + 4 * damping)[..., None, None]
-    bias = stretch.log() * (W.shape[-1] / 4) - damping[..., None, None] * torch.linalg.vecdot(W, W)[..., None, :]
-    return W * stretch.sqrt(), bias
+    factor = (1 + 4 * damping)[..., None, None]
+    bias = factor.log() * (W.shape[-1] / 4) - damping[..., None, None] * torch.linalg.vecdot(W, W)[..., None, :]
+    return W * factor.sqrt(), bias
 
 
 def positive(
@@ -85,17 +85,17 @@ def positive(
 def generalised(x: Tensor, W: Tensor, kernel: FeatureMap, epsilon: float) -> Features | Logs:
     """``m^(-1/2) (f(W x) + epsilon)`` for a function f of single numbers (arXiv 2009.14794, section 2.2)."""
     z = x @ W.to(x.dtype).mT
-    found = kernel.features(z)
-    if isinstance(found, Logs):
-        half_log = math.log(found.logs.shape[-1]) / 2
-        least = found.logs.new_full((), math.log(epsilon)) if epsilon else None
-        return Logs((found.logs if least is None else torch.logaddexp(found.logs, least)) - half_log)
-    values, scale = found
+    features = kernel.features(z)
+    if isinstance(features, Logs):
+        half_log = math.log(features.logs.shape[-1]) / 2
+        least = features.logs.new_full((), math.log(epsilon)) if epsilon else None
+        return Logs((features.logs if least is None else torch.logaddexp(features.logs, least)) - half_log)
+    values, scale = features
     half_log = math.log(values.shape[-1]) / 2
     if scale is None:
         return Features((values + epsilon) * math.exp(-half_log))
     if epsilon == 0:
         return Features(values, scale - half_log)
-    top = no_less(scale, math.log(epsilon))
-    values = values * (scale - top).exp()[..., None] + epsilon * (-top).exp()[..., None]
-    return Features(values, top - half_log)
+    log_scale = no_less(scale, math.log(epsilon))
+    values = values * (scale - log_scale).exp()[..., None] + epsilon * (-log_scale).exp()[..., None]
+    return Features(values, log_scale - half_log)

@@ -42,11 +42,11 @@ def decayed_linear_attention(
         ValueError: ``log_decay`` does not spread over the keys, or one of its numbers is above 0.
     """
     sizes = zip(reversed(log_decay.shape), reversed(k.shape[:-1]), strict=False)
-    if log_decay.dim() >= k.dim() or any(own not in (1, keys) for own, keys in sizes):
+    if log_decay.dim() >= k.dim() or any(size not in (1, keys) for size, keys in sizes):
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
     if not traced() and bool((log_decay > 0.0).any()):
         raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
-    log_decay = _seen(log_decay.expand(k.shape[:-1]), key_mask)
+    log_decay = _unmasked(log_decay.expand(k.shape[:-1]), key_mask)
     return decayed_sums.attend(
         q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal
     )
@@ -122,7 +122,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
-        log_decay = _seen(_log_decay(k, w), key_mask)
+        log_decay = _unmasked(_log_decay(k, w), key_mask)
         return decayed_sums.streamed(
             q, k, v, log_decay, key_mask, state, phi=self.feature_map, normalize=self.normalize, eps=self.eps
         )
@@ -130,7 +130,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        return decayed_sums.summarise(k, v, _seen(_log_decay(k, w), key_mask), key_mask, phi=self.feature_map)
+        return decayed_sums.summarise(k, v, _unmasked(_log_decay(k, w), key_mask), key_mask, phi=self.feature_map)
 
     def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""
@@ -144,5 +144,5 @@ def _log_decay(k: Tensor, w: Gates) -> Tensor:
     return F.logsigmoid(logit).expand(k.shape[:-1])
 
 
-def _seen(log_decay: Tensor, key_mask: Tensor | None) -> Tensor:
+def _unmasked(log_decay: Tensor, key_mask: Tensor | None) -> Tensor:
     return log_decay if key_mask is None else log_decay.masked_fill(~key_mask, 0.0)

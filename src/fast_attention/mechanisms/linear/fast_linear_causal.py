@@ -41,22 +41,22 @@ def _chunks(q: Tensor, v: Tensor) -> list[list[Chunk]]:
     return chunks(rows, length, TILE, max(width * values, TILE * max(width, values, TILE)))
 
 
-def _beside(first: Sequence[Tensor], own: States, workspace: Workspace, *, reverse: bool = False) -> States:
+def _beside(first: Sequence[Tensor], tiles: States, workspace: Workspace, *, reverse: bool = False) -> States:
     """For each tile the sum over the tiles before it (after it, if ``reverse``) and ``first``.
 
     Added up one after the other: no tile takes part, not even times zero, in the sums of those that do not see it.
     """
-    (first_kv, first_k), shape = first, own.kv.shape
+    (first_kv, first_k), shape = first, tiles.kv.shape
     rows = len(first_kv)
     terms, sums = workspace.parts("states", rows, *shape), workspace.parts("sums", rows, *shape)
-    k = own.k.view(rows, -1, shape[1])
+    k = tiles.k.view(rows, -1, shape[1])
     if reverse:
         terms, sums, k = terms[::-1], sums[::-1], k.flip(1)
     sums[0].copy_(first_kv)
     for i in range(1, len(terms)):
         torch.add(sums[i - 1], terms[i - 1], out=sums[i])
     k = torch.cat([first_k.to(k.dtype), k[:, :-1]], 1).cumsum(1)
-    return States(workspace("sums", *shape), (k.flip(1) if reverse else k).view(own.k.shape))
+    return States(workspace("sums", *shape), (k.flip(1) if reverse else k).view(tiles.k.shape))
 
 
 def _states(keys: Tensor, v: Tensor, workspace: Workspace) -> States:
@@ -107,9 +107,9 @@ class _Forward(_Pass):
         workspace, (queries, keys, v) = self.workspace, self.read(chunk)
         pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", len(keys), chunk.size, chunk.size)).tril_()
         denominator = torch.sum(pairs, -1, keepdim=True, out=workspace("denominator", len(keys), chunk.size, 1))
-        own = _states(keys, v, workspace)
-        before = _beside(carry, own, workspace)
-        carry.add(*own)
+        tiles = _states(keys, v, workspace)
+        before = _beside(carry, tiles, workspace)
+        carry.add(*tiles)
         numerator = torch.bmm(pairs, v, out=workspace("numerator", *v.shape))
         torch.baddbmm(numerator, queries, before.kv, out=numerator)
         row = denominator.view(-1, 1, chunk.size)
@@ -138,12 +138,12 @@ class _Backward(_Pass):
         d_queries = torch.bmm(d_pairs, keys, out=workspace("d_queries", *keys.shape))
         torch.baddbmm(d_queries, d_numerator, before.kv.mT, out=d_queries).addcmul_(d_denominator, before.k)
         pairs = torch.bmm(queries, keys.mT, out=workspace("pairs", *d_pairs.shape)).tril_()
-        own = States(
+        tiles = States(
             torch.bmm(queries.mT, d_numerator, out=workspace("states", *before.kv.shape)),
             torch.bmm(d_denominator.mT, queries, out=workspace("keys", *before.k.shape)),
         )
-        after = _beside(carry, own, workspace, reverse=True)
-        carry.add(*own)
+        after = _beside(carry, tiles, workspace, reverse=True)
+        carry.add(*tiles)
         d_values = torch.bmm(pairs.mT, d_numerator, out=workspace("d_values", *d_numerator.shape))
         chunk.of(self.dv).copy_(inside(torch.baddbmm(d_values, keys, after.kv, out=d_values), chunk))
         d_keys = torch.bmm(d_pairs.mT, queries, out=workspace("d_keys", *keys.shape))

@@ -72,7 +72,7 @@ def features_vjp(
 ) -> None:  # fmt: skip
     """Write the gradient of the chunk's ``x`` from that of ``values = phi(x)``, which are lost."""
     dx = chunk.of(out)
-    phi.chain(chunk.of(x), values, gradient, dx)
+    phi.vjp(chunk.of(x), values, gradient, dx)
     if masked is not None:
         dx.masked_fill_(chunk.of(masked), 0.0)
 

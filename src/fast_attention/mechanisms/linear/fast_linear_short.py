@@ -52,7 +52,7 @@ def _backward(
         d_pairs.masked_fill_(masked.mT, 0.0)
     dq, dk, dv = torch.bmm(d_pairs, keys), torch.bmm(d_pairs.mT, queries), torch.bmm(pairs.mT, d_numerator)
     for x, features, gradient in ((flat(q), queries, dq), (flat(k), keys, dk)):
-        phi.chain(x, features.clone(), gradient, gradient)  # kept tensors outlive this call
+        phi.vjp(x, features.clone(), gradient, gradient)  # kept tensors outlive this call
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
 
 

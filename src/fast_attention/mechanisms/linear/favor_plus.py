@@ -84,7 +84,7 @@ class FavorPlus(RandomKernelised[Projection]):
 
     The error falls as 1/m and grows fast with the norms of queries and keys: small where ``||q||^2`` stays near
     ``sqrt(width)``; at unit scale (``||q||^2`` near the width) 256 features do not beat uniform weights untrained.
-    Whatever the scale, sums are taken in the units of their largest terms: the estimate neither overflows nor vanishes.
+    Whatever the scale, sums are divided by their largest terms: the estimate neither overflows nor vanishes.
 
     Args:
         num_features: Rows of the projection, m; the official default. ``"hyperbolic"`` makes two features of each.

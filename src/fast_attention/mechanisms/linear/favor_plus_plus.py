@@ -132,9 +132,9 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
     def weights(self, shape: Shape) -> DampedProjection:
         """Draw the projection of every head; the damping is that for ``||q||^2 = ||k||^2 = head_dim``."""
         width = shape.head_dim
-        unit = _optimal(torch.full((shape.heads,), 2 * width**0.5, dtype=torch.float64), width)
+        damping = _optimal(torch.full((shape.heads,), 2 * width**0.5, dtype=torch.float64), width)
         projection = draw(shape.heads, self.num_features, width, orthogonal=self.orthogonal)
-        return DampedProjection(projection, unit.to(projection.dtype))
+        return DampedProjection(projection, damping.to(projection.dtype))
 
     def redrawn(self, w: DampedProjection, shape: Shape) -> DampedProjection:
         """Another projection with the damping of ``w``."""
