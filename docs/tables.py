@@ -104,7 +104,7 @@ def full() -> str:
         parts += [f"Traits: `{', '.join(said)}`.", ""]
     parts += ["## Names people know", "", "| name | write | |", "|---|---|---|"]
     for each in KNOWN:
-        note = each.note if each.here else f"not here; this is nearest. {each.note[:1].upper()}{each.note[1:]}"
+        note = each.note if each.exact else f"not here; this is nearest. {each.note[:1].upper()}{each.note[1:]}"
         parts.append(f"| {each.name} | `{each.write}` | {note} |")
     return "\n".join(parts).rstrip()
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fast_attention import arrival
+from fast_attention import import_hook
 
 if TYPE_CHECKING:
     from fast_attention.contents import *  # noqa: F403
@@ -21,15 +21,15 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """A module or a name of the page of contents, when it is first asked for: torch takes seconds to import."""
+    """Import a module or a public name when it is first used: torch takes seconds to import."""
     if name == "__all__":
         return [each for each, value in _contents().items() if not isinstance(value, ModuleType)]
     if not name.startswith("__"):
         if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
-        if name in (found := _contents()):
-            globals().update(found)
-            return found[name]
+        if name in (public := _contents()):
+            globals().update(public)
+            return public[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -38,8 +38,8 @@ def __dir__() -> list[str]:
 
 
 def _contents() -> dict[str, Any]:
-    found = vars(import_module(f"{__name__}.contents"))
-    return {name: value for name, value in found.items() if not name.startswith("_")}
+    names = vars(import_module(f"{__name__}.contents"))
+    return {name: value for name, value in names.items() if not name.startswith("_")}
 
 
-arrival.watch()
+import_hook.install()

@@ -1,4 +1,4 @@
-"""Attention maps on demand: chosen rows of any mechanism's attention matrix, without the others."""
+"""Computes chosen rows of any mechanism's attention matrix, without the others."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def attention_rows(
     key_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Rows of the matrix A for which the mechanism's outputs are ``A V``: what chosen queries give to every key.
+    """Rows of the matrix A for which the mechanism's outputs are ``A V``: the weights of every key for chosen queries.
 
-    The gradient of ``A V`` with respect to V, sent back from outputs G, is ``A^T G``. A column of G that is one at
-    query i and zero elsewhere brings back row i, so that one forward pass and one backward pass for every E rows
+    The vector-Jacobian product of ``A V`` with respect to V is ``A^T G`` for output gradients G. A column of G that is
+    one at query i and zero elsewhere gives row i, so that one forward pass and one backward pass for every E rows
     suffice. Both take the mechanism's own fast path: memory grows as it does there, plus that of the rows. The rows are
-    exact, not sampled, and hold whatever the mechanism does: random features, negative weights, sums other than one.
+    exact, not sampled, for random features, negative weights and sums other than one, too.
 
     Args:
         mechanism: An attention with ``traits.matrix``, or its name or repr.
@@ -52,33 +52,33 @@ def attention_rows(
         raise Unsupported(f"{chosen!r} mixes whole tokens: no query gives weights to keys")
     if not chosen.traits.matrix:
         raise chosen.refuse("attention maps: its outputs are no A V with one A for all channels", "matrix")
-    places = _places(queries, q)
+    positions = _positions(queries, q)
     with torch.inference_mode(False), torch.enable_grad():
-        q, k, key_mask, attn_mask = (_ordinary(x) for x in (q, k, key_mask, attn_mask))
+        q, k, key_mask, attn_mask = (_detached(x) for x in (q, k, key_mask, attn_mask))
         width = q.shape[-1]  # of V: as wide as the queries, so that fused kernels serve
         v = q.new_zeros(*k.shape[:-1], width).requires_grad_()
         out = chosen(q, k, v, w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask)
-        rows = q.new_empty(*q.shape[:-2], len(places), k.shape[-2])
-        for start in range(0, len(places), width):
-            part = places[start : start + width]
-            sent = torch.zeros_like(out)
-            sent[..., part, range(len(part))] = 1.0
-            more = start + width < len(places)
-            back = torch.autograd.grad(out, v, sent, retain_graph=more)[0]
-            rows[..., start : start + len(part), :] = back[..., : len(part)].mT
+        rows = q.new_empty(*q.shape[:-2], len(positions), k.shape[-2])
+        for start in range(0, len(positions), width):
+            chunk = positions[start : start + width]
+            grad_out = torch.zeros_like(out)
+            grad_out[..., chunk, range(len(chunk))] = 1.0
+            retain = start + width < len(positions)
+            grad_v = torch.autograd.grad(out, v, grad_out, retain_graph=retain)[0]
+            rows[..., start : start + len(chunk), :] = grad_v[..., : len(chunk)].mT
     return rows.detach()
 
 
-def _ordinary(x: Any) -> Any:
-    """The tensor without its history, and such that gradients may be taken through it."""
+def _detached(x: Any) -> Any:
+    """The tensor without its graph, and outside of inference mode."""
     return None if x is None else x.clone() if x.is_inference() else x.detach()
 
 
-def _places(queries: Sequence[int] | Tensor, q: Tensor) -> list[int]:
+def _positions(queries: Sequence[int] | Tensor, q: Tensor) -> list[int]:
     """The positions, counted from the start."""
     length = q.shape[-2]
-    found = [int(i) for i in queries]
-    wrong = [i for i in found if not -length <= i < length]
-    if wrong:
-        raise ValueError(f"queries names {wrong[0]}, and q has {length} tokens: give {-length} to {length - 1}")
-    return [i % length for i in found]
+    positions = [int(i) for i in queries]
+    outside = [i for i in positions if not -length <= i < length]
+    if outside:
+        raise ValueError(f"queries names {outside[0]}, and q has {length} tokens: give {-length} to {length - 1}")
+    return [i % length for i in positions]

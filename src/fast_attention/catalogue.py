@@ -1,4 +1,4 @@
-"""Every mechanism by name, and ``parse``, the inverse of ``repr``."""
+"""The catalogue of mechanisms by name, and ``parse``, the inverse of ``repr``."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import re
 from typing import Any
 
 from fast_attention import mechanisms
+from fast_attention.expressions import Parser
 from fast_attention.feature_maps import features
 from fast_attention.known_names import known, simple
 from fast_attention.mechanism import Attention, Mechanism, Mixer
 from fast_attention.mechanisms.dense import projections
-from fast_attention.spelling import Spelling
 from fast_attention.value import Value
 
 
 def _public(module: Any, kind: type) -> dict[str, type]:
-    found = {}
+    classes = {}
     for name, value in vars(module).items():
         if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value) and name[0] != "_":
-            found[name] = value
-    return found
+            classes[name] = value
+    return classes
 
 
 _MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
     **_public(mechanisms, Mechanism),
 }
-_SPELLING = Spelling(
+_PARSER = Parser(
     "mechanism",
     "Softmax(scale=1.0)",
     {**_public(mechanisms, Value), **_public(features, Value), **_public(projections, Value)},
@@ -46,24 +46,24 @@ def default(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
         ValueError: No mechanism has that name; the nearest ones are named.
     """
     if name not in _MECHANISMS:
-        raise ValueError(elsewhere(name) or f"no mechanism is called {name!r}.{_SPELLING.nearest(name)}")
+        raise ValueError(elsewhere(name) or f"no mechanism is called {name!r}.{_PARSER.nearest(name)}")
     mechanism = _MECHANISMS[name]()
     assert isinstance(mechanism, Attention | Mixer)
     return mechanism
 
 
 def elsewhere(text: str) -> str:
-    """What to write for a name that papers or libraries use for a mechanism; empty where nobody does."""
+    """A message that says what to write for a name that papers or libraries use; empty for an unknown name."""
     head = text.split("(")[0].strip()
     for name in (head, *re.findall(r"(\w+)\s*\(", text)):
-        if found := known(name):
-            return f"{name!r} is not a name of ours. {found}. Write {found.write}."
-    ours = [each for each in names() if simple(each) == simple(head) and each.lower() != head.lower()]
-    return f"{head!r} is spelt {ours[0]}() here." if ours else ""
+        if entry := known(name):
+            return f"{name!r} is not a name of ours. {entry}. Write {entry.write}."
+    own_names = [each for each in names() if simple(each) == simple(head) and each.lower() != head.lower()]
+    return f"{head!r} is spelt {own_names[0]}() here." if own_names else ""
 
 
 def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, Any]:
-    """The mechanism that ``text`` spells: a name (``"Local"``) or a repr (``"Local(window=64)"``). Nothing is executed.
+    """Parse a mechanism: a name (``"Local"``) or a repr (``"Local(window=64)"``). Nothing is executed.
 
     Raises:
         ValueError: The text names no mechanism or no such setting, or is not a call with plain values. A name that
@@ -72,11 +72,11 @@ def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, A
     if isinstance(text, Attention | Mixer):
         return text
     try:
-        value = _SPELLING.read(str(text))
+        value = _PARSER.read(str(text))
     except ValueError as error:
         raise ValueError(elsewhere(str(text)) or str(error)) from error
     if not isinstance(value, Attention | Mixer):
-        raise ValueError(f"{text!r} is not a mechanism.{_SPELLING.nearest(str(text))}")
+        raise ValueError(f"{text!r} is not a mechanism.{_PARSER.nearest(str(text))}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What may come in: tensors, masks and states are checked once, in the caller's words, before anything is computed."""
+"""Validates arguments before anything is computed, with errors in the caller's words."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def tensors(**inputs: object) -> None:
     """Raise unless all are floating-point tensors of one device and, outside of autocast, of one dtype."""
-    known: dict[str, Tensor] = {}
+    first_of: dict[str, Tensor] = {}
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__} (torch.as_tensor makes one)")
         if x.dtype not in FLOATS:
             raise ValueError(f"{name} is {x.dtype}: give float32, float64, bfloat16 or float16, such as {name}.float()")
-        for called, first in known.items():
+        for first_name, first in first_of.items():
             if x.device != first.device:
-                raise ValueError(f"{called} is on {first.device} and {name} on {x.device}: give all on one device")
+                raise ValueError(f"{first_name} is on {first.device} and {name} on {x.device}: give all on one device")
             if x.dtype != first.dtype and (x.is_meta or not torch.is_autocast_enabled(first.device.type)):
-                raise ValueError(f"{called} is {first.dtype} and {name} is {x.dtype}: give all three the same dtype")
-        known = known or {name: x}
+                raise ValueError(
+                    f"{first_name} is {first.dtype} and {name} is {x.dtype}: give all three the same dtype"
+                )
+        first_of = first_of or {name: x}
 
 
 def threads() -> None:
-    """Let a thread of the caller's that has not computed yet do so with as many threads as torch was told to take.
+    """Apply ``torch.set_num_threads`` in the caller's thread, also if it has not computed anything yet.
 
-    torch hands ``torch.set_num_threads`` to a new thread at the first loop of torch's own there; until then products
-    and FFTs of MKL take OpenMP's number, which is another load on the machine and gives other last bits.
+    torch applies it to a new thread at its first parallel loop; until then matrix products and FFTs of MKL use OpenMP's
+    number of threads, which gives other last bits.
     """
     if not torch.compiler.is_compiling():
-        torch.get_num_threads()  # asking is what hands it over
+        torch.get_num_threads()  # this call applies it
 
 
 def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
-    """Raise a ``ValueError`` unless queries, keys and values fit; ``alike``: q and k have one width."""
+    """Raise a ``ValueError`` unless q, k and v fit; with ``alike``, q and k must have the same width."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3:
             raise ValueError(f"{name} must be (..., heads, tokens, width); got shape {tuple(x.shape)}")
@@ -107,20 +109,20 @@ def scores(attn_mask: object, dropout: object, q: Tensor, k: Tensor) -> None:
 
 
 def empty(*inputs: Tensor) -> bool:
-    """Whether one of the inputs holds no number: no tokens, no keys, no sequence, or on the meta device."""
+    """Whether one of the inputs has no elements, or is on the meta device."""
     return any(x.numel() == 0 or x.is_meta for x in inputs)
 
 
 def zeros(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-    """Zeros in the dtype of the first input that every input gets a gradient from, of zeros."""
-    nothing = sum((x.flatten()[:0].sum() for x in inputs[1:]), inputs[0].flatten()[:0].sum())
-    return inputs[0].new_zeros(shape) + nothing.to(inputs[0].dtype)
+    """Zeros in the dtype of the first input, through which every input gets a gradient of zeros."""
+    zero = sum((x.flatten()[:0].sum() for x in inputs[1:]), inputs[0].flatten()[:0].sum())
+    return inputs[0].new_zeros(shape) + zero.to(inputs[0].dtype)
 
 
-def without_hidden(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values with zeros where ``key_mask`` (..., S) hides them, NaN or not, and the mask as (..., 1, S).
+def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values with zeros where ``key_mask`` (..., S) is False, and the mask as (..., 1, S).
 
-    What is hidden then is finite in every formula, and its gradient is zero. A key that is not read stays.
+    Masked keys and values are then finite in every formula, and their gradients are zero. Keys that are not read stay.
     """
     if key_mask is None:
         return k, v, None
@@ -129,7 +131,7 @@ def without_hidden(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) ->
 
 
 def weights(mechanism: Any, w: Any, q: Tensor | None = None) -> Any:
-    """``w``; a ``ValueError`` where it is missing, or is for other heads than ``q`` (..., H, L, E) has."""
+    """Return ``w``; raise a ``ValueError`` if it is missing or not for the number of heads of ``q`` (..., H, L, E)."""
     if not mechanism.needs_weights:
         return w
     if isinstance(w, tuple) and not w:
@@ -147,28 +149,28 @@ def weights(mechanism: Any, w: Any, q: Tensor | None = None) -> Any:
 
 
 def checked(function: Function) -> Function:
-    """A pure function of q, k, v or of x as the public calls it: through the same checks as a mechanism.
+    """Wrap a pure function of q, k, v or of x in the validation of a mechanism's call.
 
-    Its ``key_mask`` is (..., S) and checked, what it hides is not computed with, and empty inputs give zeros.
+    Its ``key_mask`` is (..., S); masked keys and values are replaced by zeros, and empty inputs give zeros.
     """
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def called(*args: Any, **options: Any) -> Tensor:
-        given = dict(zip(names, args, strict=False)) | options
-        inputs = {name: given[name] for name in ("q", "k", "v", "x") if name in given}
+    def validated(*args: Any, **options: Any) -> Tensor:
+        arguments = dict(zip(names, args, strict=False)) | options
+        inputs = {name: arguments[name] for name in ("q", "k", "v", "x") if name in arguments}
         if len(inputs) == len({"q", "k", "v", "x"} & set(names)):  # else the function says what is missing
             tensors(**inputs)
             threads()
-            last = inputs["v" if "v" in inputs else "x"]
+            values = inputs["v" if "v" in inputs else "x"]
             if empty(*inputs.values()) and "scores" not in names:
-                return zeros((*inputs.get("q", last).shape[:-1], last.shape[-1]), *inputs.values())
-            given, mask = given | inputs, given.get("key_mask")
+                return zeros((*inputs.get("q", values).shape[:-1], values.shape[-1]), *inputs.values())
+            arguments, mask = arguments | inputs, arguments.get("key_mask")
             if mask is not None:
-                key_mask(mask, tuple(last.shape[: -3 if "v" in inputs else -2]), last)
-                mask = mask[..., None, :] if "v" in inputs and last.ndim > 2 else mask
-                shown = {name: masks.drop(x, mask) for name, x in inputs.items() if name != "q"}
-                given = given | shown | {"key_mask": mask}
-        return function(**given)
+                key_mask(mask, tuple(values.shape[: -3 if "v" in inputs else -2]), values)
+                mask = mask[..., None, :] if "v" in inputs and values.ndim > 2 else mask
+                visible = {name: masks.drop(x, mask) for name, x in inputs.items() if name != "q"}
+                arguments = arguments | visible | {"key_mask": mask}
+        return function(**arguments)
 
-    return called  # type: ignore[return-value]
+    return validated  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The command ``fast-attention``: one line and an exit code for what cannot be had, never a traceback."""
+"""The command ``fast-attention``: errors are one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    heeded = heeded and threading.current_thread() is threading.main_thread()
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_default = is_default and threading.current_thread() is threading.main_thread()
     try:
-        if heeded:  # libraries that are interrupted half way are of no more use
+        if is_default:  # libraries that are interrupted half way are of no more use
             signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         from fast_attention.lab import command_line
 
@@ -49,7 +49,7 @@ def _run(arguments: list[str]) -> int:
         print(f"fast-attention: a library cannot be loaded: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
-        if heeded:
+        if is_default:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     return command_line.run(arguments)
 

@@ -1,4 +1,4 @@
-"""Wall time of calls, the device's queue empty before and after: one by itself, or several in turns."""
+"""Measures the wall time of calls on any device: of one by itself, or of several in turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int = 1) -> f
 
 
 def repeats_for(estimate: float) -> int:
-    """How many calls of so many seconds make a sample long enough to time."""
+    """The number of calls of ``estimate`` seconds that make a sample long enough to time."""
     return max(1, min(MOST_REPEATS, round(SHORTEST_SAMPLE / max(estimate, 1e-9))))
 
 
@@ -32,18 +32,18 @@ def in_turns(
     runs: Mapping[Any, Callable[[], Any]], device: torch.device, rounds: int, patience: float = math.inf
 ) -> dict[Any, list[float]]:
     """Seconds of every run, one after the other in each round; after ``patience`` seconds no further round begins."""
-    found: dict[Any, list[float]] = {name: [] for name in runs}
-    began = time.perf_counter()
+    times: dict[Any, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
     for number in range(rounds):
-        if number and time.perf_counter() - began > patience:
+        if number and time.perf_counter() - start > patience:
             break
         for name, run in runs.items():
-            found[name].append(seconds(run, device))
-    return found
+            times[name].append(seconds(run, device))
+    return times
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that it was asked."""
+    """Wait until the device has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,4 +1,4 @@
-"""What a call costs, counted rather than timed: arithmetic operations and the peak of the memory it allocates."""
+"""Counts what a call costs: arithmetic operations and the peak of the memory it allocates."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class _Counter(TorchDispatchMode):
         if name.startswith(_CPU_ATTENTION):
             self.operations += _attention_operations(name, args)
             return out
-        held = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for t in tree_leaves(out):
-            if not isinstance(t, Tensor) or (t.untyped_storage()._cdata in held and not name.endswith("_")):
+            if not isinstance(t, Tensor) or (t.untyped_storage()._cdata in input_storages and not name.endswith("_")):
                 continue
             factor = 1.0
             if name in _SORTS:
@@ -56,29 +56,29 @@ def _attention_operations(name: str, args: Any) -> int:
 
 
 class _Peak(TorchDispatchMode):
-    """Follows every storage that an operation brings into being until it is freed."""
+    """Tracks the size of all storages that operations allocate, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.current = self.peak = 0
         self.alive: dict[int, Any] = {}
 
     def _freed(self, key: int, size: int) -> None:
         if self.alive.pop(key, None) is not None:
-            self.now -= size
+            self.current -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if not isinstance(t, Tensor):
                 continue
             storage = t.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key not in held and key not in self.alive:
+            if key not in input_storages and key not in self.alive:
                 self.alive[key] = weakref.finalize(storage, self._freed, key, size)
-                self.now += size
-        self.peak = max(self.peak, self.now)
+                self.current += size
+        self.peak = max(self.peak, self.current)
         return out
 
 
@@ -96,8 +96,8 @@ def count_operations(function: Callable[[], Any]) -> int:
 def peak_bytes(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
     """The most bytes that ``function()`` held at once beyond what was there before, its result included.
 
-    On CUDA the allocator's own peak; elsewhere the storages of all tensors made by torch operations (scratch space
-    inside one fused operation is not seen).
+    On CUDA the allocator's own peak; elsewhere the storages of all tensors made by torch operations (the workspace
+    inside one fused operation is not counted).
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -1,8 +1,7 @@
-"""Decoding states: whose they are, and what one does with them: pick sequences of a batch (beams), save, load.
+"""Decoding states: validated against the inputs, selected by sequence (beams), saved and loaded.
 
-What a mechanism holds is a NamedTuple of tensors whose leading axis is the batch; numbers of steps, equal for all, have
-no axes. It is a value: decoding never changes one in place, so an older state can be decoded on from as often as one
-likes.
+A mechanism's part of a state is a NamedTuple of tensors whose leading axis is the batch; numbers of steps, equal for
+all, have no axes. A state is a value: decoding never changes it in place, so one can decode from it again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ FORMAT = "fast-attention state 3"
 
 
 class State(NamedTuple):
-    """What ``decode`` hands from one stretch to the next: whose it is, which inputs it fits, and what is remembered."""
+    """The state that ``decode`` returns for the next call: its mechanism, the sizes of its inputs, and its content."""
 
     mechanism: str  # its repr
     batch: tuple[int, ...]  # sequences: the leading sizes before the heads
@@ -30,10 +29,10 @@ class State(NamedTuple):
     widths: tuple[int, ...]  # of queries, keys and values, as far as the mechanism reads them
     dtype: str  # of the inputs
     draw: tuple[float, ...]  # the first of the random numbers it was made with; none where there are none, or not asked
-    held: Any  # the mechanism's own
+    held: Any  # the mechanism's own state
 
     def __str__(self) -> str:
-        """In words, for errors."""
+        """The state's mechanism and sizes in words, for errors."""
         drawn = f", drawn at random: {', '.join(map(repr, self.draw))} ..." if self.draw else ""
         return (
             f"{self.mechanism}, batch {self.batch}, {self.heads} heads of widths {self.widths} ({_READ}), "
@@ -44,39 +43,39 @@ class State(NamedTuple):
 _READ = "of what it reads of q, k, v"
 
 
-def now(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor, drawn: Any = ()) -> State:
-    """The state of these inputs (..., H, N, E), nothing held yet; ``drawn`` are weights drawn at random, if any."""
+def empty(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor, drawn: Any = ()) -> State:
+    """An empty state for inputs (..., H, N, E); ``drawn`` are the weights if they are drawn at random."""
     widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in reads)
     return State(mechanism, tuple(v.shape[:-3]), v.shape[-3], widths, str(v.dtype), _draw(drawn), None)
 
 
-def _draw(drawn: Any) -> tuple[float, ...]:
-    """Two numbers that tell one draw from another; none where reading them would wait for a device."""
-    while isinstance(drawn, tuple) and drawn:
-        drawn = drawn[0]
-    if not isinstance(drawn, Tensor) or drawn.device.type != "cpu" or traced():
+def _draw(weights: Any) -> tuple[float, ...]:
+    """The first two random numbers, to tell draws apart; none where reading them would wait for a device."""
+    while isinstance(weights, tuple) and weights:
+        weights = weights[0]
+    if not isinstance(weights, Tensor) or weights.device.type != "cpu" or traced():
         return ()
-    return tuple(drawn.reshape(-1)[:2].tolist())
+    return tuple(weights.reshape(-1)[:2].tolist())
 
 
-def going_on(before: Any, now: State) -> Any:
-    """What ``before``, a state or None at the start, holds.
+def validated(state: Any, expected: State) -> Any:
+    """The mechanism's own state in ``state``, after validation; None at the start.
 
     Raises:
-        ValueError: It is no state, or not one of the mechanism, heads, widths, batch, dtype and random draw
-            of ``now``.
+        ValueError: It is no state, or of another mechanism, batch, heads, widths, dtype or random draw than
+            ``expected``.
     """
-    if before is None:
+    if state is None:
         return None
-    if not isinstance(before, State):
-        raise ValueError(f"state is a {type(before).__name__}: hand over what decode, summarise or combine returned")
-    if before[:5] != now[:5] or (before.draw and now.draw and before.draw != now.draw):
-        raise ValueError(f"the state is of {before}; this call is of {now}")
-    return before.held
+    if not isinstance(state, State):
+        raise ValueError(f"state is a {type(state).__name__}: hand over what decode, summarise or combine returned")
+    if state[:5] != expected[:5] or (state.draw and expected.draw and state.draw != expected.draw):
+        raise ValueError(f"the state is of {state}; this call is of {expected}")
+    return state.held
 
 
-def neighbours(mechanism: str, earlier: Any, later: Any) -> State:
-    """The state of two neighbouring stretches, nothing held yet.
+def combined(mechanism: str, earlier: Any, later: Any) -> State:
+    """An empty state for two neighbouring chunks, after validation.
 
     Raises:
         ValueError: They are not two states of this mechanism and of the same heads, widths and batch.
@@ -86,12 +85,12 @@ def neighbours(mechanism: str, earlier: Any, later: Any) -> State:
             raise ValueError(f"combine takes two states; got a {type(state).__name__}")
         if state.mechanism != mechanism:
             raise ValueError(f"the state is of {state}; this is {mechanism}")
-    going_on(earlier, later)
+    validated(earlier, later)
     return later
 
 
 def select(state: Any, index: Tensor) -> Any:
-    """The state of the sequences ``index`` of a batch, in this order and as often as named: beam search's reorder.
+    """The state of the sequences ``index`` of a batch, in this order, repeated if named twice: beam search's reorder.
 
     Args:
         state: What ``decode`` returned for inputs (B, H, N, E).
@@ -107,23 +106,23 @@ def select(state: Any, index: Tensor) -> Any:
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
         raise ValueError(f"index reaches from {int(index.min())} to {int(index.max())}; the state's batch is {batch}")
 
-    def picked(x: Tensor) -> Tensor:
+    def select_rows(x: Tensor) -> Tensor:
         if x.ndim == 0:
             return x
         return x.expand(batch, *x.shape[1:])[index] if x.shape[0] == 1 else x[index]
 
-    return _mapped(state, picked, len(index))
+    return _mapped(state, select_rows, len(index))
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write a state to a file: to a temporary name, synced, then renamed, so that no half-written file is ever seen."""
-    content = {"format": FORMAT, "state": _described(state)}
-    with files.whole(path) as partial:
+    """Write a state to a file, whole or not at all."""
+    content = {"format": FORMAT, "state": _encoded(state)}
+    with files.atomic(path) as partial:
         torch.save(content, partial)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
-    """The state that ``save`` wrote, equal to the bit. Nothing in the file is executed.
+    """Load the state that ``save`` wrote, equal to the bit. Nothing in the file is executed.
 
     Raises:
         ValueError: The file holds no state.
@@ -132,7 +131,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None)
         content = torch.load(path, map_location=device, weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, this version reads {FORMAT!r}")
-        return _built(content["state"])
+        return _decoded(content["state"])
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -155,18 +154,18 @@ def _mapped(state: Any, change: Any, batch: int) -> Any:
     return rebuild(state, [_mapped(part, change, batch) for part in state]) if isinstance(state, tuple) else state
 
 
-def _described(state: Any) -> Any:
-    """Plain containers only, so that loading needs no pickled classes."""
+def _encoded(state: Any) -> Any:
+    """The state as plain containers, so that loading needs no pickled classes."""
     if not isinstance(state, tuple):
         return state
     kind = type(state)
-    return {"kind": f"{kind.__module__}:{kind.__name__}", "parts": [_described(part) for part in state]}
+    return {"kind": f"{kind.__module__}:{kind.__name__}", "parts": [_encoded(part) for part in state]}
 
 
-def _built(described: Any) -> Any:
+def _decoded(described: Any) -> Any:
     if not isinstance(described, dict):
         return described
-    parts = [_built(part) for part in described["parts"]]
+    parts = [_decoded(part) for part in described["parts"]]
     module, _, name = described["kind"].partition(":")
     if module == "builtins":
         return tuple(parts)

@@ -1,4 +1,4 @@
-"""``explain``: which path a call takes on these tensors, in which blocks, and why. It runs the call and looks."""
+"""``explain``: runs a call and reports which implementation it took, in which chunks, and why."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ran. Print it.
+    """The implementations that a call took. Print it.
 
     Args:
         mechanism: The mechanism's expression, or the module's class.
-        inputs: Shapes, dtype and device of what it got.
+        inputs: Shapes, dtype and device of its inputs.
         steps: Every choice of an implementation, in the order they were made.
         kernels: The fused attention kernels that torch chose, with how many times each was called.
     """
@@ -55,17 +55,17 @@ class Explanation:
 class _Kernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _KERNELS.get(func._overloadpacket.__name__)
         if name is not None:
-            self.found[name] = self.found.get(name, 0) + 1
+            self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 
 
 def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **keywords: Any) -> Explanation:
-    """Run a call (twice) and tell which implementation it took, with which chunk sizes, and why.
+    """Run a call (twice) and report which implementation it took, with which chunk sizes, and why.
 
     Args:
         subject: A mechanism, its name or repr (weights are then made for the inputs), a ``Bound``, or any module that
@@ -93,8 +93,8 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         subject(*inputs, **keywords)
     shapes = " ".join(str(tuple(x.shape)) for x in inputs)
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""
-    given = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
-    return Explanation(name, given, tuple(steps), kernels.found)
+    description = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
+    return Explanation(name, description, tuple(steps), kernels.counts)
 
 
 def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:

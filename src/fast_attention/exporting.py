@@ -1,7 +1,7 @@
-"""Modules as programs of torch.export and as files for ONNX Runtime, with lengths left open.
+"""Exports modules as programs of torch.export and as ONNX files, with dynamic lengths.
 
-A program is traced at one example and holds for every size that is left open. While it is traced, every mechanism
-takes its plain form, in operations that ONNX knows too.
+A program is traced at one example and valid for every size that is left open. While it is traced, every mechanism
+takes its plain form, in operations that ONNX has too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def program(module: nn.Module, inputs: Inputs, open_sizes: Open) -> ExportedProg
 
     Args:
         module: Anything; each mechanism in it is asked whether it can be exported.
-        inputs: Keyword arguments that ``forward`` names, at least two of everything whose number is left open.
+        inputs: Keyword arguments of ``forward``, with a size of at least 2 along every open axis.
         open_sizes: Per input the axes whose size is left open, as ``torch.export.Dim``:
             ``{"x": {1: Dim("length", min=2, max=512)}}``.
 
@@ -52,10 +52,10 @@ def program(module: nn.Module, inputs: Inputs, open_sizes: Open) -> ExportedProg
 
 def save(module: nn.Module, inputs: Inputs, path: str | os.PathLike[str], open_sizes: Open) -> None:
     """Write ``program`` as a file for ``torch.export.load`` (.pt2), whole or not at all."""
-    made = program(module, inputs, open_sizes)
-    with files.whole(path) as partial, open(partial, "wb") as file, warnings.catch_warnings():
+    exported = program(module, inputs, open_sizes)
+    with files.atomic(path) as partial, open(partial, "wb") as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="No complete tensor found")  # a weight that is part of a larger one
-        torch.export.save(made, file)
+        torch.export.save(exported, file)
 
 
 def onnx(
@@ -85,41 +85,41 @@ def onnx(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's and onnx's own internals
-            made = torch.onnx.export(
+            onnx_program = torch.onnx.export(
                 traced, dynamo=True, opset_version=opset, output_names=names, verbose=False, optimize=True
             )
     except ModuleNotFoundError:
         raise
     except Exception as error:
         raise Unsupported(f"{type(module).__name__} cannot be written as ONNX: {_root(error)}") from error
-    assert made is not None
-    with files.together(path) as draft:
-        made.save(draft, external_data=external_data)
+    assert onnx_program is not None
+    with files.atomic_group(path) as target:
+        onnx_program.save(target, external_data=external_data)
 
 
 def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]:
-    """What ``save`` or ``onnx`` wrote, as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime."""
+    """Load a file of ``save`` or ``onnx`` as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime."""
     path = Path(path)
     if path.suffix != ".onnx":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which torch 2.11 only reads
             exported = torch.export.load(path).module()
 
-        def called(inputs: Inputs) -> tuple[Tensor, ...]:
+        def run_program(inputs: Inputs) -> tuple[Tensor, ...]:
             with torch.no_grad():
                 out = exported(**inputs)
             return (out,) if isinstance(out, Tensor) else tuple(out)
 
-        return called
+        return run_program
 
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
-    def ran(inputs: Inputs) -> tuple[Tensor, ...]:
+    def run_session(inputs: Inputs) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(out) for out in session.run(None, {n: x.numpy() for n, x in inputs.items()}))
 
-    return ran
+    return run_session
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -129,13 +129,13 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     """
     if ours.shape != theirs.shape or not bool((ours.isfinite() == theirs.isfinite()).all()):
         return float("inf")
-    largest = float(ours[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
-    apart = float((ours - theirs)[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
-    return apart / largest if largest else apart
+    scale = float(ours[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
+    largest_difference = float((ours - theirs)[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
+    return largest_difference / scale if scale else largest_difference
 
 
 def _root(error: BaseException) -> str:
-    """The beginning of the error that all others were raised from, in one line."""
+    """The root cause of an error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

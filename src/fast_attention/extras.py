@@ -1,4 +1,4 @@
-"""How to install what an optional extra needs. This package is on no index; what it needs is."""
+"""Install commands for optional extras. This package is on no index; its requirements are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def install(extra: str) -> str:
         declared = metadata.requires("fast-attention") or []
     except metadata.PackageNotFoundError:  # run from its source, not installed
         declared = []
-    wanted = [line.split(";")[0].strip() for line in declared if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-    if not wanted:
+    requirements = [line.split(";")[0].strip() for line in declared if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    if not requirements:
         return f"pip install '.[{extra}]' in a clone of fast-attention"
-    return f"pip install {' '.join(shlex.quote(each) for each in wanted)}"
+    return f"pip install {' '.join(shlex.quote(each) for each in requirements)}"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, folders for one process at a time, formats that later versions wrote."""
+"""Writes files atomically, locks folders for one process, verifies hashes and formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by file syst
 
 
 class InUse(ValueError):
-    """Another process works in the folder. The message names it."""
+    """Another process uses the folder. The message names it."""
 
 
 class Newer(ValueError):
@@ -35,8 +35,8 @@ class Newer(ValueError):
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write what will stand at ``path`` once the block has ended without an error; else nothing changes."""
+def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path whose file replaces ``path`` if the block ends without an error; else nothing changes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -55,23 +55,23 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def together(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write what will stand at ``path`` beside files that belong to it: they are put into the same folder.
+def atomic_group(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a path in a temporary folder, whose files replace ``path`` and its neighbours of the same names.
 
-    All take their places once the block has ended without an error, the one at ``path`` last; else nothing changes.
+    They are moved if the block ends without an error, the one for ``path`` last; else nothing changes.
     """
     path = Path(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.part")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder / path.name
-        parts = sorted(folder.iterdir(), key=lambda part: part.name == path.name)
-        for part in parts:
-            sync(part)
-        if len(parts) > 1:
+        files = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
+        for file in files:
+            sync(file)
+        if len(files) > 1:
             path.unlink(missing_ok=True)  # an older one must not stand beside new neighbours
-        for part in parts:
-            os.replace(part, path.with_name(part.name))
+        for file in files:
+            os.replace(file, path.with_name(file.name))
         if os.name == "posix":
             sync(path.parent)
     finally:
@@ -85,17 +85,13 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 
 def verify(path: str | os.PathLike[str], digest: object) -> None:
-    """Raise unless a file has the SHA-256 that was taken when it was written.
-
-    Raises:
-        ValueError: It was cut short or changed. It is named.
-    """
-    if (found := sha256(path)) != digest:
-        raise ValueError(f"{os.fspath(path)} is damaged: its SHA-256 is {found}, and {digest} was saved")
+    """Raise a ``ValueError`` that names the file unless it has the SHA-256 that was taken when it was written."""
+    if (actual := sha256(path)) != digest:
+        raise ValueError(f"{os.fspath(path)} is damaged: its SHA-256 is {actual}, and {digest} was saved")
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -105,18 +101,18 @@ def sync(path: Path) -> None:
 
 def write(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file (UTF-8)."""
-    with whole(path) as partial:
+    with atomic(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def held(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """A folder for this process alone while the block runs; whatever ends the process, the system lets go of it.
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Lock a folder while the block runs; the system releases the lock if the process dies.
 
-    Where the system or the file system knows no locks, nothing is held.
+    Where the system or the file system has no locks, nothing is locked.
 
     Raises:
-        InUse: Another process holds it; the message says which one, on which machine, since when.
+        InUse: Another process has locked it; the message says which one, on which machine, since when.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +129,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(path: Path, folder: Path) -> int:
-    """The open and locked file at ``path``."""
+    """Open and lock the file at ``path``."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -153,7 +149,7 @@ def _lock(path: Path, folder: Path) -> int:
 
 
 def decoded(text: str | bytes) -> Any:
-    """What JSON spells.
+    """Parse JSON.
 
     Raises:
         ValueError: It is not JSON, not UTF-8, or nested deeper than can be read.
@@ -164,24 +160,24 @@ def decoded(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def readable(found: Mapping[str, Any], known: str, what: str) -> None:
-    """Raise unless ``found["format"]`` is the one that this version knows.
+def readable(header: Mapping[str, Any], expected: str, what: str) -> None:
+    """Raise unless ``header["format"]`` is the expected one.
 
     Args:
-        found: What stands in a file: its format, and the ``version`` that wrote it.
-        known: The format, a name and a number: ``"fast-attention checkpoint 1"``.
-        what: How messages call the file.
+        header: A file's format, and the ``version`` that wrote it.
+        expected: The format, a name and a number: ``"fast-attention checkpoint 1"``.
+        what: The file's name in messages.
 
     Raises:
-        Newer: The same name and a higher number.
-        ValueError: Anything else.
+        Newer: The format has the same name and a higher number.
+        ValueError: The format is another one.
     """
-    said, (name, _, number) = found.get("format"), known.rpartition(" ")
-    later = re.fullmatch(rf"{re.escape(name)} (\d{{1,9}})", said) if isinstance(said, str) else None
-    if later is not None and int(later[1]) > int(number) and found.get("version") != __version__:  # else it is damaged
+    stored, (name, _, number) = header.get("format"), expected.rpartition(" ")
+    later = re.fullmatch(rf"{re.escape(name)} (\d{{1,9}})", stored) if isinstance(stored, str) else None
+    if later is not None and int(later[1]) > int(number) and header.get("version") != __version__:  # else it is damaged
         raise Newer(
-            f"{what} was written by fast-attention {found.get('version') or 'of a later version'} ({said!r}); this is "
-            f"{__version__}, which reads {known!r}. It is left as it is: use the later version"
+            f"{what} was written by fast-attention {header.get('version') or 'of a later version'} ({stored!r}); this "
+            f"is {__version__}, which reads {expected!r}. It is left as it is: use the later version"
         )
-    if said != known:
-        raise ValueError(f"its format is not {known!r}")
+    if stored != expected:
+        raise ValueError(f"its format is not {expected!r}")

@@ -1,4 +1,4 @@
-"""The pure functions in ``scaled_dot_product_attention``'s layout, and ``attention``, which takes any mechanism."""
+"""Pure functions in ``scaled_dot_product_attention``'s layout, and ``attention``, which takes any mechanism."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def attention(
     w: Any = ()
     if mechanism.needs_weights:
         w = mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=max(q.shape[-2], k.shape[-2])))
-        w = _moved(w, q)
-    asked: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout_p}
+        w = _to_device(w, q)
+    options: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout_p}
     if compile == "off":
-        return mechanism(q, k, v, w, **asked)
+        return mechanism(q, k, v, w, **options)
     with fusing(compile):
-        return mechanism(q, k, v, w, **asked)
+        return mechanism(q, k, v, w, **options)
 
 
 def _scaled(mechanism: Attention[Any, Any], q: Tensor, scale: float) -> tuple[Attention[Any, Any], Tensor]:
@@ -138,12 +138,12 @@ def _scaled(mechanism: Attention[Any, Any], q: Tensor, scale: float) -> tuple[At
     return mechanism, q * (scale * q.shape[-1] ** 0.5)
 
 
-def _moved(w: Any, like: Tensor) -> Any:
+def _to_device(w: Any, like: Tensor) -> Any:
     if isinstance(w, Tensor):
         return w.to(like.device, like.dtype if w.is_floating_point() else None)
     if w is None or isinstance(w, nn.Parameter):
         return w
-    return rebuild(w, [_moved(part, like) for part in w])
+    return rebuild(w, [_to_device(leaf, like) for leaf in w])
 
 
 __all__ = [

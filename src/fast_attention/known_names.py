@@ -1,4 +1,4 @@
-"""What the field calls its attentions, and what to write here: one table for ``parse``, ``list`` and the docs."""
+"""A table of names that papers and libraries use for attentions, with the expression of ours for each."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ class Known(NamedTuple):
     """A name from a paper or a library.
 
     Args:
-        name: As people write it, with other spellings after commas.
-        write: The expression of ours that is it, or that comes nearest.
-        here: Whether it is the same mathematics.
-        note: What differs, or what must be known; may be empty.
+        name: The usual name, with variants after commas.
+        write: Our expression for it, or the nearest one.
+        exact: Whether it is the same mathematics.
+        note: Differences or remarks; may be empty.
     """
 
     name: str
     write: str
-    here: bool = True
+    exact: bool = True
     note: str = ""
 
     @property
     def names(self) -> list[str]:
-        """All its spellings."""
+        """The usual name and its variants."""
         return self.name.split(", ")
 
     def __str__(self) -> str:
-        words = f"{self.names[0]}: {self.write}" if self.here else f"{self.names[0]}: not here; nearest is {self.write}"
-        return f"{words} ({self.note})" if self.note else words
+        text = f"{self.names[0]}: {self.write}" if self.exact else f"{self.names[0]}: not here; nearest is {self.write}"
+        return f"{text} ({self.note})" if self.note else text
 
 
 KNOWN = (
@@ -84,7 +84,7 @@ KNOWN = (
 
 
 def simple(name: str) -> str:
-    """A name without what people write differently: case, spaces, hyphens, accents."""
+    """A name without case, spaces, hyphens and accents."""
     return re.sub(r"[^a-z0-9+']", "", name.lower().replace("ö", "o"))
 
 
@@ -92,7 +92,7 @@ _BY_NAME = {simple(name): known for known in KNOWN for name in known.names}
 
 
 def known(text: str) -> Known | None:
-    """What the field calls ``text`` (settings in brackets are ignored), if it is in the table.
+    """The entry for a name (settings in brackets are ignored), or None.
 
     "Performers", "Performer attention" and "performer" are the Performer.
     """

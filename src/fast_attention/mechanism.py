@@ -1,4 +1,4 @@
-"""What a mechanism is: a frozen value, what it declares, and the one gate that every call passes."""
+"""The base classes of mechanisms: frozen values with traits, whose calls are all validated here."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ class Mechanism(Value, ABC, Generic[W, S]):
         return ()  # type: ignore[return-value]
 
     def heads_of(self, w: W) -> int | None:
-        """How many heads these weights are for; None where they serve however many alike."""
+        """The number of heads that these weights are for; None where they serve any number."""
         first: Any = w
         while isinstance(first, tuple) and first:
             first = first[0]
         return first.shape[0] if isinstance(first, Tensor) else None
 
     def redrawn(self, w: W, shape: Shape) -> W:
-        """``w`` with what is drawn at random drawn again; ``Bound.redraw`` takes all but its parameters."""
+        """``w`` with its random tensors drawn again; ``Bound.redraw`` takes all but its parameters."""
         return self.weights(shape)
 
     @property
     def needs_weights(self) -> bool:
-        """Whether a call must bring weights."""
+        """Whether a call needs weights."""
         return type(self).weights is not Mechanism.weights
 
     def refuse(self, what: str, trait: str) -> Unsupported:
-        """The error for a denied trait: who refuses, what, and who grants it."""
+        """The error for a denied trait: it names the mechanism, the trait and mechanisms that grant it."""
         kind = Attention if isinstance(self, Attention) else Mixer
-        able = ", ".join(f"{name}()" for name in granting(kind, trait)[:6])
+        granted = ", ".join(f"{name}()" for name in granting(kind, trait)[:6])
         return Unsupported(
             f"{self!r} does not support {what} (traits.{trait} is {getattr(self.traits, trait)!r}). "
-            + (f"What would work: {able}." if able else f"No {kind.__name__.lower()} in the catalogue does.")
+            + (f"What would work: {granted}." if granted else f"No {kind.__name__.lower()} in the catalogue does.")
         )
 
     def within(self, length: int, max_len: int) -> None:
-        """Raise a ``ValueError`` where ``length`` tokens do not fit weights cut for ``max_len``."""
+        """Raise a ``ValueError`` unless ``length`` tokens fit weights for ``max_len`` tokens."""
         if length > max_len:
-            need = f"build it with Shape(..., max_len={length}) or more"
-            raise ValueError(f"{self!r} was built for at most max_len={max_len} tokens and got {length}: {need}")
+            remedy = f"build it with Shape(..., max_len={length}) or more"
+            raise ValueError(f"{self!r} was built for at most max_len={max_len} tokens and got {length}: {remedy}")
 
     def _check_masks(self, traits: Traits, is_causal: bool, key_mask: Tensor | None, batch: Any, keys: Tensor) -> None:
         checks.flag("is_causal", is_causal)
@@ -89,28 +89,28 @@ def granting(kind: type[Mechanism[Any, Any]], trait: str) -> list[str]:
 
 
 class Attention(Mechanism[W, S]):
-    """Head by head: queries (..., H, L, E), keys (..., H, S, E), values (..., H, S, Ev) to outputs (..., H, L, Ev)."""
+    """A mechanism of queries (..., H, L, E), keys (..., H, S, E) and values (..., H, S, Ev), head by head."""
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """The mechanism, past the gate. ``key_mask`` is None or boolean (..., 1, S), True = may be seen."""
+        """Compute outputs after validation. ``key_mask`` is None or boolean (..., 1, S), True = may be seen."""
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: S | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, S]:
-        """Causal outputs of the next stretch of one or more tokens, and the state after it, past the gate."""
+        """Compute causal outputs of one or more new tokens, and the state after them, after validation."""
         raise self.refuse("decoding", "memory")
 
     def calibrated(self, q: Tensor, k: Tensor, w: W, *, key_mask: Tensor | None = None) -> W:
-        """``w`` suited to these queries and keys; as it is where nothing in it can be. See ``Bound.adopt``."""
+        """``w`` fitted to these queries and keys; unchanged where nothing can be fitted. See ``Bound.adopt``."""
         return w
 
     def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
-        """What a stretch of keys and values leaves behind, past the gate (``memory="constant"`` only)."""
+        """The state of a chunk of keys and values, after validation (``memory="constant"`` only)."""
         raise self.refuse("summarising", "memory")
 
     def merged(self, earlier: S, later: S) -> S:
-        """What two neighbouring stretches leave behind, associatively (``memory="constant"`` only)."""
+        """The state of two neighbouring chunks, associatively (``memory="constant"`` only)."""
         raise self.refuse("combining states", "memory")
 
     def __call__(
@@ -147,14 +147,14 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         self._check(traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(self, w, q)
-        plain = attn_mask is None and dropout == 0.0
-        if not plain and not isinstance(self, MaskedAttention):
+        unmasked = attn_mask is None and dropout == 0.0
+        if not unmasked and not isinstance(self, MaskedAttention):
             raise self.refuse("an arbitrary attn_mask" if attn_mask is not None else "attention dropout", "mask")
         checks.scores(attn_mask, dropout, q, k)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
-        k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
-        if plain or not isinstance(self, MaskedAttention):
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        if unmasked or not isinstance(self, MaskedAttention):
             out = self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
         else:
             out = self.attend_masked(
@@ -172,16 +172,16 @@ class Attention(Mechanism[W, S]):
         *,
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Attend causally to a stretch of one or more new tokens; any split of a sequence gives the same outputs.
+        """Attend causally with one or more new tokens; any split of a sequence gives the same outputs.
 
         Args:
-            q, k, v: The stretch, (..., H, N, E), (..., H, N, E), (..., H, N, Ev).
+            q, k, v: The new tokens, (..., H, N, E), (..., H, N, E), (..., H, N, Ev).
             w: Weights, as in a call.
-            state: What the previous stretch returned; None at the start.
+            state: What the previous call returned; None at the start.
             key_mask: Boolean (..., N), True = may be seen, now and later.
 
         Returns:
-            Outputs (..., H, N, Ev) and the state to hand to the next stretch.
+            Outputs (..., H, N, Ev) and the state for the next call.
 
         Raises:
             Unsupported: ``traits.memory`` is None.
@@ -196,16 +196,16 @@ class Attention(Mechanism[W, S]):
         if q.is_meta:
             raise ValueError("decode keeps what it read, and tensors on the meta device hold nothing: give others")
         weights, drawn = checks.weights(self, w, q), w if traits.random else ()
-        after = decoding.now(self.spelling, traits.reads, q, k, v, drawn)
-        held = decoding.going_on(state, after)
+        new_state = decoding.empty(self.expression, traits.reads, q, k, v, drawn)
+        held = decoding.validated(state, new_state)
         if checks.empty(q, k, v):
-            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(after, held=held)
-        k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
+            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
         out, held = self.advance(q, k, v, weights, held, key_mask=mask)
-        return out, replaced(after, held=held)
+        return out, replaced(new_state, held=held)
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
-        """The state after a stretch of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
+        """The state of a chunk of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
 
         Raises:
             Unsupported: ``traits.memory`` is not ``"constant"``.
@@ -215,12 +215,12 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory")
         self._check(traits, k, k, v, True, key_mask)
-        after = decoding.now(self.spelling, traits.reads, k, k, v, w if traits.random else ())
-        k, v, mask = checks.without_hidden(k, v, key_mask, traits.reads)
-        return replaced(after, held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
+        new_state = decoding.empty(self.expression, traits.reads, k, k, v, w if traits.random else ())
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        return replaced(new_state, held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
 
     def combine(self, earlier: State, later: State) -> State:
-        """The state of two neighbouring stretches, associatively (``memory="constant"`` only).
+        """The state of two neighbouring chunks, associatively (``memory="constant"`` only).
 
         Raises:
             Unsupported: ``traits.memory`` is not ``"constant"``.
@@ -228,8 +228,8 @@ class Attention(Mechanism[W, S]):
         """
         if self.traits.memory != "constant":
             raise self.refuse("combining states", "memory")
-        after = decoding.neighbours(self.spelling, earlier, later)
-        return replaced(after, held=self.merged(earlier.held, later.held))
+        new_state = decoding.combined(self.expression, earlier, later)
+        return replaced(new_state, held=self.merged(earlier.held, later.held))
 
     def _check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         checks.tensors(q=q, k=k, v=v)
@@ -240,7 +240,7 @@ class Attention(Mechanism[W, S]):
 
 
 class MaskedAttention(Attention[W, S]):
-    """An attention whose scores stand in the open, so that any mask and attention dropout can act on them."""
+    """An attention that forms its scores, so that any mask and attention dropout can act on them."""
 
     @abstractmethod
     def attend_masked(
@@ -263,11 +263,11 @@ class MaskedAttention(Attention[W, S]):
 
 
 class Mixer(Mechanism[W, S]):
-    """Whole tokens to whole tokens, no queries or heads: (..., N, E) -> (..., N, E) with E = ``Shape.width``."""
+    """A mechanism of whole tokens, without queries or heads: (..., N, E) -> (..., N, E) with E = ``Shape.width``."""
 
     @abstractmethod
     def mix(self, x: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """The mechanism, past the gate. ``key_mask`` is None or boolean (..., N), True = may be seen."""
+        """Compute outputs after validation. ``key_mask`` is None or boolean (..., N), True = may be seen."""
 
     def __call__(
         self, x: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False, key_mask: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What a mechanism declares of itself, and the sizes that its weights are cut for."""
+"""Declares what a mechanism can do, and the sizes that its weights are for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Memory = Literal["constant", "window", "growing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a mechanism can do, said once and read by the gate, the modules, the laws, the tables and the docs."""
+    """What a mechanism can do: read by validation, modules, laws, tables and docs."""
 
     paper: str  # authors, year and arXiv number, or the title of the source
     formula: str  # one line of mathematics in plain text
@@ -25,9 +25,9 @@ class Traits:
     padding: bool = False
     cross: bool = False  # as many queries as you like: S != L
     mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
-    rotary: bool = False  # scores are, or estimate, a function of q . k: turned by place, they tell distances only
+    rotary: bool = False  # scores are, or estimate, a function of q . k, which rotary positions make relative
     memory: Memory | None = None  # of decoding; None: cannot stream
-    bounded: bool = False  # its weights are cut for max_len tokens
+    bounded: bool = False  # its weights are for at most max_len tokens
     random: bool = False  # holds random draws (buffers), which may be drawn again
     matrix: bool = True  # the output is A v: A can be read by attending to the identity
     learned: bool = False  # has parameters to train: not an approximation of anything before that
@@ -39,7 +39,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes a mechanism's weights are cut for: ``heads`` heads of width ``head_dim``, up to ``max_len`` tokens."""
+    """The sizes that a mechanism's weights are for: ``heads`` heads of width ``head_dim``, up to ``max_len`` tokens."""
 
     heads: int
     head_dim: int

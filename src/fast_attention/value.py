@@ -11,29 +11,29 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 import torch
 
-SEEDS = 1 << 32  # how many there are
+SEEDS = 1 << 32  # the number of valid seeds
 
 _WORDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", NoneType: "None"}
 
 
 class Value:
-    """Base of every setting object. Subclasses are ``@dataclass(frozen=True, repr=False)``.
+    """The base class of frozen settings. Subclasses are ``@dataclass(frozen=True, repr=False)``.
 
     The repr names only the settings that differ from their defaults: ``FavorPlus(num_features=64)``, ``Softmax()``.
     """
 
-    _spelled: ClassVar[str] = ""
+    _expression: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = vars(cls).get("__post_init__")
-        if own is None:
+        post_init = vars(cls).get("__post_init__")
+        if post_init is None:
             return
 
-        @functools.wraps(own)
+        @functools.wraps(post_init)
         def checked(self: Any) -> None:
             try:
-                own(self)
+                post_init(self)
             except (TypeError, AttributeError):
                 typed(self)  # what its own checks cannot compare is of a wrong type
                 raise
@@ -44,69 +44,71 @@ class Value:
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
             typed(self)
-            object.__setattr__(self, "_spelled", repr(self))
+            object.__setattr__(self, "_expression", repr(self))
 
     @property
-    def spelling(self) -> str:
-        """The repr, made once: a frozen value never changes."""
-        return self._spelled or repr(self)
+    def expression(self) -> str:
+        """The repr, computed once: a frozen value never changes."""
+        return self._expression or repr(self)
 
     def __repr__(self) -> str:
         assert is_dataclass(self)
-        said = []
+        settings = []
         for field in fields(self):
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             value = getattr(self, field.name)
             if default is MISSING or value != default or type(value) is not type(default):
-                said.append(f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(said)})"
+                settings.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(settings)})"
 
 
 def typed(owner: Any) -> None:
-    """Raise a ``ValueError`` where a setting is not what its annotation allows: of NaN and infinities, none is.
+    """Raise a ``ValueError`` where a setting does not have its annotated type, or is NaN or infinite.
 
-    Where any function will do, only plain values are judged; the rest the owner checks.
+    Settings that may be functions are checked only where they are plain values; the owner checks the rest.
     """
     kind = type(owner)
     for name, options in _annotated(kind):
         value = getattr(owner, name)
         plain = value is None or isinstance(value, bool | int | float | str | bytes)
-        if (plain or all(map(_known, options))) and not any(_allows(option, value) for option in options):
-            words = " or ".join(dict.fromkeys(map(_said, options)))
+        if (plain or all(map(_can_check, options))) and not any(_allows(option, value) for option in options):
+            words = " or ".join(dict.fromkeys(map(_in_words, options)))
             raise ValueError(f"{kind.__name__}({name}={value!r}): {name} must be {words}")
 
 
 @functools.cache
 def _annotated(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The settings of a class, each with the parts of its annotation; none where that names what is not there."""
+    """The settings of a class, each with the alternatives of its annotation; none if annotations cannot be resolved."""
     try:
         hints = get_type_hints(kind)
     except (NameError, TypeError):
         return ()
-    wanted = [(field.name, hints[field.name]) for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    return tuple((name, _parts(hint)) for name, hint in wanted)
+    settings = [(field.name, hints[field.name]) for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    return tuple((name, _alternatives(hint)) for name, hint in settings)
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _known(option: Any) -> bool:
-    """Whether ``_allows`` can judge any value by it."""
+def _can_check(option: Any) -> bool:
+    """Whether ``_allows`` can check every value against this type."""
     if get_origin(option) is tuple:
-        return all(part is ... or all(map(_known, _parts(part))) for part in get_args(option))
+        return all(element is ... or all(map(_can_check, _alternatives(element))) for element in get_args(option))
     kind = get_origin(option) or option
     return kind is Literal or (isinstance(kind, type) and kind is not Callable)
 
 
 def _allows(option: Any, value: Any) -> bool:
     if get_origin(option) is tuple:
-        wanted = get_args(option)
+        types = get_args(option)
         if not isinstance(value, tuple):
             return False
-        wanted = wanted[:1] * len(value) if wanted[-1] is ... else wanted
-        pairs = zip(wanted, value, strict=False)
-        return len(wanted) == len(value) and all(any(_allows(o, x) for o in _parts(part)) for part, x in pairs)
+        types = types[:1] * len(value) if types[-1] is ... else types
+        pairs = zip(types, value, strict=False)
+        return len(types) == len(value) and all(
+            any(_allows(o, x) for o in _alternatives(alternative)) for alternative, x in pairs
+        )
     if get_origin(option) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(option))
     if option is float:
@@ -119,7 +121,7 @@ def _allows(option: Any, value: Any) -> bool:
     return isinstance(option, type) and isinstance(value, option)
 
 
-def _said(option: Any) -> str:
+def _in_words(option: Any) -> str:
     if get_origin(option) is Literal:
         return " or ".join(map(repr, get_args(option)))
     return _WORDS.get(option) or (option.__name__ if isinstance(option, type) else str(option))
@@ -137,8 +139,8 @@ def at_least(owner: object, setting: str, value: object, least: int | float) -> 
     """Raise a ``ValueError`` unless ``value`` is a number, a whole one where ``least`` is, and at least that."""
     kinds, words = ((int,), "whole number") if isinstance(least, int) else ((int, float), "number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-        said = f"{type(owner).__name__}({setting}={value!r})"
-        raise ValueError(f"{said}: {setting} must be at least {least}, a {words}")
+        call = f"{type(owner).__name__}({setting}={value!r})"
+        raise ValueError(f"{call}: {setting} must be at least {least}, a {words}")
 
 
 def is_seed(owner: object, setting: str, value: object) -> None:

@@ -3,13 +3,13 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
-    Fault("what masked keys and values hold is computed with", "checks.py", "    if key_mask is None:\n        return k, v, None",
+    Fault("masked keys and values take part", "checks.py", "    if key_mask is None:\n        return k, v, None",
           "    if key_mask is not None:\n        return k, v, key_mask[..., None, :]", LAW + "'anything and Softmax'"),
     Fault("weights for other heads are taken", "checks.py", "heads != q.shape[-3]:", "heads != heads:",
           LAW + "'serve_all_heads and BigBird'"),
-    Fault("a state of another batch is taken", "decoding.py", "if before[:5] != now[:5]", "if before[0] != now[0]",
+    Fault("a state of another batch is taken", "decoding.py", "if state[:5] != expected[:5]", "if state[0] != expected[0]",
           "tests/nn/test_decoding.py -k another"),
-    Fault("the gate lets non-causal mechanisms through", "mechanism.py", "if is_causal and not traits.causal:",
+    Fault("validation lets non-causal mechanisms through", "mechanism.py", "if is_causal and not traits.causal:",
           "if False:", LAW + "'refusals and Linformer'"),
     Fault("a refusal names no mechanism", "mechanism.py", 'f"{self!r} does not support', 'f"it does not support',
           LAW + "'refusals and Linformer'"),
@@ -17,8 +17,8 @@ FAULTS = [
           "tests/mixers/test_mixers.py -k new_thread"),
     Fault("two processes train in one folder", "files.py", "fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
           "tests/training/test_resuming.py -k two_processes"),
-    Fault("a second backward pass gives the first one's rows", "attention_maps.py", "part = places[start : start + width]",
-          "part = places[: min(width, len(places) - start)]", "tests/test_attention_maps.py -k 'rows_are and Softmax'"),
-    Fault("damaged weights are loaded", "files.py", "if (found := sha256(path)) != digest:", "if (found := sha256(path)) is None:",
+    Fault("a second backward pass gives the first one's rows", "attention_maps.py", "chunk = positions[start : start + width]",
+          "chunk = positions[: min(width, len(positions) - start)]", "tests/test_attention_maps.py -k 'rows_are and Softmax'"),
+    Fault("damaged weights are loaded", "files.py", "if (actual := sha256(path)) != digest:", "if (actual := sha256(path)) is None:",
           "tests/nn/test_models.py -k told_by_its_hash"),
 ]  # fmt: skip

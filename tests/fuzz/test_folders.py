@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     with pytest.raises(Killed):
         train(TASK, CONFIG, SETTINGS, killed, watch=kill)
-    assert [path.name for path in checkpoints.every(killed / "checkpoints")] == ["step_6", "step_4", "step_2"]
+    assert [path.name for path in checkpoints.find_all(killed / "checkpoints")] == ["step_6", "step_4", "step_2"]
     return Runs(killed, saving.read(whole / "checkpoints" / "step_7")[1], told(whole))
 
 

@@ -309,7 +309,7 @@ def test_byte_counts_and_sides(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     task = ByteLM(str(folder), "*.txt", context=64)
     train, valid = byte_task.sides(task)
     monkeypatch.setattr(byte_task, "COUNTED", 9000)  # several stretches
-    found = byte_task.counted(train, valid[:150], 3)
+    found = byte_task.ngram_bits(train, valid[:150], 3)
     plain = bytes(train.tolist()), bytes(valid[:150].tolist())
     assert found == pytest.approx([slow_counts(*plain, order) for order in (1, 2, 3)], rel=1e-9)
     assert found == sorted(found, reverse=True)

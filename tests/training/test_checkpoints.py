@@ -100,7 +100,7 @@ def test_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
 def test_the_newest_are_kept_by_number(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         save(tmp_path, step, keep=2)
-    assert [path.name for path in checkpoints.every(tmp_path)] == ["step_11", "step_10"]
+    assert [path.name for path in checkpoints.find_all(tmp_path)] == ["step_11", "step_10"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11"]
 
 

@@ -46,7 +46,7 @@ def test_training_leaves_model_curve_and_record(tmp_path: Path, capsys: pytest.C
     assert "holds a run" in capsys.readouterr().err
     assert commands.run([*words, "--steps", "30", "--resume", *out]) == 0
     assert "step_20" in capsys.readouterr().err
-    assert checkpoints.every(tmp_path / "checkpoints")[0].name == "step_30"
+    assert checkpoints.find_all(tmp_path / "checkpoints")[0].name == "step_30"
 
 
 def test_options_go_before_the_file(tmp_path: Path) -> None:

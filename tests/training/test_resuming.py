@@ -72,20 +72,20 @@ def out(trained: Path, tmp_path: Path) -> Path:
 def test_only_sound_checkpoints_count_for_retention(out: Path) -> None:
     """With every old one damaged, whatever is written stays, also where its number is lower."""
     folder = out / "checkpoints"
-    for path in checkpoints.every(folder):
+    for path in checkpoints.find_all(folder):
         damage(path)
     run(out, resume=True, restart=True, steps=4)
-    assert [path.name for path in checkpoints.every(folder)] == ["step_4", "step_2"]
+    assert [path.name for path in checkpoints.find_all(folder)] == ["step_4", "step_2"]
     for number in (9, 8):  # from beyond, and damaged
         shutil.copytree(folder / "step_4", folder / f"step_{number}")
         damage(folder / f"step_{number}")
     run(out, resume=True, steps=6)
-    assert [path.name for path in checkpoints.every(folder)] == ["step_9", "step_8", "step_6", "step_4"]
+    assert [path.name for path in checkpoints.find_all(folder)] == ["step_9", "step_8", "step_6", "step_4"]
     assert checkpoints.newest(folder, lambda words: None) == folder / "step_6"
 
 
 def test_all_checkpoints_damaged_is_refused_and_nothing_is_touched(out: Path) -> None:
-    for path in checkpoints.every(out / "checkpoints"):
+    for path in checkpoints.find_all(out / "checkpoints"):
         damage(path)
     before = contents(out)
     with pytest.raises(ValueError, match=r"step_6, step_4 and a log up to step 6 and no intact checkpoint.*--restart"):
@@ -97,7 +97,7 @@ def test_all_checkpoints_damaged_is_refused_and_nothing_is_touched(out: Path) ->
 
 
 def test_a_later_versions_checkpoint_is_refused_with_both_versions(out: Path) -> None:
-    newest = checkpoints.every(out / "checkpoints")[0]
+    newest = checkpoints.find_all(out / "checkpoints")[0]
     made_newer(newest)
     before = contents(out)
     for how in ({"resume": True}, {"resume": True, "restart": True}):
@@ -114,7 +114,7 @@ def test_a_later_versions_checkpoint_is_refused_with_both_versions(out: Path) ->
 def test_retention_leaves_a_later_versions_checkpoint_alone(out: Path) -> None:
     made_newer(out / "checkpoints" / "step_4")
     run(out, resume=True, steps=10)
-    assert [path.name for path in checkpoints.every(out / "checkpoints")] == ["step_10", "step_8", "step_4"]
+    assert [path.name for path in checkpoints.find_all(out / "checkpoints")] == ["step_10", "step_8", "step_4"]
 
 
 @pytest.mark.parametrize("lost", ["nothing", "checkpoints", "checkpoints and log"])
@@ -129,7 +129,7 @@ def test_beginning_anew_needs_restart(out: Path, lost: str) -> None:
             run(out, **how)
         assert contents(out) == before
     assert run(out, restart=True, steps=4).step == 4
-    assert [path.name for path in checkpoints.every(out / "checkpoints")] == ["step_4", "step_2"]
+    assert [path.name for path in checkpoints.find_all(out / "checkpoints")] == ["step_4", "step_2"]
     assert max(line["step"] for line in journal.read(out)) == 4
 
 
@@ -148,7 +148,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins(tmp_path: Path) -> None
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     """The second is told who holds it; a kill lets go."""
-    code = "import sys, time\nfrom fast_attention import files\nwith files.held(sys.argv[1]):\n"
+    code = "import sys, time\nfrom fast_attention import files\nwith files.locked(sys.argv[1]):\n"
     code += "    print('held', flush=True)\n    time.sleep(100)"
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -175,7 +175,7 @@ from fast_attention import files
 folder, done, end = Path(sys.argv[1]), 0, time.monotonic() + 30
 while done < 25 and time.monotonic() < end:
     try:
-        with files.held(folder):
+        with files.locked(folder):
             os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
             os.unlink(folder / "inside")
             done += 1

@@ -315,7 +315,7 @@ def test_a_loss_that_is_no_number_is_one_line_and_never_saved(tmp_path: Path) ->
     with pytest.raises(Diverged, match="smaller lr") as found:
         train(TASK, small(), settings, tmp_path)
     assert "\n" not in str(found.value)
-    for path in checkpoints.every(tmp_path / "checkpoints"):
+    for path in checkpoints.find_all(tmp_path / "checkpoints"):
         assert all(x.isfinite().all() for x in checkpoints.load(path).tensors.values())
 
 

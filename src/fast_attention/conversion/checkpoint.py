@@ -47,7 +47,7 @@ def save(
     fields["told"] = fields.pop("result")  # the key of format 1
     torch.save({"of": identity, "place": fields, "tensors": tensors, "optimiser": optimiser}, buffer)
     data = buffer.getbuffer()
-    with files.whole(path) as partial, partial.open("wb") as handle:
+    with files.atomic(path) as partial, partial.open("wb") as handle:
         handle.write(FORMAT + hashlib.sha256(data).digest())
         handle.write(data)
 

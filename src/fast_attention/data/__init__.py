@@ -1,4 +1,4 @@
-"""Small real samples shipped with the package: English prose and proteins. Sources and licences: LICENSES.md here."""
+"""Small samples shipped with the package: English prose and proteins. Sources and licences are in its LICENSES.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def proteins() -> list[Protein]:
 
 
 def read_proteins(source: str) -> Iterable[Protein]:
-    """``"sample"``: the shipped proteins; the path of a FASTA file; or the name of an installed Debian package.
+    """Read proteins: the shipped ones (``"sample"``), a FASTA file's, or those of an installed Debian package.
 
     Raises:
         FastaError: A file is damaged or holds something else; the message names the line.

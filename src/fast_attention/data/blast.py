@@ -1,4 +1,4 @@
-"""BLAST protein databases, format 4: an index (``.pin``), residues (``.psq``) and headers (``.phr``) side by side."""
+"""Reads BLAST protein databases of format 4: an index (``.pin``) and residues (``.psq``)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ASCII = bytes.maketrans(bytes(range(len(_LETTERS))), _LETTERS)
 
 
 def read_blast(index: str | os.PathLike[str]) -> Iterator[Protein]:
-    """The proteins of a database, named by their number in it: headers are not read.
+    """Yield the proteins of a database, named by their numbers; headers are not read.
 
     Args:
-        index: The ``.pin`` file; the ``.psq`` file lies beside it.
+        index: The ``.pin`` file; the ``.psq`` file is beside it.
 
     Raises:
         FastaError: The index is no format 4 of proteins, or the residues are shorter than it says.
@@ -44,9 +44,9 @@ def _starts(content: bytes) -> tuple[int, ...]:
     version, kind, size = struct.unpack_from(">3i", content)
     if (version, kind) != (4, 1):
         raise ValueError(f"version {version}, kind {kind}; 4 and 1 are expected")
-    at = 12 + size
-    (size,) = struct.unpack_from(">i", content, at)
-    at += 4 + size
-    (count,) = struct.unpack_from(">i", content, at)
-    at += 4 + 8 + 4  # the number of sequences, of all residues, and of the longest's
-    return struct.unpack_from(f">{count + 1}i", content, at + 4 * (count + 1))
+    offset = 12 + size
+    (size,) = struct.unpack_from(">i", content, offset)
+    offset += 4 + size
+    (count,) = struct.unpack_from(">i", content, offset)
+    offset += 4 + 8 + 4  # the number of sequences, of all residues, and of the longest's
+    return struct.unpack_from(f">{count + 1}i", content, offset + 4 * (count + 1))

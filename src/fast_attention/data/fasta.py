@@ -1,4 +1,4 @@
-"""FASTA, plain or gzipped: headers after ``>``, residues below them; every error names the file and the line."""
+"""Reads FASTA files, plain or gzipped; every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Protein(NamedTuple):
 
 
 def read_fasta(path: str | os.PathLike[str]) -> Iterator[Protein]:
-    """The records of a FASTA file, one at a time.
+    """Yield the records of a FASTA file.
 
     Gzip is recognised by its first two bytes, not by the file's name. Small letters become capitals, a final ``*``
     (stop) is dropped, blank lines are skipped.
@@ -46,34 +46,34 @@ def read_fasta(path: str | os.PathLike[str]) -> Iterator[Protein]:
 
 
 def parse_fasta(content: bytes, name: str = "FASTA") -> Iterator[Protein]:
-    """The records in ``content``, plain or gzipped; ``name`` stands for the file in errors."""
+    """Yield the records in ``content``, plain or gzipped; errors call the file ``name``."""
     yield from _records(io.BytesIO(content), name)
 
 
 def _records(file: IO[bytes], name: str) -> Iterator[Protein]:
     header: str | None = None
-    opened = number = 0
-    parts: list[str] = []
+    header_line = number = 0
+    residues: list[str] = []
     for number, line in _lines(file, name):
         if line.startswith(b">"):
             if header is not None:
-                yield _protein(header, parts, name, opened)
-            header, opened, parts = line[1:].strip().decode("utf-8", "replace"), number, []
+                yield _protein(header, residues, name, header_line)
+            header, header_line, residues = line[1:].strip().decode("utf-8", "replace"), number, []
         elif header is None:
             raise FastaError(f"{name}, line {number}: residues before the first header (a line that starts with '>')")
-        elif parts and parts[-1].endswith("*"):
+        elif residues and residues[-1].endswith("*"):
             raise FastaError(f"{name}, line {number}: residues after a stop '*'")
         else:
-            parts.append(_residues(line, name, number))
+            residues.append(_residues(line, name, number))
     if header is None:
         raise FastaError(f"{name}, line {max(number, 1)}: the file is empty; FASTA starts with a '>' line")
-    yield _protein(header, parts, name, opened)
+    yield _protein(header, residues, name, header_line)
 
 
-def _protein(header: str, parts: list[str], name: str, opened: int) -> Protein:
-    sequence = "".join(parts).removesuffix("*")
+def _protein(header: str, residues: list[str], name: str, line: int) -> Protein:
+    sequence = "".join(residues).removesuffix("*")
     if not sequence:
-        raise FastaError(f"{name}, line {opened}: the header '>{header[:40]}' has no residues below it")
+        raise FastaError(f"{name}, line {line}: the header '>{header[:40]}' has no residues below it")
     return Protein(header, sequence)
 
 
@@ -86,15 +86,15 @@ def _residues(line: bytes, name: str, number: int) -> str:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines without blank ones, unpacked where the file is gzip."""
-    given: Any = file
-    buffered = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
+    """Yield numbered lines without blank ones, unpacked where the file is gzip."""
+    raw_file: Any = file
+    buffered = raw_file if isinstance(raw_file, io.BufferedReader) else io.BufferedReader(raw_file)
     source: Any = gzip.GzipFile(fileobj=buffered) if buffered.peek(2)[:2] == reading.GZIP else buffered
-    number, room = 0, reading.LIMIT.get()
+    number, remaining = 0, reading.LIMIT.get()
     try:
-        for number, line in enumerate(iter(lambda: source.readline(room + 1), b""), 1):
-            room -= len(line)
-            if room < 0:
+        for number, line in enumerate(iter(lambda: source.readline(remaining + 1), b""), 1):
+            remaining -= len(line)
+            if remaining < 0:
                 raise FastaError(reading.too_long(name))
             if line.strip():
                 yield number, line.strip()

@@ -1,4 +1,4 @@
-"""Proteins that an installed Debian package brought: its FASTA files and its BLAST databases, found by its name."""
+"""Reads the proteins of an installed Debian package: its FASTA files and BLAST databases."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FASTA = re.compile(r"\.(fa|faa|fas|fasta)(\.gz)?$", re.IGNORECASE)
 
 
 def read_package(name: str) -> Iterator[Protein]:
-    """The records of all protein files of an installed Debian package, file by file.
+    """Yield the records of all protein files of an installed Debian package.
 
     Raises:
-        ValueError: There is no such package on this machine, or it brought no proteins.
+        ValueError: The package is not installed, or has no proteins.
     """
-    found = files_of(name)
-    if not found:
+    files = files_of(name)
+    if not files:
         raise ValueError(f"the Debian package {name} is installed, but holds neither FASTA files nor BLAST databases")
-    for path in found:
+    for path in files:
         yield from read_blast(path) if path.suffix == ".pin" else read_fasta(path)
 
 
@@ -34,14 +34,14 @@ def files_of(name: str) -> list[Path]:
     Raises:
         ValueError: There is no such package on this machine.
     """
-    missing = f"{name} is neither a file here nor an installed Debian package"
+    message = f"{name} is neither a file here nor an installed Debian package"
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{missing}; give the path of a FASTA file")
+        raise ValueError(f"{message}; give the path of a FASTA file")
     query = shutil.which("dpkg-query")
     if query is None:
-        raise ValueError(f"{missing} (this is no Debian system); give the path of a FASTA file")
-    listed = subprocess.run([query, "--listfiles", name], capture_output=True, text=True, check=False)
-    if listed.returncode:
-        raise ValueError(f"{missing}; apt-get install {name} fetches it where Debian has it")
-    paths = map(Path, sorted(listed.stdout.splitlines()))
+        raise ValueError(f"{message} (this is no Debian system); give the path of a FASTA file")
+    result = subprocess.run([query, "--listfiles", name], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ValueError(f"{message}; apt-get install {name} fetches it where Debian has it")
+    paths = map(Path, sorted(result.stdout.splitlines()))
     return [path for path in paths if (path.suffix == ".pin" or _FASTA.search(path.name)) and path.is_file()]

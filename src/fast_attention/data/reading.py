@@ -1,4 +1,4 @@
-"""Files that users name, read whole and never beyond a limit: a device has no end, and gzip hides a thousandfold."""
+"""Reads files that users name, up to a limit: a device has no end, and gzip may unpack to a thousand times its size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TooLong(ValueError):
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A file open for reading. A pipe that a shell gives (``<(command)``, ``/dev/stdin``) is one, too.
+    """Open a file for reading, also a pipe that a shell gives (``<(command)``, ``/dev/stdin``).
 
     Raises:
-        OSError: It cannot be opened, or is a pipe in a folder: nobody may ever write to it.
+        OSError: It cannot be opened, or is a named pipe, to which nobody may ever write.
     """
-    at_hand = os.path.realpath(path).startswith(("/dev/", "/proc/"))  # its other end is open already
-    if not at_hand and stat.S_ISFIFO(os.stat(path).st_mode):
+    is_shells = os.path.realpath(path).startswith(("/dev/", "/proc/"))  # its other end is open already
+    if not is_shells and stat.S_ISFIFO(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "a named pipe, on which one may wait for ever: give a file", os.fspath(path))
     return Path(path).open("rb")
 
@@ -51,10 +51,10 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
         EOFError, zlib.error, gzip.BadGzipFile: The gzip data are cut off or damaged.
         OSError: It cannot be read.
     """
-    found = raw(path)
-    if not found.startswith(GZIP):
-        return found
-    with gzip.GzipFile(fileobj=io.BytesIO(found)) as file:
+    content = raw(path)
+    if not content.startswith(GZIP):
+        return content
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
         return _all(file, os.fspath(path))
 
 
@@ -64,9 +64,9 @@ def too_long(name: str) -> str:
 
 
 def _all(file: IO[bytes] | Any, name: str) -> bytes:
-    found = bytearray()
-    while part := file.read(CHUNK):
-        found += part
-        if len(found) > LIMIT.get():
+    content = bytearray()
+    while chunk := file.read(CHUNK):
+        content += chunk
+        if len(content) > LIMIT.get():
             raise TooLong(too_long(name))
-    return bytes(found)
+    return bytes(content)

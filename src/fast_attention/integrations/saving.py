@@ -66,7 +66,7 @@ def save_pretrained(
     _check(model, settings)
     hub = {name: settings.pop(name) for name in PUSH if name in settings}
     folder = Path(save_directory)
-    with files.together(folder / "config.json") as config_path:
+    with files.atomic_group(folder / "config.json") as config_path:
         write(model, config_path.parent, state_dict=state_dict, **settings)
         weights = sorted(
             path for path in config_path.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name

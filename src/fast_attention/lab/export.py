@@ -61,7 +61,7 @@ def export_command(
     try:
         model = opened(loading.load(name, head="saved"))
         trials: list[Trial] = []
-        with files.together(path) as draft, progress.counted(1 + len(LENGTHS)) as watch:
+        with files.atomic_group(path) as draft, progress.counted(1 + len(LENGTHS)) as watch:
             watch("tracing")
             _write(model, draft, _example(model, length), opset)
             _try(model, draft, trials, watch)

@@ -160,7 +160,7 @@ def alone(path: Path) -> Iterator[None]:
     """
     folder(path)
     try:
-        with files.held(path):
+        with files.locked(path):
             yield
     except files.InUse as error:
         raise InputError(str(error)) from error

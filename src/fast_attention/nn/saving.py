@@ -39,7 +39,7 @@ def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.Path
     if config.tied and config.head == "tokens":
         del tensors["out.weight"]
     settings = {"format": FORMAT, "version": __version__, **asdict(config)}
-    with files.whole(folder / WEIGHTS) as partial:
+    with files.atomic(folder / WEIGHTS) as partial:
         save_file(tensors, partial)
         settings["sha256"] = {SETTINGS: _digest(settings), WEIGHTS: files.sha256(partial)}
     files.write(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")

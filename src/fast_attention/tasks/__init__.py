@@ -1,11 +1,11 @@
-"""What a model can be trained on: a task is a value that makes batch number i from its seed."""
+"""Training tasks: values that make batch number i of the data from their seed."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from typing import Any
 
-from fast_attention.spelling import Spelling
+from fast_attention.expressions import Parser
 from fast_attention.tasks.bytes import ByteLM
 from fast_attention.tasks.listops import ListOps
 from fast_attention.tasks.needle import Needle
@@ -23,7 +23,7 @@ _KINDS: tuple[type[Task], ...] = (
 )  # fmt: skip
 _FILES = {"classify": "FILE.csv", "tag": "FILE.fasta"}
 _NAMED = {kind.name: kind for kind in _KINDS}
-_SPELLING = Spelling("task", "ListOps(longest=128)", {kind.__name__: kind for kind in _KINDS}, tuple(_NAMED))
+_PARSER = Parser("task", "ListOps(longest=128)", {kind.__name__: kind for kind in _KINDS}, tuple(_NAMED))
 
 
 def names() -> list[str]:
@@ -32,8 +32,8 @@ def names() -> list[str]:
 
 
 def parse(text: str | Task) -> Task:
-    """The task that ``text`` spells: ``"listops"``, a repr such as ``"ListOps(longest=128)"``, or a name and a file of
-    the user's: ``"classify FILE.csv"``, ``"byte-lm FILE.txt"``.
+    """Parse a task: a name (``"listops"``), a repr (``"ListOps(longest=128)"``), or a name and a file of the user's
+    (``"classify FILE.csv"``, ``"byte-lm FILE.txt"``).
 
     Nothing is executed, and no file is read.
 
@@ -45,9 +45,9 @@ def parse(text: str | Task) -> Task:
     word, _, rest = text.strip().partition(" ")
     if word in _NAMED:
         return _with_file(_NAMED[word], rest.strip())
-    if "(" not in text and word not in _SPELLING.values:
-        raise ValueError(f"no task is called {text!r}.{_SPELLING.nearest(text)}")
-    value = _SPELLING.read(text)
+    if "(" not in text and word not in _PARSER.values:
+        raise ValueError(f"no task is called {text!r}.{_PARSER.nearest(text)}")
+    value = _PARSER.read(text)
     assert isinstance(value, Task)
     return value
 
@@ -59,23 +59,23 @@ def kind(name: str) -> type[Task]:
         ValueError: No task has that name.
     """
     if name not in _NAMED:
-        raise ValueError(f"no task is called {name!r}.{_SPELLING.nearest(name)}")
+        raise ValueError(f"no task is called {name!r}.{_PARSER.nearest(name)}")
     return _NAMED[name]
 
 
 def wants_file(kind: type[Task]) -> bool:
-    """Whether a task is nothing without a file of the user's."""
+    """Whether a task needs a file of the user's."""
     return any(field.name == kind.takes and field.default is MISSING for field in fields(kind))  # type: ignore[arg-type]
 
 
 def _with_file(kind: type[Task], file: str) -> Task:
-    build: Any = kind
+    make: Any = kind
     if not file and wants_file(kind):
         raise ValueError(f"{kind.name}: name a file, as in {kind.name} {_FILES[kind.name]}")
     if file and not kind.takes:
         takers = ", ".join(each.name for each in _KINDS if each.takes)
         raise ValueError(f"{kind.name} {file}: the task {kind.name} takes no file; those that do: {takers}")
-    return build(**{kind.takes: file}) if file else build()
+    return make(**{kind.takes: file}) if file else make()
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Causal language modelling of bytes: any text file or folder, Python's own library by default."""
+"""Causal language modelling of bytes, of any text file or folder, by default Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fast_attention.data import reading
 from fast_attention.tasks.task import Batch, Split, Task, digest, random_for
 from fast_attention.value import at_least
 
-APART = {"test", "tests", "site-packages", "dist-packages"}  # folders of Python's library that are no part of it
+EXCLUDED = {"test", "tests", "site-packages", "dist-packages"}  # folders left out of Python's library
 STRIDE = 7919  # a prime: validation passages lie far apart, whatever the number of them
-JUDGED = 1 << 20  # bytes of the validation side behind the printed baselines
-COUNTED = 1 << 24  # bytes counted at once
+BASELINE_BYTES = 1 << 20  # bytes of the validation side behind the printed baselines
+COUNT_CHUNK = 1 << 24  # bytes counted at once
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +32,7 @@ class ByteLM(Task):
             library's sources, which are always there. They differ between versions of Python: see ``describe``.
         pattern: Which files of a folder; empty for all (of Python's library: ``*.py``). Hidden ones are left out.
         context: Bytes in a sequence.
-        share: Of the files (of a single file: of its end) held out for validation.
+        share: The fraction of the files (of a single file: of its end) held out for validation.
         seed: For the split and the order.
     """
 
@@ -55,7 +55,7 @@ class ByteLM(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The bytes."""
+        """The number of different bytes."""
         return 256
 
     @property
@@ -64,13 +64,13 @@ class ByteLM(Task):
         return self.context
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Random passages in training; in validation the same ones, evenly spread, in every run."""
+        """Random passages for training; for validation evenly spread ones, the same in every run."""
         text = sides(self)[0 if split == "train" else 1]
-        room = len(text) - self.context
+        last_start = len(text) - self.context
         if split == "train":
-            starts = torch.randint(room, (size,), generator=random_for(self, split, index))
+            starts = torch.randint(last_start, (size,), generator=random_for(self, split, index))
         else:
-            starts = ((torch.arange(size) + index * size) * STRIDE * self.context) % room
+            starts = ((torch.arange(size) + index * size) * STRIDE * self.context) % last_start
         rows = text[starts[:, None] + torch.arange(self.context + 1)].long()
         return Batch(rows[:, :-1], rows[:, 1:])
 
@@ -108,44 +108,50 @@ def sides(task: ByteLM) -> tuple[UInt8[Tensor, "train"], UInt8[Tensor, "valid"]]
     root = Path(sysconfig.get_paths()["stdlib"]) if task.path == "python" else Path(task.path)
     if not root.exists():
         raise ValueError(f"{task.path}: there is no such file or folder")
-    parts = _folder(task, root) if root.is_dir() else _file(task, root)
-    for name, part in zip(("training", "validation"), parts, strict=True):
-        if len(part) <= task.context + 1:
-            raise ValueError(f"{task.path}: {len(part)} bytes for {name}; more than context={task.context} are needed")
-    first, second = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
+    contents = _folder(task, root) if root.is_dir() else _file(task, root)
+    for name, content in zip(("training", "validation"), contents, strict=True):
+        if len(content) <= task.context + 1:
+            raise ValueError(
+                f"{task.path}: {len(content)} bytes for {name}; more than context={task.context} are needed"
+            )
+    first, second = (torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents)
     return first, second
 
 
 def _file(task: ByteLM, path: Path) -> tuple[bytes, bytes]:
-    whole = read(path)
-    cut = len(whole) - round(task.share * len(whole))
-    return whole[:cut], whole[cut:]
+    content = read(path)
+    cut = len(content) - round(task.share * len(content))
+    return content[:cut], content[cut:]
 
 
 def _folder(task: ByteLM, root: Path) -> tuple[bytes, bytes]:
-    own = task.path == "python"
-    pattern = task.pattern or ("*.py" if own else "*")
+    is_library = task.path == "python"
+    pattern = task.pattern or ("*.py" if is_library else "*")
     files = []
     for path in sorted(root.rglob(pattern)):
         parts = path.relative_to(root).parts
-        if path.is_file() and not any(part.startswith(".") for part in parts) and not (own and APART & {*parts}):
+        if (
+            path.is_file()
+            and not any(part.startswith(".") for part in parts)
+            and not (is_library and EXCLUDED & {*parts})
+        ):
             files.append(path)
     if len(files) < 2:
         raise ValueError(f"{task.path} holds {len(files)} files that fit {pattern!r}; a folder needs 2 or more")
     shuffled = torch.randperm(len(files), generator=random_for("split", task.seed)).tolist()
-    held = {*shuffled[: max(1, round(task.share * len(files)))]}
+    validation = {*shuffled[: max(1, round(task.share * len(files)))]}
     texts = _texts(task.path, files)
-    first, second = (b"\n".join(x for i, x in enumerate(texts) if (i in held) == side) for side in (False, True))
+    first, second = (b"\n".join(x for i, x in enumerate(texts) if (i in validation) == side) for side in (False, True))
     return first, second
 
 
 def _texts(name: str, files: list[Path]) -> list[bytes]:
-    """The files of a folder, all together within the limit for one."""
-    texts, room = [], reading.LIMIT.get()
+    """The contents of a folder's files, which together must keep the limit for one file."""
+    texts, remaining = [], reading.LIMIT.get()
     for path in files:
         texts.append(read(path))
-        room -= len(texts[-1])
-        if room < 0:
+        remaining -= len(texts[-1])
+        if remaining < 0:
             raise reading.TooLong(reading.too_long(name))
     return texts
 
@@ -153,40 +159,40 @@ def _texts(name: str, files: list[Path]) -> list[bytes]:
 @lru_cache(maxsize=2)
 def _baselines(task: ByteLM) -> tuple[tuple[str, float], ...]:
     train, valid = sides(task)
-    valid = valid[:JUDGED]
+    valid = valid[:BASELINE_BYTES]
     names = ("bytes", "pairs of bytes", "triples of bytes")
-    found: list[tuple[str, float]] = list(zip(names, counted(train, valid, len(names)), strict=True))
-    plain = valid.numpy().tobytes()
-    found.append(("gzip -9", 8 * len(zlib.compress(plain, 9)) / len(plain)))
-    found.append(("xz", 8 * len(lzma.compress(plain)) / len(plain)))
-    return tuple(found)
+    bits: list[tuple[str, float]] = list(zip(names, ngram_bits(train, valid, len(names)), strict=True))
+    content = valid.numpy().tobytes()
+    bits.append(("gzip -9", 8 * len(zlib.compress(content, 9)) / len(content)))
+    bits.append(("xz", 8 * len(lzma.compress(content)) / len(content)))
+    return tuple(bits)
 
 
-def counted(train: UInt8[Tensor, "train"], valid: UInt8[Tensor, "valid"], orders: int) -> list[float]:
+def ngram_bits(train: UInt8[Tensor, "train"], valid: UInt8[Tensor, "valid"], orders: int) -> list[float]:
     """Bits per byte of ``valid`` by counts of 1, 2, ... ``orders`` bytes of ``train``.
 
-    Each order leans on the one before as Witten and Bell have it (1991, IEEE Trans. Inf. Theory 37:1085): a past seen n
-    times with k different followers gives them the fraction n / (n + k) and the rest to the shorter past.
+    Orders are interpolated as by Witten and Bell (1991, IEEE Trans. Inf. Theory 37:1085): a context seen n times with k
+    different followers gives them the fraction n / (n + k) and the rest to the shorter context.
     """
-    chance = torch.full((len(valid),), 1 / 256, dtype=torch.double)
-    seen = torch.tensor([len(train)])
-    found = []
+    probability = torch.full((len(valid),), 1 / 256, dtype=torch.double)
+    context_counts = torch.tensor([len(train)])
+    bits = []
     for order in range(1, orders + 1):
         table = _table(train, order)
-        kinds = (table.view(-1, 256) > 0).sum(-1)
+        followers = (table.view(-1, 256) > 0).sum(-1)
         grams = _grams(valid, order)
-        pasts = grams >> 8
-        total = seen[pasts] + kinds[pasts]
-        chance = chance[-len(grams) :]
-        leaning = (table[grams] + kinds[pasts] * chance) / total
-        chance = torch.where(total > 0, leaning, chance)
-        found.append(-chance.log2().mean().item())
-        seen = table
-    return found
+        contexts = grams >> 8
+        totals = context_counts[contexts] + followers[contexts]
+        probability = probability[-len(grams) :]
+        interpolated = (table[grams] + followers[contexts] * probability) / totals
+        probability = torch.where(totals > 0, interpolated, probability)
+        bits.append(-probability.log2().mean().item())
+        context_counts = table
+    return bits
 
 
 def _grams(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
-    """Every ``order`` bytes in a row as one number, the last byte lowest."""
+    """Every n-gram of ``order`` bytes as one number, the last byte lowest."""
     count = len(text) - order + 1
     codes = torch.zeros(count, dtype=torch.long)
     for i in range(order):
@@ -195,8 +201,8 @@ def _grams(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
 
 
 def _table(text: UInt8[Tensor, "text"], order: int) -> Int[Tensor, "grams"]:
-    """How often every ``order`` bytes in a row occur in the text."""
+    """The counts of all n-grams of ``order`` bytes in the text."""
     total = torch.zeros(256**order, dtype=torch.long)
-    for start in range(0, len(text) - order + 1, COUNTED):
-        total += torch.bincount(_grams(text[start : start + COUNTED + order - 1], order), minlength=256**order)
+    for start in range(0, len(text) - order + 1, COUNT_CHUNK):
+        total += torch.bincount(_grams(text[start : start + COUNT_CHUNK + order - 1], order), minlength=256**order)
     return total

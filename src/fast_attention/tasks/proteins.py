@@ -1,4 +1,4 @@
-"""Masked language modelling of proteins, split so that no validation protein shares a 15-mer with a training one."""
+"""Masked language modelling of proteins; no validation protein shares a 15-mer with a training one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ UNKNOWN, MASK, PAD = 20, 21, 22  # UNKNOWN: X and every letter beyond the twenty
 KINDS = 23
 KMER = 15
 MULTIPLIER = 6364136223846793005  # odd; products are taken modulo 2^64
-STRANGE, NUCLEIC = 0.2, 0.95  # shares of letters beyond the twenty, and of A, C, G, T and N, that are no proteins
+MAX_UNKNOWN, MAX_NUCLEIC = (
+    0.2,
+    0.95,
+)  # fractions of unknown letters, and of A, C, G, T and N, above which a file is refused
 CODES = torch.full((256,), UNKNOWN, dtype=torch.uint8)
 CODES[torch.tensor([ord(letter) for letter in LETTERS])] = torch.arange(UNKNOWN, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, repr=False)
 class ProteinMLM(Task):
-    """Tell hidden residues from the rest of the protein: 15 % are asked for, of which 80 % are hidden by a mark, 10 %
-    replaced by another residue and 10 % left as they are (Devlin et al. 2018, arXiv 1810.04805, section 3.1).
+    """Predict masked residues: 15 % are targets, of which 80 % are replaced by the mask token, 10 % by another residue
+    and 10 % left as they are (Devlin et al. 2018, arXiv 1810.04805, section 3.1).
 
     Longer proteins are cut at a random position in training, at the start in validation.
 
@@ -36,9 +39,9 @@ class ProteinMLM(Task):
         fasta: A FASTA file, plain or gzipped; ``"sample"`` for the shipped proteins; or the name of an installed
             Debian package, such as ``"mmseqs2-examples"``: all proteins that it brought.
         context: The most residues of a protein in a sequence.
-        share: Of the proteins that are candidates for validation.
-        split: ``"homology"``: a candidate that shares 15 residues in a row with a training protein is left out of both
-            sides; ``"random"`` keeps all, and flatters.
+        share: The fraction of the proteins that are candidates for validation.
+        split: ``"homology"``: a candidate that shares 15 residues in a row with a training protein is left out;
+            ``"random"`` keeps all, which makes scores look better than they are.
         seed: For the split, the order and the masks.
     """
 
@@ -62,7 +65,7 @@ class ProteinMLM(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Residues, the unknown one, the mark and padding."""
+        """Residues, the unknown one, the mask token and padding."""
         return KINDS
 
     @property
@@ -75,18 +78,18 @@ class ProteinMLM(Task):
         proteins = sides(self)[0 if split == "train" else 1]
         generator = random_for(self, split, "batch", index)
         rows = [
-            _cut(proteins[i], self.context, generator if split == "train" else None)
+            _crop(proteins[i], self.context, generator if split == "train" else None)
             for i in chosen(self, split, index, size, _lengths(self, split))
         ]
         tokens, key_mask = padded(rows, PAD)
-        hidden, targets = masked(tokens, generator)
-        return Batch(hidden, targets, key_mask)
+        inputs, targets = masked(tokens, generator)
+        return Batch(inputs, targets, key_mask)
 
     def baselines(self) -> dict[str, float]:
-        """Nats per residue of the validation side: by residue counts, by neighbours, by the protein's composition.
+        """Nats per validation residue: by residue counts, by neighbours, by the protein's composition.
 
-        The first three see nothing of a residue that is asked for, which a model does: one in five is not hidden, and
-        half of those are what they should be. The last one knows that too; what is better has learnt about proteins.
+        The first three see nothing of a target residue. A model does: one in five is not masked, and half of those are
+        unchanged. The last baseline uses that too; a better score shows knowledge of proteins.
         """
         return dict(_baselines(self))
 
@@ -99,25 +102,25 @@ class ProteinMLM(Task):
 
 
 def encoded(sequence: str) -> UInt8[Tensor, "residues"]:
-    """Residue letters as whole numbers."""
+    """The tokens of a sequence of residue letters."""
     return CODES[torch.frombuffer(bytearray(sequence, "ascii"), dtype=torch.uint8).long()]
 
 
 def masked(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens (B, L) with 15 % of the residues asked for, and the targets; at least one in each sequence."""
-    usual = tokens < UNKNOWN
-    draw = torch.rand(tokens.shape, generator=generator).masked_fill(~usual, 2.0)
-    asked = (draw < 0.15) | ((draw == draw.amin(-1, keepdim=True)) & usual)
-    how = torch.rand(tokens.shape, generator=generator)
+    """Mask tokens (B, L): the model's inputs, and targets at 15 % of the residues, at least one in each sequence."""
+    known = tokens < UNKNOWN
+    draw = torch.rand(tokens.shape, generator=generator).masked_fill(~known, 2.0)
+    is_target = (draw < 0.15) | ((draw == draw.amin(-1, keepdim=True)) & known)
+    kind = torch.rand(tokens.shape, generator=generator)
     other = torch.randint(UNKNOWN, tokens.shape, generator=generator)
-    hidden = torch.where(asked & (how < 0.8), MASK, tokens)
-    hidden = torch.where(asked & (how >= 0.9), other, hidden)
-    return hidden, torch.where(asked, tokens, IGNORED)
+    inputs = torch.where(is_target & (kind < 0.8), MASK, tokens)
+    inputs = torch.where(is_target & (kind >= 0.9), other, inputs)
+    return inputs, torch.where(is_target, tokens, IGNORED)
 
 
-def _cut(protein: Tensor, context: int, generator: torch.Generator | None) -> Tensor:
-    spare = max(len(protein) - context, 0)
-    start = int(torch.randint(spare + 1, (1,), generator=generator)) if generator is not None else 0
+def _crop(protein: Tensor, context: int, generator: torch.Generator | None) -> Tensor:
+    excess = max(len(protein) - context, 0)
+    start = int(torch.randint(excess + 1, (1,), generator=generator)) if generator is not None else 0
     return protein[start : start + context]
 
 
@@ -142,21 +145,25 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
 def _sequences(fasta: str) -> list[str]:
     """The different proteins of a file that are long enough, in alphabetical order."""
     try:
-        found = {protein.sequence for protein in data.read_proteins(fasta)}
+        sequences_found = {protein.sequence for protein in data.read_proteins(fasta)}
     except OSError as error:
         raise ValueError(f"{fasta}: {error.strerror or error}") from error
     counts: Counter[str] = Counter()
-    for sequence in found:
+    for sequence in sequences_found:
         counts.update(sequence)
     total = counts.total()
-    strange = {letter: count for letter, count in counts.items() if letter not in LETTERS}
-    if sum(strange.values()) > STRANGE * total:
-        worst = max(strange, key=strange.__getitem__)
-        part = sum(strange.values()) / total
-        raise ValueError(f"{fasta}: {part:.0%} of the letters are no amino acids, {worst!r} above all: not proteins?")
-    if sum(counts[letter] for letter in "ACGTN") > NUCLEIC * total:
+    unknown = {letter: count for letter, count in counts.items() if letter not in LETTERS}
+    if sum(unknown.values()) > MAX_UNKNOWN * total:
+        commonest = max(unknown, key=unknown.__getitem__)
+        fraction = sum(unknown.values()) / total
+        raise ValueError(
+            f"{fasta}: {fraction:.0%} of the letters are no amino acids, {commonest!r} above all: not proteins?"
+        )
+    if sum(counts[letter] for letter in "ACGTN") > MAX_NUCLEIC * total:
         raise ValueError(f"{fasta}: nearly all letters are A, C, G, T or N: DNA, not proteins")
-    sequences = sorted(sequence for sequence in found if len(sequence) >= KMER and not {*sequence} <= {*strange})
+    sequences = sorted(
+        sequence for sequence in sequences_found if len(sequence) >= KMER and not {*sequence} <= {*unknown}
+    )
     if len(sequences) < 2:
         raise ValueError(f"{fasta} holds {len(sequences)} different proteins of {KMER} residues or more: too few")
     return sequences
@@ -165,32 +172,32 @@ def _sequences(fasta: str) -> list[str]:
 def unrelated(candidates: list[Tensor], train: list[Tensor]) -> list[Tensor]:
     """The candidates that share no 15 known residues in a row with a training protein.
 
-    Stretches are compared by a number of 64 bits; should two different ones ever agree, a candidate too many goes.
+    15-mers are compared by hashes of 64 bits; if two different ones ever agree, a candidate too many is left out.
     """
-    codes, usable = _stretches(candidates)
-    known, counted = _stretches(train)
-    shared = torch.isin(codes, known[counted].unique()) & usable
-    owners = torch.repeat_interleave(torch.tensor([len(protein) + 1 for protein in candidates]))[: len(shared)]
-    bad = {*owners[shared].tolist()}
-    return [protein for i, protein in enumerate(candidates) if i not in bad]
+    codes, is_known = _kmers(candidates)
+    train_codes, train_known = _kmers(train)
+    shared = torch.isin(codes, train_codes[train_known].unique()) & is_known
+    protein_of = torch.repeat_interleave(torch.tensor([len(protein) + 1 for protein in candidates]))[: len(shared)]
+    related = {*protein_of[shared].tolist()}
+    return [protein for i, protein in enumerate(candidates) if i not in related]
 
 
-def _stretches(proteins: list[Tensor]) -> tuple[Int[Tensor, "starts"], Bool[Tensor, "starts"]]:
-    """A number for every 15 residues in a row of all proteins, and whether it is of known residues of one protein."""
-    line = joined(proteins)
-    count = len(line) - KMER + 1
-    codes, usable = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
+def _kmers(proteins: list[Tensor]) -> tuple[Int[Tensor, "starts"], Bool[Tensor, "starts"]]:
+    """Hashes of every 15 residues in a row of all proteins, and whether all 15 are known residues of one protein."""
+    text = joined(proteins)
+    count = len(text) - KMER + 1
+    codes, is_known = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
     for i in range(KMER):
-        here = line[i : i + count]
-        codes = codes * MULTIPLIER + here
-        usable &= here < UNKNOWN
-    return codes, usable
+        residue = text[i : i + count]
+        codes = codes * MULTIPLIER + residue
+        is_known &= residue < UNKNOWN
+    return codes, is_known
 
 
 def joined(proteins: list[Tensor]) -> UInt8[Tensor, "line"]:
-    """All proteins in a row, a separator behind each."""
+    """All proteins concatenated, with a separator after each."""
     end = torch.tensor([PAD], dtype=torch.uint8)
-    return torch.cat([part for protein in proteins for part in (protein, end)])
+    return torch.cat([piece for protein in proteins for piece in (protein, end)])
 
 
 @lru_cache(maxsize=8)
@@ -201,45 +208,55 @@ def _lengths(task: ProteinMLM, split: Split) -> tuple[int, ...]:
 @lru_cache(maxsize=4)
 def _baselines(task: ProteinMLM) -> tuple[tuple[str, float], ...]:
     train, valid = ([protein[: task.context] for protein in side] for side in sides(task))
-    line, asked = joined(train).long(), joined(valid).long()
-    single = torch.bincount(line, minlength=KINDS)[:UNKNOWN].double() + 1
-    share = torch.cat([single / single.sum(), torch.ones(KINDS - UNKNOWN)])
-    here = asked < UNKNOWN
-    plain = share[asked]
+    train_line, valid_line = joined(train).long(), joined(valid).long()
+    counts = torch.bincount(train_line, minlength=KINDS)[:UNKNOWN].double() + 1
+    frequencies = torch.cat([counts / counts.sum(), torch.ones(KINDS - UNKNOWN)])
+    is_known = valid_line < UNKNOWN
+    by_counts = frequencies[valid_line]
 
-    table = torch.bincount(_threes(line), minlength=KINDS**3).double()
-    threes = _threes(asked)
-    around = table.view(KINDS, KINDS, KINDS)[:, :, :UNKNOWN].sum(-1).flatten()[threes // KINDS]
-    near = (table[threes] + 50 * plain) / (around + 50)
+    trigram_counts = torch.bincount(_trigrams(train_line), minlength=KINDS**3).double()
+    trigrams = _trigrams(valid_line)
+    context_counts = trigram_counts.view(KINDS, KINDS, KINDS)[:, :, :UNKNOWN].sum(-1).flatten()[trigrams // KINDS]
+    by_neighbours = (trigram_counts[trigrams] + 50 * by_counts) / (context_counts + 50)
 
-    owner = torch.repeat_interleave(torch.tensor([len(protein) + 1 for protein in valid]))
-    cells = owner * KINDS + asked
-    own = torch.bincount(cells, minlength=len(valid) * KINDS).double()
-    size = own.view(-1, KINDS)[:, :UNKNOWN].sum(-1)[owner]
-    mixed = (own[cells] - 1 + 200 * plain) / (size - 1 + 200)
-    found = {"residue counts": plain, "both neighbours": near, "the protein's own composition": mixed}
-    nats = {name: -chance[here].log().mean().item() for name, chance in found.items()}
-    truth = asked[here]
-    others = own.view(-1, KINDS)[owner[here], :UNKNOWN] - torch.nn.functional.one_hot(truth, UNKNOWN)
-    mixed = (others + 200 * share[:UNKNOWN]) / (others.sum(-1, keepdim=True) + 200)
-    nats["its composition and what stands there"] = _shown(mixed, truth)
+    protein_of = torch.repeat_interleave(torch.tensor([len(protein) + 1 for protein in valid]))
+    cells = protein_of * KINDS + valid_line
+    protein_counts = torch.bincount(cells, minlength=len(valid) * KINDS).double()
+    protein_sizes = protein_counts.view(-1, KINDS)[:, :UNKNOWN].sum(-1)[protein_of]
+    by_composition = (protein_counts[cells] - 1 + 200 * by_counts) / (protein_sizes - 1 + 200)
+    guesses = {
+        "residue counts": by_counts,
+        "both neighbours": by_neighbours,
+        "the protein's own composition": by_composition,
+    }
+    nats = {name: -probabilities[is_known].log().mean().item() for name, probabilities in guesses.items()}
+    targets = valid_line[is_known]
+    other_counts = protein_counts.view(-1, KINDS)[protein_of[is_known], :UNKNOWN] - torch.nn.functional.one_hot(
+        targets, UNKNOWN
+    )
+    by_composition = (other_counts + 200 * frequencies[:UNKNOWN]) / (other_counts.sum(-1, keepdim=True) + 200)
+    nats["its composition and what stands there"] = _nats_with_visible_residue(by_composition, targets)
     return tuple(nats.items())
 
 
-def _shown(chance: Float[Tensor, "residues kinds"], truth: Int[Tensor, "residues"]) -> float:
-    """Nats per residue that is asked for, of a guess that also reads what stands in its place.
+def _nats_with_visible_residue(
+    probabilities: Float[Tensor, "residues kinds"], targets: Int[Tensor, "residues"]
+) -> float:
+    """Nats per target residue of a guess that also uses the residue s in the input at its position.
 
-    Of ten that are asked for, eight are hidden, one is another residue s and one itself: where s stands, the residue is
-    y with a probability in proportion to ``chance_y (1/2 [y = s] + 1/40)``. The expectation over all s is taken.
+    Of ten targets eight are masked, one is replaced by s and one is s itself: given s, the target is y with a
+    probability in proportion to ``p_y (1/2 [y = s] + 1/40)``. The expectation over all s is taken.
     """
-    kept, other = 0.5, 0.5 / UNKNOWN
-    right = chance.gather(1, truth[:, None])
-    wrong = -(right * other / (kept * chance + other)).log()  # by the residue that stands there
-    itself = -(right * (kept + other) / (kept * right + other)).log()
-    replaced = (wrong.sum(-1, keepdim=True) - wrong.gather(1, truth[:, None]) + itself) / UNKNOWN
-    return (0.8 * -right.log() + 0.1 * itself + 0.1 * replaced).mean().item()
+    unchanged, other = 0.5, 0.5 / UNKNOWN
+    target_probability = probabilities.gather(1, targets[:, None])
+    losses = -(
+        target_probability * other / (unchanged * probabilities + other)
+    ).log()  # by the residue that stands there
+    unchanged_loss = -(target_probability * (unchanged + other) / (unchanged * target_probability + other)).log()
+    replaced_loss = (losses.sum(-1, keepdim=True) - losses.gather(1, targets[:, None]) + unchanged_loss) / UNKNOWN
+    return (0.8 * -target_probability.log() + 0.1 * unchanged_loss + 0.1 * replaced_loss).mean().item()
 
 
-def _threes(line: Int[Tensor, "line"]) -> Int[Tensor, "line"]:
-    """Left neighbour, right neighbour and the residue itself as one number; the ends count as neighbours too."""
+def _trigrams(line: Int[Tensor, "line"]) -> Int[Tensor, "line"]:
+    """Left neighbour, right neighbour and residue as one number, at every position, cyclically."""
     return (line.roll(1) * KINDS + line.roll(-1)) * KINDS + line

@@ -1,4 +1,4 @@
-"""Tasks that ask for what stood elsewhere in the sequence: copying, duplication, selective copying, recall by key."""
+"""Synthetic recall tasks: copying, duplication, selective copying, associative recall."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ class Copy(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Symbols and marks."""
-        return self.symbols + len({*self._marks})
+        """Symbols and separators."""
+        return self.symbols + len({*self._separators})
 
     @property
     def length(self) -> int:
-        """Both halves with their marks, without the last symbol, after which nothing is asked."""
+        """Both halves with their separators, without the last symbol, after which nothing is predicted."""
         return 2 * self.words + 1
 
     @property
-    def _marks(self) -> tuple[int, int]:
-        """What stands before each half; symbols are the other numbers."""
+    def _separators(self) -> tuple[int, int]:
+        """The tokens before each half; symbols are the other numbers."""
         return self.symbols, self.symbols + 1
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences and, for each position of the second half, the symbol that comes next."""
-        first = 1 if 0 in self._marks else 0
+        first = 1 if 0 in self._separators else 0
         w = torch.randint(first, first + self.symbols, (size, self.words), generator=random_for(self, split, index))
-        start, separator = (torch.full((size, 1), mark) for mark in self._marks)
-        whole = torch.cat([start, w, separator, w], -1)
-        targets = whole[:, 1:].clone()
+        bos, separator = (torch.full((size, 1), separator) for separator in self._separators)
+        tokens = torch.cat([bos, w, separator, w], -1)
+        targets = tokens[:, 1:].clone()
         targets[:, : self.words + 1] = IGNORED
-        return Batch(whole[:, :-1], targets)
+        return Batch(tokens[:, :-1], targets)
 
     def baselines(self) -> dict[str, float]:
         """Guessing."""
@@ -65,7 +65,7 @@ class Copy(Task):
 
 @dataclass(frozen=True, repr=False)
 class Duplicate(Copy):
-    """Reformer's synthetic task ``0 w 0 w`` (arXiv 2001.04451, section 5): copying with one mark, 0.
+    """Reformer's synthetic task ``0 w 0 w`` (arXiv 2001.04451, section 5): copying with one separator, 0.
 
     Args:
         symbols: Kinds of symbols, from 1 on.
@@ -78,7 +78,7 @@ class Duplicate(Copy):
     name = "duplicate"
 
     @property
-    def _marks(self) -> tuple[int, int]:
+    def _separators(self) -> tuple[int, int]:
         return 0, 0
 
 
@@ -89,7 +89,7 @@ class SelectiveCopy(Task):
     Args:
         symbols: Kinds of data tokens.
         data: Data tokens in a sequence.
-        context: Places among which they are scattered.
+        context: Positions among which they are scattered.
         seed: For the data.
     """
 
@@ -117,7 +117,7 @@ class SelectiveCopy(Task):
         return self.context + self.data
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Sequences; at cue number i the i-th data token is asked for."""
+        """Sequences; the target at cue number i is the i-th data token."""
         generator = random_for(self, split, index)
         values = torch.randint(self.symbols, (size, self.data), generator=generator)
         positions = torch.rand(size, self.context, generator=generator).argsort(-1)[:, : self.data].sort(-1).values
@@ -135,7 +135,7 @@ class SelectiveCopy(Task):
 class MQAR(Task):
     """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927): ``k1 v1 k2 v2 ...``, then keys.
 
-    Their values are to be predicted. Every key is asked for once, at an even position; most of them soon: the g-th of
+    Their values are to be predicted. Every key is repeated once, at an even position, most of them early: the g-th of
     those positions (g = 1, 2, ...) has probability proportional to ``g^(power - 1)`` among the positions that are left.
 
     Args:
@@ -172,7 +172,7 @@ class MQAR(Task):
         return self.context
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Sequences; at each repeated key its value is asked for."""
+        """Sequences; the target at each repeated key is its value."""
         generator, half = random_for(self, split, index), self.vocab // 2
         keys = 1 + torch.rand(size, half - 1, generator=generator).topk(self.pairs).indices
         values = half + torch.rand(size, self.vocab - half, generator=generator).topk(self.pairs).indices
@@ -184,15 +184,15 @@ class MQAR(Task):
         return Batch(tokens.scatter(-1, positions, keys), targets.scatter(-1, positions, values))
 
     def _gaps(self, size: int, generator: torch.Generator) -> Int[Tensor, "size pairs"]:
-        """At which of the positions behind the pairs each key is asked for."""
+        """The position after the pairs, by its number, at which each key is repeated."""
         slots = (self.context - 2 * self.pairs) // 2
         weight = torch.arange(1, slots + 1, dtype=torch.double) ** (self.power - 1)
         return torch.multinomial(weight.expand(size, -1), self.pairs, generator=generator)
 
     def baselines(self) -> dict[str, float]:
-        """Knowing which values are in the sequence, but not whose; and by position alone, over 100,000 sequences.
+        """Guessing one of the sequence's values; guessing by position alone, over 100,000 sequences.
 
-        The first pairs draw the first gaps, so that a position says something of the pair that is asked for there.
+        The first pairs draw the first gaps, so that a position tells something about the pair that is repeated there.
         """
         gaps = self._gaps(100_000, random_for("baselines", self))
         counts = torch.stack([torch.bincount(gaps[:, i], minlength=int(gaps.max()) + 1) for i in range(self.pairs)])
@@ -202,9 +202,9 @@ class MQAR(Task):
 
 @dataclass(frozen=True, repr=False)
 class Lookup(MQAR):
-    """MQAR for models that see both sides: nothing that stands behind a key tells its value, so nothing is given away.
+    """MQAR for bidirectional models: nothing after a repeated key tells its value.
 
-    What looks up nothing by content, such as a table of positions or a Fourier transform, stays near the baseline.
+    A mechanism that does not look up by content, such as a Fourier transform, stays near the baseline.
 
     Args:
         vocab: Kinds of tokens; keys below the half, values above, 0 as filler.

@@ -1,4 +1,4 @@
-"""Classification of the user's own labelled sequences, from a table or from lines of JSON."""
+"""Classification of the user's own labelled sequences, from a CSV table or JSON lines."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from fast_attention.tasks.task import Batch, Split, digest, random_for
 
 
 class Side(NamedTuple):
-    """Sequences as bytes, and their classes."""
+    """The examples of one split: sequences as bytes, and their classes."""
 
     rows: list[UInt8[Tensor, "bytes"]]
     labels: Int[Tensor, "rows"]
 
 
-class Counts(NamedTuple):
-    """What of a file is no example of its own."""
+class Excluded(NamedTuple):
+    """Numbers of a file's lines that are no distinct examples."""
 
-    repeated: int  # lines with a sequence and a label that stood there before
-    torn: int  # different sequences with more than one label: left out
-    alike: int  # sequences with different labels that differ only beyond what is seen of them: kept
+    repeated: int  # lines with a sequence and a label of an earlier line
+    ambiguous: int  # different sequences with more than one label: left out
+    alike_when_cropped: int  # sequences with different labels that differ only beyond the context: kept
 
 
 class Sides(NamedTuple):
-    """Training and validation, the names of the classes, and what of the file is no example of its own."""
+    """Training and validation examples, the names of the classes, and the numbers of excluded lines."""
 
     train: Side
     valid: Side
     names: tuple[str, ...]
-    counts: Counts
+    counts: Excluded
 
 
 @dataclass(frozen=True, repr=False)
 class Sequences(Labelled):
-    """Tell the label of a sequence, byte by byte.
+    """Predict the label of a sequence, read byte by byte.
 
-    A sequence that stands in the file twice counts once; one with two labels is left out, and counted. Sequences are
-    compared whole; then longer ones are cut at the end.
+    A sequence that occurs twice in the file counts once; one with two labels is left out, and counted. Sequences are
+    compared before longer ones are cropped.
 
     Args:
         path: A ``.csv`` or ``.tsv`` file with a line of headers, or a ``.jsonl`` file of objects.
         text: The column with the sequences; empty for ``sequence``, ``text``, ``sentence`` or ``seq``.
         label: The column with the labels; empty for ``label``, ``class``, ``target`` or ``category``.
         context: The longest sequence, in bytes.
-        share: Of each class held out for validation.
+        share: The fraction of each class held out for validation.
         seed: For the split and the order.
     """
 
@@ -73,55 +73,57 @@ class Sequences(Labelled):
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences of about equal length, and their classes."""
-        side = sides(self).train if split == "train" else sides(self).valid
-        which = chosen(self, split, index, size, tuple(map(len, side.rows)))
-        tokens, key_mask = padded([side.rows[i] for i in which], PAD)
-        return Batch(tokens, side.labels[which], key_mask)
+        examples = sides(self).train if split == "train" else sides(self).valid
+        indices = chosen(self, split, index, size, tuple(map(len, examples.rows)))
+        tokens, key_mask = padded([examples.rows[i] for i in indices], PAD)
+        return Batch(tokens, examples.labels[indices], key_mask)
 
     def baselines(self) -> dict[str, float]:
-        """The commonest class; naive Bayes over the bytes, in whatever order they stand."""
+        """The commonest class; naive Bayes over the counts of bytes."""
         train, valid, names, _ = sides(self)
-        prior = torch.bincount(train.labels, minlength=len(names)).double()
-        bags, asked = (
+        class_counts = torch.bincount(train.labels, minlength=len(names)).double()
+        byte_counts, valid_counts = (
             torch.stack([torch.bincount(row.long(), minlength=256) for row in side.rows]).double()
             for side in (train, valid)
         )
-        counts = torch.ones(len(names), 256, dtype=torch.double).index_add_(0, train.labels, bags)
-        scores = prior.log() + asked @ (counts / counts.sum(-1, keepdim=True)).log().T
+        counts = torch.ones(len(names), 256, dtype=torch.double).index_add_(0, train.labels, byte_counts)
+        scores = class_counts.log() + valid_counts @ (counts / counts.sum(-1, keepdim=True)).log().T
         return {
-            "commonest class": (valid.labels == prior.argmax()).double().mean().item(),
+            "commonest class": (valid.labels == class_counts.argmax()).double().mean().item(),
             "counts of bytes": (valid.labels == scores.argmax(-1)).double().mean().item(),
         }
 
     def describe(self) -> dict[str, str]:
-        """The classes, what is left out; sequences, how many are cut, and digest of each side."""
+        """The classes, numbers of excluded sequences; sequences, cropped ones and digest of each split."""
         train, valid, names, counts = sides(self)
-        found = {"classes": ", ".join(names), "repeated sequences left out": f"{counts.repeated:,}"}
-        found["sequences with several labels left out"] = f"{counts.torn:,}"
-        found[f"sequences with several labels that differ beyond byte {self.context:,}"] = f"{counts.alike:,}"
-        for name, side in (("training", train), ("validation", valid)):
-            full = sum(len(row) == self.context for row in side.rows)
-            message = f"{len(side.rows):,} sequences, {full:,} of them {self.context} bytes or longer"
-            found[name] = f"{message}, SHA-256 {digest(*side.rows, side.labels)}"
-        return found
+        description = {"classes": ", ".join(names), "repeated sequences left out": f"{counts.repeated:,}"}
+        description["sequences with several labels left out"] = f"{counts.ambiguous:,}"
+        description[f"sequences with several labels that differ beyond byte {self.context:,}"] = (
+            f"{counts.alike_when_cropped:,}"
+        )
+        for name, examples in (("training", train), ("validation", valid)):
+            at_limit = sum(len(row) == self.context for row in examples.rows)
+            message = f"{len(examples.rows):,} sequences, {at_limit:,} of them {self.context} bytes or longer"
+            description[name] = f"{message}, SHA-256 {digest(*examples.rows, examples.labels)}"
+        return description
 
     def remarks(self) -> list[str]:
-        """Sequences that have more than one label."""
+        """Warnings about sequences that have more than one label."""
         counts = sides(self).counts
-        message = []
-        if counts.torn:
-            message.append(f"{counts.torn:,} sequences have more than one label and are left out")
-        if counts.alike:
-            message.append(
-                f"{counts.alike:,} sequences of different labels are alike in the first {self.context:,} bytes, and no "
-                "model can tell them apart: context=... reads more"
+        remarks = []
+        if counts.ambiguous:
+            remarks.append(f"{counts.ambiguous:,} sequences have more than one label and are left out")
+        if counts.alike_when_cropped:
+            remarks.append(
+                f"{counts.alike_when_cropped:,} sequences of different labels are alike in the first {self.context:,} "
+                "bytes, and no model can tell them apart: context=... reads more"
             )
-        return message
+        return remarks
 
 
 @lru_cache(maxsize=4)
 def sides(task: Sequences) -> Sides:
-    """Training and validation, each class divided alike.
+    """Read the file and split each class into training and validation.
 
     Raises:
         ValueError: The file cannot be read, lacks a column, or has too few sequences of a class.
@@ -132,31 +134,31 @@ def sides(task: Sequences) -> Sides:
             raise ValueError(f"{place}: the sequence is empty")
         lines[text.encode("utf-8", "surrogatepass"), label.strip()] += 1
     labels = Counter(text for text, _ in lines)
-    torn = {text for text, count in labels.items() if count > 1}
-    kept = {(text[: task.context], label): None for text, label in lines if text not in torn}
-    seen = Counter(text for text, _ in kept)
-    repeated = sum(count for (text, _), count in lines.items() if text not in torn) - len(kept)
+    ambiguous = {text for text, count in labels.items() if count > 1}
+    examples = {(text[: task.context], label): None for text, label in lines if text not in ambiguous}
+    times = Counter(text for text, _ in examples)
+    repeated = sum(count for (text, _), count in lines.items() if text not in ambiguous) - len(examples)
     groups: defaultdict[str, list[bytes]] = defaultdict(list)
-    for text, label in kept:
+    for text, label in examples:
         groups[label].append(text)
     if len(groups) < 2:
-        left = f" ({len(torn):,} sequences with several labels are left out)" if torn else ""
-        raise ValueError(f"{task.path}: {len(groups)} different labels{left}; a classification needs 2 or more")
+        note = f" ({len(ambiguous):,} sequences with several labels are left out)" if ambiguous else ""
+        raise ValueError(f"{task.path}: {len(groups)} different labels{note}; a classification needs 2 or more")
     names = tuple(sorted(groups))
-    parts: tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]] = ([], [])
+    split_examples: tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]] = ([], [])
     for number, name in enumerate(names):
         texts = sorted(groups[name])
         if len(texts) < 2:
             raise ValueError(f"{task.path}: the label {name[:40]!r} has 1 sequence; one for each side is needed")
         order = torch.randperm(len(texts), generator=random_for("split", task.seed, name)).tolist()
-        held = min(max(1, round(task.share * len(texts))), len(texts) - 1)
-        parts[0].extend((texts[i], number) for i in order[held:])
-        parts[1].extend((texts[i], number) for i in order[:held])
-    train, valid = (_side(part) for part in parts)
-    alike = sum(count for count in seen.values() if count > 1)
-    return Sides(train, valid, names, Counts(repeated, len(torn), alike))
+        count = min(max(1, round(task.share * len(texts))), len(texts) - 1)
+        split_examples[0].extend((texts[i], number) for i in order[count:])
+        split_examples[1].extend((texts[i], number) for i in order[:count])
+    train, valid = (_side(part) for part in split_examples)
+    alike_when_cropped = sum(count for count in times.values() if count > 1)
+    return Sides(train, valid, names, Excluded(repeated, len(ambiguous), alike_when_cropped))
 
 
-def _side(part: list[tuple[bytes, int]]) -> Side:
-    rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text, _ in part]
-    return Side(rows, torch.tensor([label for _, label in part]))
+def _side(examples: list[tuple[bytes, int]]) -> Side:
+    rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text, _ in examples]
+    return Side(rows, torch.tensor([label for _, label in examples]))

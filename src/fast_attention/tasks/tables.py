@@ -18,32 +18,32 @@ SHOWN = 20  # columns that an error lists
 
 
 class Column(NamedTuple):
-    """A column that is looked for: what it is to the task, the name that the user gave, the names tried without one."""
+    """A column to look for: its role in the task, the user's name for it, the names to try without one."""
 
     role: str
     named: str
     usual: tuple[str, ...]
 
 
-def records(owner: str, path: str, wanted: tuple[Column, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Place in the file and the wanted columns' values of each record.
+def records(owner: str, path: str, columns: tuple[Column, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each record's location in the file and its values of the columns.
 
     Args:
         owner: The task's class, for errors.
         path: The file.
-        wanted: The columns, in the order of the values.
+        columns: The columns, in the order of the values.
 
     Raises:
         ValueError: The file cannot be read, is no such table, or lacks a column or a value.
     """
     names: list[str] = []
-    for place, record in _rows(Path(path)):
+    for location, record in _rows(Path(path)):
         if not names:
-            names = [_found(owner, path, record, column) for column in wanted]
+            names = [_find_column(owner, path, record, column) for column in columns]
         for name in names:
             if record.get(name) is None or isinstance(record[name], dict | list):
-                raise ValueError(f"{place}: no value for {_short(name)!r}")
-        yield place, [str(record[name]) for name in names]
+                raise ValueError(f"{location}: no value for {_short(name)!r}")
+        yield location, [str(record[name]) for name in names]
     if not names:
         raise ValueError(f"{path}: the file has no sequences")
 
@@ -60,14 +60,14 @@ def text_of(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _found(owner: str, path: str, record: dict[str, Any], column: Column) -> str:
+def _find_column(owner: str, path: str, record: dict[str, Any], column: Column) -> str:
     lowered = {name.strip().lower(): name for name in record}
     names = [column.named] if column.named else list(column.usual)
     for name in names:
         if name in record or name in lowered:
             return name if name in record else lowered[name]
-    listed = ", ".join(_short(name) for name in list(record)[:SHOWN]) + (", ..." if len(record) > SHOWN else "")
-    message = f"no column is called {' or '.join(names)}; there are: {listed}"
+    listing = ", ".join(_short(name) for name in list(record)[:SHOWN]) + (", ..." if len(record) > SHOWN else "")
+    message = f"no column is called {' or '.join(names)}; there are: {listing}"
     raise ValueError(f"{path}: {message}. Name it: {owner}(path=..., {column.role}=...)")
 
 
@@ -96,33 +96,33 @@ def _table(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
     longest = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a chromosome is one value; the limit is the process's
     try:
         for row in reader:
-            place = f"{path}, line {reader.line_num}"
+            location = f"{path}, line {reader.line_num}"
             if not names:
-                names = _headers(place, row)
+                names = _headers(location, row)
             elif row:
                 if any(row[len(names) :]):
                     message = f"{len(row)} values and {len(names)} columns: a value that contains {delimiter!r} needs"
-                    raise ValueError(f'{place}: {message} quotes, "like this"')
-                yield place, dict(zip(names, [*row, *[None] * (len(names) - len(row))], strict=False))
+                    raise ValueError(f'{location}: {message} quotes, "like this"')
+                yield location, dict(zip(names, [*row, *[None] * (len(names) - len(row))], strict=False))
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
     finally:
         csv.field_size_limit(longest)
 
 
-def _headers(place: str, row: list[str]) -> list[str]:
+def _headers(location: str, row: list[str]) -> list[str]:
     for name in row:
         if name.strip() and row.count(name) > 1:
-            raise ValueError(f"{place}: two columns are called {_short(name)!r}")
+            raise ValueError(f"{location}: two columns are called {_short(name)!r}")
     return row
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         message = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise ValueError(f"{path}, line {number}: not JSON ({message})") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise ValueError(f"{path}, line {number}: not an object such as {{'sequence': ..., 'label': ...}}")
-    return found
+    return record

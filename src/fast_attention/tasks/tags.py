@@ -1,4 +1,4 @@
-"""A label for every token of the user's own sequences: secondary structure of proteins, parts of speech, entities."""
+"""Token classification of the user's own sequences: secondary structure, parts of speech, entities."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from fast_attention.tasks.task import IGNORED, Batch, Split, digest, random_for
 
 
 class Tagged(NamedTuple):
-    """A sequence as bytes, and the number of the label that is asked for at each of them, or ``IGNORED``."""
+    """A sequence as bytes, and the class of the label at each byte, or ``IGNORED``."""
 
     tokens: UInt8[Tensor, "bytes"]
     labels: Int[Tensor, "bytes"]
 
 
 class Sides(NamedTuple):
-    """Training and validation, the names of the labels, and how many sequences are left out, by why."""
+    """Training and validation examples, the names of the labels, and numbers of left-out sequences by reason."""
 
     train: list[Tagged]
     valid: list[Tagged]
     names: tuple[str, ...]
-    left: dict[str, int]
+    left_out: dict[str, int]
 
 
 @dataclass(frozen=True, repr=False)
 class Tags(Labelled):
-    """Tell the label of each token of a sequence.
+    """Predict the label of each token of a sequence.
 
     Of a FASTA file, half the lines below a header are residues and half are labels, one for each residue. Of a table
     (``.csv``, ``.tsv``, ``.jsonl``) one column holds sequences and one their labels: a character for each character,
-    or, where the file's labels have spaces, a word for each word, asked for at the word's last byte. A sequence that
-    stands there twice counts once, one with two labellings is left out; longer ones are cut at the end. No validation
-    protein of a FASTA file shares 15 residues in a row with a training one.
+    or, where the file's labels have spaces, a word for each word, predicted at the word's last byte. A sequence that
+    occurs twice counts once, one with two labellings is left out; longer ones are cropped. No validation protein of a
+    FASTA file shares 15 residues in a row with a training one.
 
     Args:
         path: The file.
@@ -53,7 +53,7 @@ class Tags(Labelled):
         label: The column with the labels; empty for ``labels``, ``tags``, ``structure``, ``sst3``, ``sst8``, ``ss3``,
             ``ss8`` or ``label``.
         context: The longest sequence, in bytes.
-        share: Of the sequences held out for validation.
+        share: The fraction of the sequences held out for validation.
         seed: For the split and the order.
     """
 
@@ -68,75 +68,82 @@ class Tags(Labelled):
 
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences of about equal length, and their labels."""
-        side = sides(self).train if split == "train" else sides(self).valid
-        which = chosen(self, split, index, size, tuple(len(row.tokens) for row in side))
-        tokens, key_mask = padded([side[i].tokens for i in which], PAD)
-        labels, _ = padded([side[i].labels for i in which], IGNORED)
+        examples = sides(self).train if split == "train" else sides(self).valid
+        indices = chosen(self, split, index, size, tuple(len(row.tokens) for row in examples))
+        tokens, key_mask = padded([examples[i].tokens for i in indices], PAD)
+        labels, _ = padded([examples[i].labels for i in indices], IGNORED)
         return Batch(tokens, labels.where(labels == IGNORED, labels + PAD + 1), key_mask)
 
     def baselines(self) -> dict[str, float]:
-        """The commonest label; each byte's commonest label, whatever stands around it."""
+        """The commonest label; each byte's commonest label, without context."""
         train, valid, names, _ = sides(self)
-        (seen, known), (here, asked) = (_asked(side) for side in (train, valid))
-        table = torch.bincount(seen * len(names) + known, minlength=256 * len(names)).view(256, -1)
+        (train_bytes, train_labels), (valid_bytes, valid_labels) = (_targets(side) for side in (train, valid))
+        table = torch.bincount(train_bytes * len(names) + train_labels, minlength=256 * len(names)).view(256, -1)
         commonest = table.sum(0).argmax()
-        own = torch.where(table.sum(-1) > 0, table.argmax(-1), commonest)
+        by_byte = torch.where(table.sum(-1) > 0, table.argmax(-1), commonest)
         return {
-            "commonest label": (asked == commonest).double().mean().item(),
-            "the byte's commonest label": (asked == own[here]).double().mean().item(),
+            "commonest label": (valid_labels == commonest).double().mean().item(),
+            "the byte's commonest label": (valid_labels == by_byte[valid_bytes]).double().mean().item(),
         }
 
     def describe(self) -> dict[str, str]:
-        """The labels, what is left out; sequences, labels and digest of each side."""
-        train, valid, names, left = sides(self)
-        found = {"labels": ", ".join(names), **{f"{why} left out": f"{count:,}" for why, count in left.items()}}
-        for name, side in (("training", train), ("validation", valid)):
-            full = sum(len(row.tokens) == self.context for row in side)
+        """The labels, numbers of left-out sequences; sequences, labels and digest of each split."""
+        train, valid, names, left_out = sides(self)
+        description = {
+            "labels": ", ".join(names),
+            **{f"{why} left out": f"{count:,}" for why, count in left_out.items()},
+        }
+        for name, examples in (("training", train), ("validation", valid)):
+            at_limit = sum(len(row.tokens) == self.context for row in examples)
             message = (
-                f"{len(side):,} sequences, {len(_asked(side)[1]):,} labels, {full:,} of {self.context} bytes or longer"
+                f"{len(examples):,} sequences, {len(_targets(examples)[1]):,} labels, {at_limit:,} of {self.context}"
             )
-            found[name] = f"{message}, SHA-256 {digest(*(part for row in side for part in row))}"
-        return found
+            sha = digest(*(tensor for row in examples for tensor in row))
+            description[name] = f"{message} bytes or longer, SHA-256 {sha}"
+        return description
 
     def remarks(self) -> list[str]:
-        """Sequences that have more than one labelling, or share residues in a row with training ones."""
-        return [f"{count:,} {why} are left out" for why, count in sides(self).left.items() if count]
+        """Warnings about sequences with more than one labelling, or related to training ones."""
+        return [f"{count:,} {why} are left out" for why, count in sides(self).left_out.items() if count]
 
 
 @lru_cache(maxsize=4)
 def sides(task: Tags) -> Sides:
-    """Training and validation.
+    """Read the file and split it into training and validation.
 
     Raises:
-        ValueError: The file cannot be read, lacks a column, or a label or a token is without its other half.
+        ValueError: The file cannot be read, lacks a column, or has a label without a token or the reverse.
     """
     rows: dict[str, set[str]] = {}
-    places: dict[str, str] = {}
-    for place, text, labels in _records(task):
+    locations: dict[str, str] = {}
+    for location, text, labels in _records(task):
         if not text.strip():
-            raise ValueError(f"{place}: the sequence is empty")
+            raise ValueError(f"{location}: the sequence is empty")
         rows.setdefault(text, set()).add(labels)
-        places.setdefault(text, place)
-    kept = {text: next(iter(found)) for text, found in rows.items() if len(found) == 1}
+        locations.setdefault(text, location)
+    kept = {text: next(iter(labels_found)) for text, labels_found in rows.items() if len(labels_found) == 1}
     by_word = _is_table(task) and any(re.search(r"\s", labels.strip()) for labels in kept.values())
-    units = {text: _units(places[text], text, labels, by_word) for text, labels in kept.items()}
-    names = tuple(sorted({label for found in units.values() for _, label in found}))
+    units = {text: _units(locations[text], text, labels, by_word) for text, labels in kept.items()}
+    names = tuple(sorted({label for labels_found in units.values() for _, label in labels_found}))
     if len(names) < 2 or len(units) < 2:
         raise ValueError(f"{task.path}: {len(units)} sequences and {len(names)} different labels; 2 of each are needed")
     texts = sorted(units)
     order = torch.randperm(len(texts), generator=random_for("split", task.seed)).tolist()
-    held = min(max(1, round(task.share * len(texts))), len(texts) - 1)
-    parts = [texts[i] for i in order[held:]], [texts[i] for i in order[:held]]
-    fresh = parts[1] if _is_table(task) else _strangers(task, *parts)
+    count = min(max(1, round(task.share * len(texts))), len(texts) - 1)
+    texts_of = [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
+    valid_texts = texts_of[1] if _is_table(task) else _without_relatives(task, *texts_of)
     numbers = {name: i for i, name in enumerate(names)}
-    train, valid = ([_tagged(task, text, units[text], numbers) for text in part] for part in (parts[0], fresh))
+    train, valid = (
+        [_tagged(task, text, units[text], numbers) for text in texts_of_split]
+        for texts_of_split in (texts_of[0], valid_texts)
+    )
     for name, side in (("training", train), ("validation", valid)):
-        if not len(_asked(side)[1]):
+        if not len(_targets(side)[1]):
             raise ValueError(f"{task.path}: no label for {name} within context={task.context} bytes")
-    left = {"sequences with several labellings": len(rows) - len(kept)}
+    left_out = {"sequences with several labellings": len(rows) - len(kept)}
     if not _is_table(task):
-        left["validation proteins that share stretches with training ones"] = len(parts[1]) - len(fresh)
-    return Sides(train, valid, names, left)
+        left_out["validation proteins that share stretches with training ones"] = len(texts_of[1]) - len(valid_texts)
+    return Sides(train, valid, names, left_out)
 
 
 def _is_table(task: Tags) -> bool:
@@ -144,16 +151,16 @@ def _is_table(task: Tags) -> bool:
 
 
 def _records(task: Tags) -> Iterator[tuple[str, str, str]]:
-    """Place in the file, sequence and labels of each record."""
+    """Yield each record's location in the file, sequence and labels."""
     if not _is_table(task):
         yield from _fasta(Path(task.path))
         return
-    for place, (text, labels) in tables.records("Tags", task.path, task.columns):
-        yield place, text, labels
+    for location, (text, labels) in tables.records("Tags", task.path, task.columns):
+        yield location, text, labels
 
 
 def _fasta(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Records of a header and an even number of lines: residues, then as many labels."""
+    """Yield records of FASTA: a header and an even number of lines, residues and then as many labels."""
     lines = [
         (number, line)
         for number, line in enumerate(tables.text_of(path).replace("\r", "").split("\n"), 1)
@@ -164,50 +171,52 @@ def _fasta(path: Path) -> Iterator[tuple[str, str, str]]:
         message = "is empty" if not lines else "does not start with a '>' line, as FASTA does, nor end in .csv or .tsv"
         raise ValueError(f"{path}: the file {message}")
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        place, below = f"{path}, line {lines[start][0]}", [line for _, line in lines[start + 1 : end]]
+        location, below = f"{path}, line {lines[start][0]}", [line for _, line in lines[start + 1 : end]]
         if not below or len(below) % 2:
-            raise ValueError(f"{place}: {len(below)} lines below the header; half are residues and half their labels")
+            raise ValueError(
+                f"{location}: {len(below)} lines below the header; half are residues and half their labels"
+            )
         half = len(below) // 2
         residues, labels = "".join(map(str.strip, below[:half])).upper(), "".join(below[half:])
-        if strange := re.search(r"[^A-Z*]", residues):
-            raise ValueError(f"{place}: {strange.group()!r} is not a residue letter")
-        yield place, residues, labels
+        if wrong := re.search(r"[^A-Z*]", residues):
+            raise ValueError(f"{location}: {wrong.group()!r} is not a residue letter")
+        yield location, residues, labels
 
 
-def _units(place: str, text: str, labels: str, by_word: bool) -> list[tuple[int, str]]:
-    """The last character of each labelled token, and its label."""
+def _units(location: str, text: str, labels: str, by_word: bool) -> list[tuple[int, str]]:
+    """The index of each labelled token's last character, and its label."""
     ends = [word.end() - 1 for word in re.finditer(r"\S+", text)] if by_word else list(range(len(text)))
-    found = labels.split() if by_word else list(labels)
-    if len(ends) != len(found):
+    label_list = labels.split() if by_word else list(labels)
+    if len(ends) != len(label_list):
         kind = "words" if by_word else "characters"
         raise ValueError(
-            f"{place}: a sequence of {len(ends)} {kind} and {len(found)} labels; every one needs its label"
+            f"{location}: a sequence of {len(ends)} {kind} and {len(label_list)} labels; every one needs its label"
         )
-    return list(zip(ends, found, strict=True))
+    return list(zip(ends, label_list, strict=True))
 
 
 def _tagged(task: Tags, text: str, units: list[tuple[int, str]], numbers: dict[str, int]) -> Tagged:
     sizes = torch.tensor([len(letter.encode("utf-8", "surrogatepass")) for letter in text])
     tokens = torch.frombuffer(bytearray(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
     labels = torch.full(tokens.shape, IGNORED)
-    places = sizes.cumsum(0)[[end for end, _ in units]] - 1
-    labels[places] = torch.tensor([numbers[label] for _, label in units])
+    positions = sizes.cumsum(0)[[end for end, _ in units]] - 1
+    labels[positions] = torch.tensor([numbers[label] for _, label in units])
     return Tagged(tokens[: task.context], labels[: task.context])
 
 
-def _strangers(task: Tags, train: list[str], candidates: list[str]) -> list[str]:
+def _without_relatives(task: Tags, train: list[str], candidates: list[str]) -> list[str]:
     """The candidates that share no 15 residues in a row with a training protein."""
     if max(map(len, train)) < KMER or max(map(len, candidates)) < KMER:
         return candidates
-    coded = [encoded(text) for text in candidates]
-    kept = {id(protein) for protein in unrelated(coded, [encoded(text) for text in train])}
-    found = [text for text, protein in zip(candidates, coded, strict=True) if id(protein) in kept]
-    if not found:
+    tokens = [encoded(text) for text in candidates]
+    unrelated_ids = {id(protein) for protein in unrelated(tokens, [encoded(text) for text in train])}
+    left = [text for text, protein in zip(candidates, tokens, strict=True) if id(protein) in unrelated_ids]
+    if not left:
         raise ValueError(f"{task.path}: every validation protein shares {KMER} residues with a training one")
-    return found
+    return left
 
 
-def _asked(side: list[Tagged]) -> tuple[Tensor, Tensor]:
-    """The bytes at which a label is asked for, and the labels."""
+def _targets(side: list[Tagged]) -> tuple[Tensor, Tensor]:
+    """The bytes that have a label, and the labels."""
     tokens, labels = (torch.cat(parts) for parts in zip(*side, strict=True))
     return tokens[labels != IGNORED].long(), labels[labels != IGNORED]

@@ -1,4 +1,4 @@
-"""What a task is: a frozen value whose batch number i is a pure function, so that any run can be resumed."""
+"""The base class of tasks: a frozen value whose batch number i is a pure function, so that any run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IGNORED = -100  # the target of a position without a loss, as torch.nn.functiona
 
 
 class Batch(NamedTuple):
-    """Sequences and what is to be predicted of them."""
+    """A batch of sequences and targets."""
 
     tokens: Tensor  # whole numbers (B, L)
-    targets: Tensor  # (B, L), ``IGNORED`` where nothing is asked; (B,) for classes
+    targets: Tensor  # (B, L), ``IGNORED`` where nothing is predicted; (B,) for classes
     key_mask: Tensor | None = None  # (B, L), True = a token; None: no padding
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
+        """The batch on a device."""
         tokens, targets, mask = self
         return Batch(tokens.to(device), targets.to(device), None if mask is None else mask.to(device))
 
@@ -40,7 +40,7 @@ class Task(Value, ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Kinds of tokens."""
+        """The number of different tokens."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Task(Value, ABC):
 
     @property
     def classes(self) -> int:
-        """Kinds of sequences; 0 where single tokens are predicted."""
+        """The number of classes of sequences; 0 where single tokens are predicted."""
         return 0
 
     @abstractmethod
@@ -58,14 +58,14 @@ class Task(Value, ABC):
 
     @abstractmethod
     def baselines(self) -> dict[str, float]:
-        """What can be had without learning anything, in the task's metric, by name."""
+        """Scores of simple guesses, by name, in the task's metric: what a model must beat."""
 
     def describe(self) -> dict[str, str]:
-        """What the data are, for the log: amounts and digests by side. Empty where the repr says it all."""
+        """A description of the data for the log: amounts and digests of each split. Empty where the repr suffices."""
         return {}
 
     def remarks(self) -> list[str]:
-        """What somebody who trains on these data had better know, a sentence each; mostly nothing."""
+        """Warnings about the data, a sentence each."""
         return []
 
 
@@ -74,14 +74,14 @@ class PackageMissing(ImportError, ValueError):
 
 
 def random_for(*parts: object) -> torch.Generator:
-    """A generator that follows from what it is for: independent streams for different tasks, splits and batches."""
+    """A generator seeded by its purpose: independent streams for different tasks, splits and batches."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def digest(*parts: Tensor) -> str:
-    """SHA-256 of the numbers in order, for logs: the same data have the same."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    """The SHA-256 of the numbers in order, for logs."""
+    sha = hashlib.sha256()
+    for tensor in parts:
+        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

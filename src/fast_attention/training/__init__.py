@@ -1,1 +1,1 @@
-"""Trains a model on a task: the loop, checkpoints that are whole or absent, resuming, several processes."""
+"""Trains a model on a task: the loop, checkpoints, resuming, several processes."""

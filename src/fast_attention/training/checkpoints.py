@@ -1,7 +1,7 @@
-"""Checkpoints: folders that are whole or not there, every file with its SHA-256; the newest intact one is taken.
+"""Saves, finds and loads checkpoints: folders that are written whole or not at all, with a SHA-256 of every file.
 
-A checkpoint is a model's folder (``nn.saving``) with the optimiser's and the generators' states and a manifest beside
-them. ``torch.load`` and safetensors read flipped bits without a word; so hashes are compared before anything is loaded.
+A checkpoint is a model's folder (``nn.saving``) with the optimiser's and the generators' states and a manifest.
+``torch.load`` and safetensors read flipped bits without an error; so hashes are compared before anything is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = ("model.safetensors", "config.json", "optimiser.pt", "random.pt")
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     manifest: dict[str, Any]
     config: ModelConfig
@@ -52,106 +52,106 @@ def save(
     randomness: list[dict[str, Any]],
     *,
     keep: int = 2,
-    **also: Any,
+    **extra: Any,
 ) -> Path:
-    """Write ``step_N`` under another name, bring it to the disk, rename it, and drop all but ``keep`` sound ones.
+    """Write the checkpoint ``step_N``, whole or not at all, and delete all but the newest ``keep`` intact ones.
 
     Args:
-        folder: Where the checkpoints stand.
-        step: N, the steps that lie behind.
+        folder: The folder of the run's checkpoints.
+        step: N, the number of finished steps.
         config: The model's settings.
         tensors: The model's state.
         optimiser: The optimiser's state.
         randomness: ``random_states()`` of every process.
         keep: Checkpoints to keep: this one, and the newest of the others that are as they were written.
-        also: What else the manifest is to hold, as JSON: task, settings, data position.
+        extra: Further entries of the manifest, as JSON: task, settings, data position.
 
     Raises:
-        OSError: It could not be written; the checkpoints before it are as they were.
+        OSError: It could not be written; earlier checkpoints are unchanged.
     """
     folder = Path(folder)
     path, partial = folder / f"step_{step}", folder / f"step_{step}.tmp"
     try:
-        for left in folder.glob("step_*.tmp"):
-            shutil.rmtree(left)
+        for leftover in folder.glob("step_*.tmp"):
+            shutil.rmtree(leftover)
         partial.mkdir(parents=True)
         saving.write(config, tensors, partial)
         for name, state in (("optimiser.pt", optimiser), ("random.pt", randomness)):
-            with files.whole(partial / name) as place:
-                _dump(state, place)
-        body = {"format": FORMAT, "version": __version__, "step": step, "mechanism": config.mechanism, **also}
-        body["files"] = {name: files.sha256(partial / name) for name in FILES}
-        files.write(partial / MANIFEST, _sealed(body))
-        if path.exists():  # one that was damaged and passed over
+            with files.atomic(partial / name) as target:
+                _dump(state, target)
+        manifest = {"format": FORMAT, "version": __version__, "step": step, "mechanism": config.mechanism, **extra}
+        manifest["files"] = {name: files.sha256(partial / name) for name in FILES}
+        files.write(partial / MANIFEST, _with_digest(manifest))
+        if path.exists():  # a damaged one that was skipped
             _drop(path)
         partial.rename(path)
         if os.name == "posix":
             files.sync(folder)
-        _retain(path, keep)
+        _drop_old(path, keep)
     except Exception as error:  # safetensors and torch have their own kinds for a full disk
         with contextlib.suppress(OSError):
             shutil.rmtree(partial, ignore_errors=True)
-        raise _unwritten(path, error) from error
+        raise _write_error(path, error) from error
     return path
 
 
-def _dump(state: Any, place: Path) -> None:
-    with place.open("wb") as handle:
+def _dump(state: Any, path: Path) -> None:
+    with path.open("wb") as handle:
         torch.save(state, handle)
 
 
-def _unwritten(path: Path, error: Exception) -> OSError:
-    """One line that says what failed, why, and what is left; torch and safetensors wrap the system's error."""
+def _write_error(path: Path, error: Exception) -> OSError:
+    """An error of one line with the cause and the last whole checkpoint; libraries wrap the system's error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error).strip().split("\n")[0]
-    before = every(path.parent)
-    left = f"{before[0].name} before it is whole" if before else "there is none before it"
-    number = cause.errno if isinstance(cause, OSError) and cause.errno else 5
-    return OSError(number, f"the checkpoint {path} could not be written: {why}; {left}")
+    others = find_all(path.parent)
+    remaining = f"{others[0].name} before it is whole" if others else "there is none before it"
+    code = cause.errno if isinstance(cause, OSError) and cause.errno else 5
+    return OSError(code, f"the checkpoint {path} could not be written: {why}; {remaining}")
 
 
-def _retain(fresh: Path, keep: int) -> None:
-    """Drop what lies behind ``keep`` sound checkpoints; damaged ones do not count, a later version's are left alone."""
-    sound = 1
-    for path in every(fresh.parent):
+def _drop_old(newest_path: Path, keep: int) -> None:
+    """Delete all but ``keep`` intact checkpoints; damaged ones do not count, a later version's are left alone."""
+    intact_count = 1
+    for path in find_all(newest_path.parent):
         try:
-            if path == fresh:
+            if path == newest_path:
                 continue
-            if sound < keep:
+            if intact_count < keep:
                 verify(path)
-                sound += 1
+                intact_count += 1
             else:
                 _manifest(path)
                 _drop(path)
         except Damaged:
-            if sound >= keep:
+            if intact_count >= keep:
                 _drop(path)
         except files.Newer:
             continue
 
 
 def _drop(path: Path) -> None:
-    """Delete a checkpoint; one that is half deleted no longer bears a checkpoint's name."""
-    going = path.with_name(f"{path.name}.old.tmp")
-    path.rename(going)
-    shutil.rmtree(going)
+    """Delete a checkpoint, renamed first, so that a half-deleted one is not taken for a checkpoint."""
+    renamed = path.with_name(f"{path.name}.old.tmp")
+    path.rename(renamed)
+    shutil.rmtree(renamed)
 
 
-def every(folder: str | os.PathLike[str]) -> list[Path]:
+def find_all(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a folder, intact or not, the newest first."""
     numbered = [(path.name.removeprefix("step_"), path) for path in Path(folder).glob("step_*") if path.is_dir()]
     return [path for number, path in sorted(((int(n), p) for n, p in numbered if n.isdecimal()), reverse=True)]
 
 
 def newest(folder: str | os.PathLike[str], say: Callable[[str], None] = print) -> Path | None:
-    """The newest intact checkpoint, or None; each damaged one is named to ``say`` and passed over.
+    """The newest intact checkpoint, or None; each damaged one is reported to ``say`` and skipped.
 
     Raises:
         Newer: A later version of this library wrote one that is newer than any that is intact.
     """
-    for path in every(folder):
+    for path in find_all(folder):
         try:
             verify(path)
         except Damaged as error:
@@ -162,46 +162,46 @@ def newest(folder: str | os.PathLike[str], say: Callable[[str], None] = print) -
 
 
 def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written.
+    """The manifest of a checkpoint, all of whose files are as they were written.
 
     Raises:
-        Damaged: One is missing, cut short or changed.
+        Damaged: A file is missing, cut short or changed.
         Newer: A later version of this library wrote it.
     """
     path = Path(path)
-    body = _manifest(path)
+    manifest = _manifest(path)
     for name in FILES:
         try:
-            sound = files.sha256(path / name) == body["files"].get(name)
+            is_intact = files.sha256(path / name) == manifest["files"].get(name)
         except OSError:
-            sound = False
-        if not sound:
+            is_intact = False
+        if not is_intact:
             raise Damaged(f"the checkpoint {path} is damaged: {name} is not what was written")
-    return body
+    return manifest
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest as it was written. A later version's is recognised by its format, however that version seals it."""
+    """Read the manifest and compare its digest. A later version's is recognised by its format alone."""
     try:
         text = (path / MANIFEST).read_bytes()
-        body = dict(json.loads(text))
-        files.readable(body, FORMAT, f"the checkpoint {path}")
-        del body["sha256"]
-        if text != _sealed(body).encode():
+        manifest = dict(json.loads(text))
+        files.readable(manifest, FORMAT, f"the checkpoint {path}")
+        del manifest["sha256"]
+        if text != _with_digest(manifest).encode():
             raise ValueError("changed")
-        dict(body["files"])
+        dict(manifest["files"])
     except files.Newer:
         raise
     except Exception as error:
         raise Damaged(f"the checkpoint {path} is damaged: {MANIFEST} is not what was written") from error
-    return body
+    return manifest
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """All of a checkpoint, verified first.
+    """Verify and load a checkpoint.
 
     Raises:
-        Damaged: A file is not what was written; nothing of it is loaded.
+        Damaged: A file is not what was written; nothing is loaded.
     """
     path = Path(path)
     manifest = verify(path)
@@ -224,7 +224,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Go on where ``random_states`` was taken."""
+    """Set all generators to what ``random_states`` returned."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
@@ -234,13 +234,13 @@ def set_random_states(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(states["numpy"])
 
 
-def _plain(body: dict[str, Any]) -> str:
-    return json.dumps(body, indent=1)
+def _plain(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1)
 
 
-def _sealed(body: dict[str, Any]) -> str:
-    """The manifest's text, with the hash of the rest at its end."""
-    return _plain({**body, "sha256": _digest(_plain(body).encode())}) + "\n"
+def _with_digest(manifest: dict[str, Any]) -> str:
+    """The manifest's text, with the hash of the rest as its last entry."""
+    return _plain({**manifest, "sha256": _digest(_plain(manifest).encode())}) + "\n"
 
 
 def _digest(data: bytes) -> str:

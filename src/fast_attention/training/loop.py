@@ -1,4 +1,4 @@
-"""The loop: batch number i at step i, so that a killed run resumes, to the bit, at its checkpoint."""
+"""The training loop: batch number i at step i, so that a killed run resumes from its checkpoint, equal to the bit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fast_attention import files
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks.task import Task
-from fast_attention.training import checkpoints, processes, standing, steps
+from fast_attention.training import checkpoints, processes, run_folder, steps
 from fast_attention.training.journal import Journal
 from fast_attention.training.processes import Group
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.signals import Signals
 
 Watch = Callable[[dict[str, Any]], None]
-ORDER = 1 << 32  # batches of one order of the data
+ORDER = 1 << 32  # batch numbers of one order of the data
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -48,16 +48,16 @@ class Outcome(NamedTuple):
 
 
 class Diverged(ArithmeticError):
-    """The loss or its gradient is no number any more."""
+    """The loss or its gradient is not finite."""
 
 
 class _Stopped(Exception):
-    """A signal asked for the end, here or in another process."""
+    """Raised when a signal asked to stop, in this process or another."""
 
 
 @dataclass
-class _Place:
-    """Where a run stands, but for tensors and generators; it travels in the manifest."""
+class _Progress:
+    """The progress of a run, without tensors and generators; saved in a checkpoint's manifest."""
 
     step: int = 0
     seconds: float = 0.0
@@ -88,7 +88,7 @@ def train(
         config: The model; see ``steps.config_for``.
         settings: How to train.
         out: The run's folder.
-        resume: Go on from the newest intact checkpoint in ``out``, or begin where there are no results.
+        resume: Continue from the newest intact checkpoint in ``out``, or begin where there are no results.
         restart: Begin anew over the results in ``out``; with ``resume``, only where there is no intact checkpoint.
         watch: Called with each line of the log, and with ``{"message": ...}``, in the process that writes.
 
@@ -97,7 +97,7 @@ def train(
         InUse: Another process trains in ``out``.
         Newer: A later version of this library wrote the newest checkpoint in ``out``, which is left as it is.
         OSError: Something could not be written.
-        Diverged: The loss is no number any more.
+        Diverged: The loss is not finite.
     """
     steps.check(task, config)
     with processes.join(settings.device) as group, Signals() as signals:
@@ -105,7 +105,7 @@ def train(
             raise ValueError(
                 f"batch_size={settings.batch_size} sequences cannot be dealt out to {group.size} processes"
             )
-        with files.held(out) if group.first else nullcontext():
+        with files.locked(out) if group.first else nullcontext():
             run = _Run(task, config, settings, Path(out), group, signals, watch if group.first else lambda line: None)
             run.begin(resume, restart)
             try:
@@ -133,60 +133,64 @@ class _Run:
         self.wrapped = group.wrap(self.model, settings.fsdp)
         self.optimiser = steps.optimiser_for(self.model, settings)
         torch.manual_seed(settings.seed + 1 + group.rank)  # dropout differs between processes
-        self.at, self.saved = _Place(), 0
+        self.progress, self.saved = _Progress(), 0
         self.journal: Journal | None = None
         self.randomness = checkpoints.random_states()  # as they were when the last step ended
         self.rate, self.loss, self.norm = 0.0, torch.zeros((), dtype=torch.float64), torch.zeros(())
-        self._since()
+        self._restart_clock()
 
     def begin(self, resume: bool, restart: bool) -> None:
-        """Take up the newest intact checkpoint, if any; open the log."""
+        """Resume from the newest intact checkpoint, if any; open the log."""
         self.task.batch("valid", 0, 1)  # large data are read before the clock starts
-        path = standing.begin(self.out, resume=resume, restart=restart, say=self._say) if self.group.first else None
+        path = (
+            run_folder.begin(self.out, resume=resume, restart=restart, say=self._message) if self.group.first else None
+        )
         path = self.group.gather(path)[0]
         if path is not None:
             self._load(path)
         if self.group.first:
             if resume:
-                self._say(f"resumes from {path}" if path else f"{self.out} holds no checkpoint: begins anew")
-            self.journal = Journal(self.out, self.at.step, self.at.evaluated, self._say)
-        self.start = time.monotonic() - self.at.seconds
-        self.last_save = self.at.seconds
+                self._message(f"resumes from {path}" if path else f"{self.out} holds no checkpoint: begins anew")
+            self.journal = Journal(self.out, self.progress.step, self.progress.evaluated, self._message)
+        self.start = time.monotonic() - self.progress.seconds
+        self.last_save = self.progress.seconds
 
-    def _say(self, words: str) -> None:
+    def _message(self, words: str) -> None:
         self.watch({"message": words})
 
     def _load(self, path: Path) -> None:
-        found = checkpoints.load(path)
-        run = standing.Run(found.manifest["task"], found.manifest["settings"], found.config)
-        standing.check(run, self.out, self.task, self.config, self.settings)
-        state: Any = {"model_state_dict": found.tensors, "optim_state_dict": found.optimiser}
+        checkpoint = checkpoints.load(path)
+        run = run_folder.Run(checkpoint.manifest["task"], checkpoint.manifest["settings"], checkpoint.config)
+        run_folder.check(run, self.out, self.task, self.config, self.settings)
+        state: Any = {"model_state_dict": checkpoint.tensors, "optim_state_dict": checkpoint.optimiser}
         set_state_dict(self.model, self.optimiser, **state, options=StateDictOptions(full_state_dict=True))
-        self.at = _Place(**found.manifest["place"])
-        self.saved = self.at.step
-        if len(found.randomness) == self.group.size:
-            checkpoints.set_random_states(found.randomness[self.group.rank])
+        self.progress = _Progress(**checkpoint.manifest["place"])
+        self.saved = self.progress.step
+        if len(checkpoint.randomness) == self.group.size:
+            checkpoints.set_random_states(checkpoint.randomness[self.group.rank])
         else:
-            self._say(f"{path} is of {len(found.randomness)} processes: dropout begins anew")
+            self._message(f"{path} is of {len(checkpoint.randomness)} processes: dropout begins anew")
         self.randomness = checkpoints.random_states()
 
     def go(self) -> Outcome:
-        """All steps that are left, with evaluations, lines in the log and checkpoints when they are due."""
+        """Run all steps that are left, with evaluations, lines in the log and checkpoints when they are due."""
         status = "complete"
         try:
-            self._evaluate_if(self.at.step % self.settings.evaluate_every == 0)
-            while self.settings.done(self.at.step, self.at.seconds) < 1.0 and not self._patience_is_out():
+            self._evaluate_if(self.progress.step % self.settings.evaluate_every == 0)
+            while self.settings.done(self.progress.step, self.progress.seconds) < 1.0 and not self._patience_is_out():
                 self._step()
-                self._log_if(self.at.step % self.settings.log_every == 0)
-                self._evaluate_if(self.at.step % self.settings.evaluate_every == 0)
+                self._log_if(self.progress.step % self.settings.log_every == 0)
+                self._evaluate_if(self.progress.step % self.settings.evaluate_every == 0)
                 self._save_if_due()
             self._evaluate_if(True)
-            status = "stopped early" if self.settings.done(self.at.step, self.at.seconds) < 1.0 else status
+            status = "stopped early" if self.settings.done(self.progress.step, self.progress.seconds) < 1.0 else status
         except _Stopped:
             status = "interrupted"
         self._save()
-        at = self.at
-        return Outcome(status, at.step, at.seconds, at.best, at.best_step, at.valid, self.parameters)
+        progress = self.progress
+        return Outcome(
+            status, progress.step, progress.seconds, progress.best, progress.best_step, progress.valid, self.parameters
+        )
 
     def close(self) -> None:
         """Bring the log to the disk."""
@@ -194,7 +198,7 @@ class _Run:
             self.journal.close()
 
     def _poll(self) -> None:
-        caught, self.at.seconds = self.group.highest(bool(self.signals.caught), time.monotonic() - self.start)
+        caught, self.progress.seconds = self.group.highest(bool(self.signals.caught), time.monotonic() - self.start)
         if caught:
             raise _Stopped
 
@@ -203,96 +207,96 @@ class _Run:
         settings, first = self.settings, self._batch()
         size = settings.batch_size
         batches = [self.task.batch("train", first + i, size) for i in range(settings.accumulate)]
-        targets = max(sum(steps.asked(batch) for batch in batches), 1)  # of all processes
+        targets = max(sum(steps.num_targets(batch) for batch in batches), 1)  # of all processes
         self.optimiser.zero_grad(set_to_none=True)
         losses = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for batch in batches:
             self._poll()
-            with self.group.adding_up(self.wrapped, batch is batches[-1]):
-                loss = steps.loss_of(self.wrapped, self.group.mine(batch), settings) / targets
+            with self.group.gradient_sync(self.wrapped, batch is batches[-1]):
+                loss = steps.loss_of(self.wrapped, self.group.shard(batch), settings) / targets
                 (loss * self.group.size).backward()  # the processes' gradients are averaged
             losses += loss.detach()
-        self.rate = steps.rate(settings, self.at.step, self.at.seconds)
+        self.rate = steps.rate(settings, self.progress.step, self.progress.seconds)
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate
         self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
         self.optimiser.step()
-        self.at.step += 1
+        self.progress.step += 1
         self.loss, self.tokens = losses, self.tokens + sum(steps.tokens_in(batch) for batch in batches)
         self.randomness = checkpoints.random_states()
 
     def _batch(self) -> int:
         """The number of the next batch."""
-        return self.settings.order * ORDER + self.at.step * self.settings.accumulate
+        return self.settings.order * ORDER + self.progress.step * self.settings.accumulate
 
-    def _since(self) -> None:
-        self.tokens, self.lap, self.lap_step = 0, time.monotonic(), self.at.step
+    def _restart_clock(self) -> None:
+        self.tokens, self.lap_start, self.lap_step = 0, time.monotonic(), self.progress.step
 
-    def _sound(self) -> tuple[float, float]:
-        """Loss and norm of the last step, or ``Diverged``."""
+    def _finite_loss(self) -> tuple[float, float]:
+        """Loss and gradient norm of the last step; raises ``Diverged`` if one is not finite."""
         norm: Any = self.norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         (loss,), norm = self.group.total(self.loss[None]), float(norm)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise Diverged(
-                f"at step {self.at.step} the loss is {loss} and its gradient's norm {norm}: "
+                f"at step {self.progress.step} the loss is {loss} and its gradient's norm {norm}: "
                 f"try a smaller lr (it is {self.settings.lr}) or a longer warmup; the last checkpoint is sound"
             )
         return loss, norm
 
     def _log_if(self, due: bool) -> None:
         if due:
-            loss, norm = self._sound()
-            spent = max(time.monotonic() - self.lap, 1e-9)
-            speed, each = self.tokens / spent, spent / max(self.at.step - self.lap_step, 1)
-            self._since()
+            loss, norm = self._finite_loss()
+            spent = max(time.monotonic() - self.lap_start, 1e-9)
+            speed, each = self.tokens / spent, spent / max(self.progress.step - self.lap_step, 1)
+            self._restart_clock()
             costs = {"tokens_per_second": round(speed, 1), "step_seconds": round(each, 6)}
-            self._tell({"loss": loss, "rate": self.rate, "norm": norm, **costs})
+            self._log({"loss": loss, "rate": self.rate, "norm": norm, **costs})
 
-    def _tell(self, line: dict[str, Any]) -> None:
+    def _log(self, line: dict[str, Any]) -> None:
         if self.journal is not None:
-            line = {"step": self.at.step, **line, "seconds": round(self.at.seconds, 3)}
+            line = {"step": self.progress.step, **line, "seconds": round(self.progress.seconds, 3)}
             self.journal.write(line)
             self.watch(line)
 
     def _evaluate_if(self, due: bool) -> None:
-        if not due or self.at.evaluated == self.at.step:
+        if not due or self.progress.evaluated == self.progress.step:
             return
-        began, at = time.monotonic(), self.at
+        began, progress = time.monotonic(), self.progress
         score = steps.evaluate(self.model, self.task, self.settings, self.group, self._poll)
-        at.evaluated, at.valid = at.step, score.value
-        if steps.better(self.task, score.value, at.best):
-            at.best, at.best_step, at.stale = score.value, at.step, 0
+        progress.evaluated, progress.valid = progress.step, score.value
+        if steps.better(self.task, score.value, progress.best):
+            progress.best, progress.best_step, progress.stale = score.value, progress.step, 0
             tensors: Any = get_model_state_dict(self.model, options=FULL)
             if self.group.first:
-                saving.write(self.config, tensors, self.out / standing.MODEL)
+                saving.write(self.config, tensors, self.out / run_folder.MODEL)
         else:
-            at.stale += 1
-        self._tell({"valid": score.value, "valid_loss": score.loss, "metric": self.task.metric})
-        self.lap += time.monotonic() - began  # not part of the speed
+            progress.stale += 1
+        self._log({"valid": score.value, "valid_loss": score.loss, "metric": self.task.metric})
+        self.lap_start += time.monotonic() - began  # not part of the speed
 
     def _patience_is_out(self) -> bool:
-        return bool(self.settings.patience) and self.at.stale >= self.settings.patience
+        return bool(self.settings.patience) and self.progress.stale >= self.settings.patience
 
     def _save_if_due(self) -> None:
-        by_step = self.settings.save_every and self.at.step % self.settings.save_every == 0
+        by_step = self.settings.save_every and self.progress.step % self.settings.save_every == 0
         wait = self.settings.save_seconds
-        if by_step or (wait and self.at.seconds - self.last_save >= wait):
+        if by_step or (wait and self.progress.seconds - self.last_save >= wait):
             self._save()
 
     def _save(self) -> None:
-        if self.at.step == self.saved:  # nor is there anything to save before the first step
+        if self.progress.step == self.saved:  # nor is there anything to save before the first step
             return
-        self._sound()
+        self._finite_loss()
         tensors, optimiser = cast(Any, get_state_dict(self.model, self.optimiser, options=FULL))
         randomness = self.group.gather(self.randomness)
-        self.last_save = self.at.seconds
+        self.last_save = self.progress.seconds
         if self.group.first:
             assert self.journal is not None
             self.journal.sync()
             checkpoints.save(
-                self.out / standing.CHECKPOINTS, self.at.step, self.config, tensors, optimiser, randomness,
-                keep=self.settings.keep, task=repr(self.task), settings=asdict(self.settings), place=asdict(self.at),
-                data_position={"split": "train", "batch": self._batch()},
+                self.out / run_folder.CHECKPOINTS, self.progress.step, self.config, tensors, optimiser, randomness,
+                keep=self.settings.keep, task=repr(self.task), settings=asdict(self.settings),
+                place=asdict(self.progress), data_position={"split": "train", "batch": self._batch()},
             )  # fmt: skip
-        self.saved = self.at.step
+        self.saved = self.progress.step

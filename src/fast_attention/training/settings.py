@@ -1,4 +1,4 @@
-"""How to train: one frozen value, read from TOML and overridden on the command line."""
+"""The settings of a training run, as one frozen value, and their TOML files."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, repr=False)
 class TrainingSettings(Value):
-    """Everything that makes a training run but the task and the model.
+    """The settings of a training run: steps, batch size, optimiser, evaluation, checkpoints.
 
     Args:
         steps: Training steps; 0 for no limit but ``minutes``.
         minutes: Time to spend, evaluations included; 0 for no limit but ``steps``.
-        batch_size: Sequences of a step, over all processes together.
+        batch_size: Sequences in a batch, over all processes.
         accumulate: Batches whose gradients make one step.
         lr: The highest learning rate.
         warmup: Fraction of the run in which the rate rises to it; in the rest it falls to zero along a cosine.
         weight_decay: AdamW's, on matrices; not on norms, biases and learned positions.
-        clip: The longest gradient, by its norm; 0 for no limit.
+        clip: The largest norm of a gradient; 0 for no limit.
         precision: ``"bfloat16"`` computes under autocast; weights and their updates stay in float32.
         evaluate_every: Steps between evaluations.
         evaluation_batches: Batches of the fixed validation set.
         patience: Evaluations without a new best after which training stops; 0: never.
         log_every: Steps between lines in the log.
         seed: For the weights and for dropout; the data has its own, in the task.
-        order: Which of many orders of the training data: another number, other batches.
+        order: The number of the order of the training data: another number gives other batches.
         save_every: Steps between checkpoints; 0 for none by steps.
         save_seconds: Seconds between checkpoints; 0 for none by time. One is always written at the end.
         keep: Checkpoints kept, at least 2.
@@ -82,34 +82,34 @@ class TrainingSettings(Value):
             raise ValueError("TrainingSettings(steps=0, minutes=0.0): give steps or minutes, or training has no end")
 
     def done(self, step: int, seconds: float) -> float:
-        """Fraction of the run that lies behind: by steps or by time, whichever is further."""
+        """The finished fraction of the run: by steps or by time, whichever is further."""
         by_steps = step / self.steps if self.steps else 0.0
         return max(by_steps, seconds / (60 * self.minutes) if self.minutes else 0.0)
 
 
 def from_toml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file says in its tables ``[training]`` and ``[model]``: settings by name, checked to exist.
+    """Read a file's tables ``[training]`` and ``[model]``: settings by name, checked to exist.
 
     Raises:
         ValueError: The file cannot be read, is no TOML, or names a setting that does not exist; the nearest is named.
     """
     try:
-        found = tomllib.loads(reading.raw(path).decode("utf-8"))
+        tables = tomllib.loads(reading.raw(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from error
-    _known(path, "table", found, ("training", "model"))
-    parts = [found.get(name, {}) for name in ("training", "model")]
-    for name, part, kind in zip(("training", "model"), parts, (TrainingSettings, ModelConfig), strict=True):
-        if not isinstance(part, dict):
+    _known(path, "table", tables, ("training", "model"))
+    both = [tables.get(name, {}) for name in ("training", "model")]
+    for name, table, kind in zip(("training", "model"), both, (TrainingSettings, ModelConfig), strict=True):
+        if not isinstance(table, dict):
             raise ValueError(f"{os.fspath(path)}: {name} must be a table, [{name}], with a setting on each line")
-        _known(path, f"setting of [{name}]", part, [field.name for field in fields(kind)])
-    training, model = parts
+        _known(path, f"setting of [{name}]", table, [field.name for field in fields(kind)])
+    training, model = both
     return training, model
 
 
-def _known(path: str | os.PathLike[str], what: str, found: Mapping[str, Any], names: Iterable[str]) -> None:
+def _known(path: str | os.PathLike[str], what: str, given: Mapping[str, Any], names: Iterable[str]) -> None:
     names = list(names)
-    for name in found:
+    for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted at once, heeded between two batches, where nothing is half done."""
+"""Notes signals that ask a run to stop, so that it can stop between two batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 
 
 class Signals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 are only noted; a second one ends the process at once.
+    """A context in which SIGTERM, SIGINT and SIGUSR1 are only noted; a second one ends the process at once.
 
     Outside the main thread, where Python takes no handlers, nothing is noted.
     """

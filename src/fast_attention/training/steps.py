@@ -1,4 +1,4 @@
-"""The parts of a step: which model fits a task, what its loss is, how fast to learn, how good it has become."""
+"""The parts of a training step: a model's settings for a task, optimiser, learning rate, loss, evaluation."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ BETAS = (0.9, 0.98)
 
 
 class Score(NamedTuple):
-    """How good a model is on the fixed validation set."""
+    """A model's score on the fixed validation set."""
 
     value: float  # in the task's metric
     loss: float  # nats per target
 
 
 def config_for(task: Task, **settings: Any) -> ModelConfig:
-    """A model's settings with the task's vocabulary, length, direction and head.
+    """Settings of a model for a task: its vocabulary, length, causality and head.
 
     Raises:
         ValueError: A setting of the model denies what the task needs.
     """
-    needed: dict[str, Any] = {"vocab_size": task.vocab_size, "max_len": task.length, "causal": task.causal}
-    needed["reads"] = task.reads
+    defaults: dict[str, Any] = {"vocab_size": task.vocab_size, "max_len": task.length, "causal": task.causal}
+    defaults["reads"] = task.reads
     if task.classes:
-        needed |= {"head": "classes", "classes": task.classes}
-    config = ModelConfig(**{**needed, **settings})
+        defaults |= {"head": "classes", "classes": task.classes}
+    config = ModelConfig(**{**defaults, **settings})
     check(task, config)
     return config
 
@@ -60,18 +60,18 @@ def check(task: Task, config: ModelConfig) -> None:
 
 
 def optimiser_for(model: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
-    """AdamW that pulls matrices towards zero, but not norms, biases and learned positions."""
+    """AdamW with weight decay on matrices, but not on norms, biases and learned positions."""
     tables = {id(p) for m in model.modules() if isinstance(m, PositionTable) for p in m.parameters()}
-    pulled = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
-    known = {id(p) for p in pulled}
-    free = [p for p in model.parameters() if id(p) not in known]
-    groups = [{"params": pulled, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    fused = pulled[0].device.type in ("cpu", "cuda")
+    decayed = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
+    decayed_ids = {id(p) for p in decayed}
+    others = [p for p in model.parameters() if id(p) not in decayed_ids]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    fused = decayed[0].device.type in ("cpu", "cuda")
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=BETAS, fused=fused)
 
 
 def rate(settings: TrainingSettings, step: int, seconds: float) -> float:
-    """The learning rate of a step: rising in a line to its height, then falling to zero along a cosine."""
+    """The learning rate of a step: a linear warmup, then a cosine to zero."""
     done = min(max(settings.done(step, seconds), (step + 1) / (settings.steps + 1) if settings.steps else 0.0), 1.0)
     if done < settings.warmup:
         return settings.lr * done / settings.warmup
@@ -79,7 +79,7 @@ def rate(settings: TrainingSettings, step: int, seconds: float) -> float:
 
 
 def forward(model: nn.Module, batch: Batch, settings: TrainingSettings) -> tuple[Tensor, Tensor]:
-    """Logits (targets, kinds) in float32 and targets (targets,), positions without a target included."""
+    """Logits (targets, classes) in float32 and targets (targets,), including positions without a target."""
     device = batch.tokens.device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
         logits = model(batch.tokens, batch.key_mask)
@@ -91,7 +91,7 @@ def loss_of(model: nn.Module, batch: Batch, settings: TrainingSettings) -> Tenso
     return F.cross_entropy(*forward(model, batch, settings), ignore_index=IGNORED, reduction="sum")
 
 
-def asked(batch: Batch) -> int:
+def num_targets(batch: Batch) -> int:
     """The number of targets."""
     return int((batch.targets != IGNORED).sum())
 
@@ -108,10 +108,10 @@ def evaluate(
     """The score on the task's first validation batches, always the same ones.
 
     Args:
-        model: Any; it is in training mode afterwards.
-        task: Whose metric counts.
+        model: The model; it is in training mode afterwards.
+        task: The task, which gives batches and metric.
         settings: Size and number of the batches, precision.
-        group: Among whom the batches are dealt out.
+        group: The processes that share the batches.
         poll: Called before each batch; what it raises ends the evaluation.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, targets
@@ -119,7 +119,7 @@ def evaluate(
     try:
         for index in range(settings.evaluation_batches):
             poll()
-            batch = group.mine(task.batch("valid", index, settings.batch_size))
+            batch = group.shard(task.batch("valid", index, settings.batch_size))
             logits, targets = forward(model, batch, settings)
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
             right = (logits.argmax(-1) == targets).sum()
@@ -131,6 +131,6 @@ def evaluate(
     return Score({"accuracy": right, "nats": loss, "bits per byte": loss / math.log(2)}[task.metric], loss)
 
 
-def better(task: Task, value: float, than: float | None) -> bool:
+def better(task: Task, value: float, best: float | None) -> bool:
     """Whether a value of the task's metric beats another."""
-    return than is None or (value > than if task.metric == "accuracy" else value < than)
+    return best is None or (value > best if task.metric == "accuracy" else value < best)

@@ -20,7 +20,7 @@ from fast_attention.lab.loading import ModelFolder
 from fast_attention.nn import saving
 from fast_attention.nn.models import ModelConfig
 from fast_attention.tasks.task import Task
-from fast_attention.training import standing, steps
+from fast_attention.training import run_folder, steps
 from fast_attention.training.loop import ORDER
 from fast_attention.training.settings import TrainingSettings
 
@@ -84,9 +84,9 @@ def opened(name: str, device: torch.device, data: Data, out: Path) -> ModelAndDa
     """
     source = loading.find(name)
     folder = source.folder.resolve()
-    if out.resolve() in (folder, folder.parent if folder.name == standing.MODEL else folder):
+    if out.resolve() in (folder, folder.parent if folder.name == run_folder.MODEL else folder):
         raise InputError(f"--out {out} is the folder of the model itself: name another")
-    if (out / standing.MODEL / saving.SETTINGS).exists():
+    if (out / run_folder.MODEL / saving.SETTINGS).exists():
         raise InputError(f"--out {out} holds a run of train: name another folder")
     if source.ours and data.positions is not None:
         raise InputError(
@@ -192,8 +192,8 @@ class Run:
 
 def _learnt(source: ModelFolder, config: ModelConfig) -> tuple[Task, TrainingSettings]:
     """What a model was trained on, and how: as its run says, or the report of its conversion; else what it can read."""
-    folder = source.folder.parent if source.folder.name == standing.MODEL else source.folder
-    if (run := standing.of(folder, lambda words: None)) is not None:
+    folder = source.folder.parent if source.folder.name == run_folder.MODEL else source.folder
+    if (run := run_folder.of(folder, lambda words: None)) is not None:
         return tasks.parse(run.task), TrainingSettings(**run.settings)
     path = folder / Converted.data
     meta = Converted.read(path).meta if path.exists() else {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.nn.models import ModelConfig
     from fast_attention.tasks.needle import Needle
     from fast_attention.tasks.task import Task
-    from fast_attention.training import journal, standing, steps
+    from fast_attention.training import journal, run_folder, steps
     from fast_attention.training.loop import Diverged, Outcome, train
     from fast_attention.training.settings import TrainingSettings
 
@@ -79,7 +79,7 @@ def train_command(
         training, model = inputs.run_settings(given)
         if mechanism:
             model["mechanism"] = [repr(each) for text in mechanism for each in inputs.mechanisms([text])]
-        held = standing.of(out, lambda words: None) if resume else None
+        held = run_folder.of(out, lambda words: None) if resume else None
         if held is not None:
             training = {**held.settings, **training}
             model = {**asdict(held.config), **model}

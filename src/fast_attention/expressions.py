@@ -1,4 +1,4 @@
-"""From text to value: names and calls with plain settings, the inverse of ``Value``'s repr. Nothing is executed."""
+"""Parses expressions: names and calls with plain settings, the inverse of ``Value``'s repr. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LONGEST = 10_000  # characters of a text that is read
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """How the values of one kind are written.
+class Parser:
+    """A parser for the values of one kind.
 
     Args:
-        kind: What they are called in errors, such as ``"mechanism"``.
+        kind: Their name in errors, such as ``"mechanism"``.
         example: A call as a user would write it, for errors.
-        values: Every class that may stand in a text, by name: the kind itself, and what its settings are made of.
-        names: The names of the kind alone.
+        values: Every class that may occur in a text, by name: those of the kind, and those of its settings.
+        names: The names of the kind's classes alone.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Spelling:
     names: tuple[str, ...]
 
     def read(self, text: str) -> Any:
-        """The value that ``text`` spells: a name (``"Local"``) or a call (``"Local(window=64)"``).
+        """Parse a name (``"Local"``) or a call (``"Local(window=64)"``).
 
         Raises:
             ValueError: The text is no call with plain values, or names no class or no such setting.
@@ -37,8 +37,8 @@ class Spelling:
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            said = f"{text!r} is not a {self.kind}: write a name, or a call such as {self.example}"
-            raise ValueError(said) from error
+            message = f"{text!r} is not a {self.kind}: write a name, or a call such as {self.example}"
+            raise ValueError(message) from error
         return self._build(tree, text)
 
     def nearest(self, name: str, among: tuple[str, ...] | None = None) -> str:
@@ -55,8 +55,8 @@ class Spelling:
                 return value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return tuple(self._build(part, text) for part in parts)
+            case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                return tuple(self._build(element, text) for element in elements)
             case ast.Name(id=name):
                 return self._make(name, [], {}, text)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if all(word.arg for word in keywords):
@@ -82,4 +82,4 @@ class Spelling:
             raise ValueError(f"{text!r}: {error}") from error
 
 
-__all__ = ["Spelling"]
+__all__ = ["Parser"]

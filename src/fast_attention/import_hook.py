@@ -1,4 +1,4 @@
-"""Lets transformers load swapped models, whenever it is imported; it is never imported here: that takes seconds."""
+"""An import hook that lets transformers load swapped models, whenever it is imported; here it never is."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 MODELS = "transformers.modeling_utils"  # whatever loads a model has imported it before
 
 
-class Arrival(MetaPathFinder):
-    """Finds nothing by itself: it has transformers' models followed by ours."""
+class ModelsFinder(MetaPathFinder):
+    """Has ``register`` called after transformers' models were imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The module as it is found anyway, with ``register`` behind its last line."""
+        """The ordinary spec of the module, whose loader also calls ``register``."""
         spec = PathFinder.find_spec(fullname, path) if fullname == MODELS else None
         if spec is None or spec.loader is None:
             return None
-        run = spec.loader.exec_module
+        load = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            run(module)
+            load(module)
             register()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def watch() -> None:
-    """Register now where transformers' models have been imported, else right after they will have been."""
+def install() -> None:
+    """Register now if transformers' models have been imported, else as soon as they are."""
     if MODELS in sys.modules:
         register()
-    elif not any(isinstance(finder, Arrival) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Arrival())
+    elif not any(isinstance(finder, ModelsFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ModelsFinder())
 
 
 def register() -> None:
