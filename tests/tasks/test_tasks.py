@@ -308,7 +308,7 @@ def slow_counts(train: bytes, valid: bytes, orders: int) -> float:
 def test_byte_counts_and_sides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = ByteLM(str(folder), "*.txt", context=64)
     train, valid = byte_task.sides(task)
-    monkeypatch.setattr(byte_task, "COUNTED", 9000)  # several stretches
+    monkeypatch.setattr(byte_task, "COUNT_CHUNK", 9000)  # several chunks
     found = byte_task.ngram_bits(train, valid[:150], 3)
     plain = bytes(train.tolist()), bytes(valid[:150].tolist())
     assert found == pytest.approx([slow_counts(*plain, order) for order in (1, 2, 3)], rel=1e-9)
@@ -406,7 +406,7 @@ def test_the_fairest_guess_reads_what_stands_there() -> None:
             happens = 0.1 * (shown == x) + 0.1 / 20
             joint = [row[y] * (0.1 * (shown == y) + 0.1 / 20) for y in range(20)]
             total += happens * -math.log(joint[x] / sum(joint))
-    assert proteins._shown(chance, truth) == pytest.approx(total / 6, rel=1e-12)
+    assert proteins._informed_nats(chance, truth) == pytest.approx(total / 6, rel=1e-12)
     found = ProteinMLM(context=200).baselines()
     composition = found["the protein's own composition"]
     assert composition - 0.25 < found["its composition and what stands there"] < composition - 0.1

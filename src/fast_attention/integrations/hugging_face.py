@@ -142,17 +142,9 @@ def _plan(
     learned = sum(p.numel() for p in bound.parameters())
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(model.get_submodule(name)))
     kind = type(model.get_submodule(name)).__name__
-    layer = Layer(
-        name,
-        kind,
-        call.heads,
-        call.head_dim,
-        call.is_causal,
-        repr(chosen_mechanism),
-        reason or "; ".join(notes),
-        not reason,
-        learned,
-    )
+    why = reason or "; ".join(notes)
+    sizes = (call.heads, call.head_dim, call.is_causal)
+    layer = Layer(name, kind, *sizes, repr(chosen_mechanism), why, not reason, learned)
     return layer, bound
 
 

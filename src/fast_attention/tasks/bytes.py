@@ -111,9 +111,7 @@ def sides(task: ByteLM) -> tuple[UInt8[Tensor, "train"], UInt8[Tensor, "valid"]]
     contents = _folder(task, root) if root.is_dir() else _file(task, root)
     for name, content in zip(("training", "validation"), contents, strict=True):
         if len(content) <= task.context + 1:
-            raise ValueError(
-                f"{task.path}: {len(content)} bytes for {name}; more than context={task.context} are needed"
-            )
+            raise ValueError(f"{task.path}: {len(content)} bytes for {name}; context={task.context} needs more")
     first, second = (torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents)
     return first, second
 
@@ -125,16 +123,13 @@ def _file(task: ByteLM, path: Path) -> tuple[bytes, bytes]:
 
 
 def _folder(task: ByteLM, root: Path) -> tuple[bytes, bytes]:
-    is_library = task.path == "python"
-    pattern = task.pattern or ("*.py" if is_library else "*")
+    bundled = task.path == "python"
+    pattern = task.pattern or ("*.py" if bundled else "*")
     files = []
     for path in sorted(root.rglob(pattern)):
-        parts = path.relative_to(root).parts
-        if (
-            path.is_file()
-            and not any(part.startswith(".") for part in parts)
-            and not (is_library and EXCLUDED & {*parts})
-        ):
+        names = path.relative_to(root).parts
+        hidden = any(name.startswith(".") for name in names)
+        if path.is_file() and not hidden and not (bundled and EXCLUDED & {*names}):
             files.append(path)
     if len(files) < 2:
         raise ValueError(f"{task.path} holds {len(files)} files that fit {pattern!r}; a folder needs 2 or more")

@@ -124,20 +124,18 @@ class Pathfinder(Task):
     def draw(self, source: random.Random) -> Picture:
         """A picture; attempts that do not fit are thrown away."""
         while True:
-            long_curves = _pair(self, source)
-            if long_curves is None:
+            pair = _pair(self, source)
+            if pair is None:
                 continue
-            ends = [
-                disc(self.size).bits << _at(self.size, cell) for c in long_curves for cell in (c.origin, c.cells[-1])
-            ]
-            ink = long_curves[0].ink | long_curves[1].ink
+            ends = [disc(self.size).bits << _at(self.size, cell) for c in pair for cell in (c.origin, c.cells[-1])]
+            ink = pair[0].ink | pair[1].ink
             for bits in ends:
                 ink |= bits
-            curves = [*long_curves, *_short(self, source, ink)]
+            curves = [*pair, *_short(self, source, ink)]
             if len(curves) < 2 + self.distractors:
                 continue
             joined = source.random() < 0.5
-            discs = (long_curves[0].origin, long_curves[0 if joined else 1].cells[-1])
+            discs = (pair[0].origin, pair[0 if joined else 1].cells[-1])
             return Picture(_render(self.size, curves, discs), curves, discs, joined)
 
 
@@ -150,11 +148,9 @@ def _pair(task: Pathfinder, source: random.Random) -> tuple[Curve, Curve] | None
     beside = (start[0] + round(START_DISTANCE * math.cos(angle)), start[1] + round(START_DISTANCE * math.sin(angle)))
     for _ in range(task.dashes):
         for _ in range(TRIES):
-            longer_first, longer_second = first.copy(), second.copy()
-            if _grow(longer_first, (start[0], start[1]), longer_second.ink, size, source) and _grow(
-                longer_second, beside, longer_first.ink, size, source
-            ):
-                first, second = longer_first, longer_second
+            a, b = first.copy(), second.copy()
+            if _grow(a, (start[0], start[1]), b.ink, size, source) and _grow(b, beside, a.ink, size, source):
+                first, second = a, b
                 break
         else:
             return None

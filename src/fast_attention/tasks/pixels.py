@@ -18,7 +18,7 @@ from fast_attention.value import at_least
 
 FILE = Path("data", "data", "mnist_5k.csv.gz")
 PIXELS, CLASSES = 784, 10
-VALIDATION_PER_DIGIT = 50  # pictures of each digit for validation
+NUM_VALID = 50  # pictures of each digit for validation
 
 
 class Pictures(NamedTuple):
@@ -106,10 +106,7 @@ def sides(task: Pixels) -> tuple[Pictures, Pictures]:
     digits = pictures.digits[order]
     rank = torch.arange(len(order)) - torch.searchsorted(digits, digits)
     grey = pictures.grey.view(-1, 28, 28)[:, :: task.step, :: task.step].flatten(1)
-    first, second = (
-        Pictures(grey[order[chosen]], digits[chosen])
-        for chosen in (rank >= VALIDATION_PER_DIGIT, rank < VALIDATION_PER_DIGIT)
-    )
+    first, second = (Pictures(grey[order[side]], digits[side]) for side in (rank >= NUM_VALID, rank < NUM_VALID))
     return first, second
 
 

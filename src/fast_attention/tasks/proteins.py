@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention import data
 from fast_attention.tasks.lengths import chosen, padded
@@ -20,10 +21,7 @@ UNKNOWN, MASK, PAD = 20, 21, 22  # UNKNOWN: X and every letter beyond the twenty
 KINDS = 23
 KMER = 15
 MULTIPLIER = 6364136223846793005  # odd; products are taken modulo 2^64
-MAX_UNKNOWN, MAX_NUCLEIC = (
-    0.2,
-    0.95,
-)  # fractions of unknown letters, and of A, C, G, T and N, above which a file is refused
+MAX_UNKNOWN, MAX_NUCLEIC = 0.2, 0.95  # largest fractions of unknown letters, and of A, C, G, T and N, in a file
 CODES = torch.full((256,), UNKNOWN, dtype=torch.uint8)
 CODES[torch.tensor([ord(letter) for letter in LETTERS])] = torch.arange(UNKNOWN, dtype=torch.uint8)
 
@@ -145,25 +143,22 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
 def _sequences(fasta: str) -> list[str]:
     """The different proteins of a file that are long enough, in alphabetical order."""
     try:
-        sequences_found = {protein.sequence for protein in data.read_proteins(fasta)}
+        distinct = {protein.sequence for protein in data.read_proteins(fasta)}
     except OSError as error:
         raise ValueError(f"{fasta}: {error.strerror or error}") from error
     counts: Counter[str] = Counter()
-    for sequence in sequences_found:
-        counts.update(sequence)
+    for text in distinct:
+        counts.update(text)
     total = counts.total()
     unknown = {letter: count for letter, count in counts.items() if letter not in LETTERS}
     if sum(unknown.values()) > MAX_UNKNOWN * total:
         commonest = max(unknown, key=unknown.__getitem__)
         fraction = sum(unknown.values()) / total
-        raise ValueError(
-            f"{fasta}: {fraction:.0%} of the letters are no amino acids, {commonest!r} above all: not proteins?"
-        )
+        most = f"{fraction:.0%} of the letters are no amino acids, {commonest!r} above all"
+        raise ValueError(f"{fasta}: {most}: not proteins?")
     if sum(counts[letter] for letter in "ACGTN") > MAX_NUCLEIC * total:
         raise ValueError(f"{fasta}: nearly all letters are A, C, G, T or N: DNA, not proteins")
-    sequences = sorted(
-        sequence for sequence in sequences_found if len(sequence) >= KMER and not {*sequence} <= {*unknown}
-    )
+    sequences = sorted(text for text in distinct if len(text) >= KMER and not {*text} <= {*unknown})
     if len(sequences) < 2:
         raise ValueError(f"{fasta} holds {len(sequences)} different proteins of {KMER} residues or more: too few")
     return sequences
@@ -224,37 +219,28 @@ def _baselines(task: ProteinMLM) -> tuple[tuple[str, float], ...]:
     protein_counts = torch.bincount(cells, minlength=len(valid) * KINDS).double()
     protein_sizes = protein_counts.view(-1, KINDS)[:, :UNKNOWN].sum(-1)[protein_of]
     by_composition = (protein_counts[cells] - 1 + 200 * by_counts) / (protein_sizes - 1 + 200)
-    guesses = {
-        "residue counts": by_counts,
-        "both neighbours": by_neighbours,
-        "the protein's own composition": by_composition,
-    }
-    nats = {name: -probabilities[is_known].log().mean().item() for name, probabilities in guesses.items()}
+    guesses = {"residue counts": by_counts, "both neighbours": by_neighbours}
+    guesses["the protein's own composition"] = by_composition
+    nats = {name: -p[is_known].log().mean().item() for name, p in guesses.items()}
     targets = valid_line[is_known]
-    other_counts = protein_counts.view(-1, KINDS)[protein_of[is_known], :UNKNOWN] - torch.nn.functional.one_hot(
-        targets, UNKNOWN
-    )
-    by_composition = (other_counts + 200 * frequencies[:UNKNOWN]) / (other_counts.sum(-1, keepdim=True) + 200)
-    nats["its composition and what stands there"] = _nats_with_visible_residue(by_composition, targets)
+    others = protein_counts.view(-1, KINDS)[protein_of[is_known], :UNKNOWN] - F.one_hot(targets, UNKNOWN)
+    by_composition = (others + 200 * frequencies[:UNKNOWN]) / (others.sum(-1, keepdim=True) + 200)
+    nats["its composition and what stands there"] = _informed_nats(by_composition, targets)
     return tuple(nats.items())
 
 
-def _nats_with_visible_residue(
-    probabilities: Float[Tensor, "residues kinds"], targets: Int[Tensor, "residues"]
-) -> float:
+def _informed_nats(p: Float[Tensor, "residues kinds"], targets: Int[Tensor, "residues"]) -> float:
     """Nats per target residue of a guess that also uses the residue s in the input at its position.
 
     Of ten targets eight are masked, one is replaced by s and one is s itself: given s, the target is y with a
     probability in proportion to ``p_y (1/2 [y = s] + 1/40)``. The expectation over all s is taken.
     """
     unchanged, other = 0.5, 0.5 / UNKNOWN
-    target_probability = probabilities.gather(1, targets[:, None])
-    losses = -(
-        target_probability * other / (unchanged * probabilities + other)
-    ).log()  # by the residue that stands there
-    unchanged_loss = -(target_probability * (unchanged + other) / (unchanged * target_probability + other)).log()
+    right = p.gather(1, targets[:, None])
+    losses = -(right * other / (unchanged * p + other)).log()  # for each residue s
+    unchanged_loss = -(right * (unchanged + other) / (unchanged * right + other)).log()
     replaced_loss = (losses.sum(-1, keepdim=True) - losses.gather(1, targets[:, None]) + unchanged_loss) / UNKNOWN
-    return (0.8 * -target_probability.log() + 0.1 * unchanged_loss + 0.1 * replaced_loss).mean().item()
+    return (0.8 * -right.log() + 0.1 * unchanged_loss + 0.1 * replaced_loss).mean().item()
 
 
 def _trigrams(line: Int[Tensor, "line"]) -> Int[Tensor, "line"]:

@@ -29,7 +29,7 @@ class Excluded(NamedTuple):
 
     repeated: int  # lines with a sequence and a label of an earlier line
     ambiguous: int  # different sequences with more than one label: left out
-    alike_when_cropped: int  # sequences with different labels that differ only beyond the context: kept
+    alike: int  # sequences with different labels that are equal up to the context's end: kept
 
 
 class Sides(NamedTuple):
@@ -98,9 +98,7 @@ class Sequences(Labelled):
         train, valid, names, counts = sides(self)
         description = {"classes": ", ".join(names), "repeated sequences left out": f"{counts.repeated:,}"}
         description["sequences with several labels left out"] = f"{counts.ambiguous:,}"
-        description[f"sequences with several labels that differ beyond byte {self.context:,}"] = (
-            f"{counts.alike_when_cropped:,}"
-        )
+        description[f"sequences with several labels that differ beyond byte {self.context:,}"] = f"{counts.alike:,}"
         for name, examples in (("training", train), ("validation", valid)):
             at_limit = sum(len(row) == self.context for row in examples.rows)
             message = f"{len(examples.rows):,} sequences, {at_limit:,} of them {self.context} bytes or longer"
@@ -113,9 +111,9 @@ class Sequences(Labelled):
         remarks = []
         if counts.ambiguous:
             remarks.append(f"{counts.ambiguous:,} sequences have more than one label and are left out")
-        if counts.alike_when_cropped:
+        if counts.alike:
             remarks.append(
-                f"{counts.alike_when_cropped:,} sequences of different labels are alike in the first {self.context:,} "
+                f"{counts.alike:,} sequences of different labels are alike in the first {self.context:,} "
                 "bytes, and no model can tell them apart: context=... reads more"
             )
         return remarks
@@ -155,8 +153,8 @@ def sides(task: Sequences) -> Sides:
         split_examples[0].extend((texts[i], number) for i in order[count:])
         split_examples[1].extend((texts[i], number) for i in order[:count])
     train, valid = (_side(part) for part in split_examples)
-    alike_when_cropped = sum(count for count in times.values() if count > 1)
-    return Sides(train, valid, names, Excluded(repeated, len(ambiguous), alike_when_cropped))
+    alike = sum(count for count in times.values() if count > 1)
+    return Sides(train, valid, names, Excluded(repeated, len(ambiguous), alike))
 
 
 def _side(examples: list[tuple[bytes, int]]) -> Side:

@@ -89,10 +89,8 @@ class Tags(Labelled):
     def describe(self) -> dict[str, str]:
         """The labels, numbers of left-out sequences; sequences, labels and digest of each split."""
         train, valid, names, left_out = sides(self)
-        description = {
-            "labels": ", ".join(names),
-            **{f"{why} left out": f"{count:,}" for why, count in left_out.items()},
-        }
+        description = {"labels": ", ".join(names)}
+        description |= {f"{why} left out": f"{count:,}" for why, count in left_out.items()}
         for name, examples in (("training", train), ("validation", valid)):
             at_limit = sum(len(row.tokens) == self.context for row in examples)
             message = (
@@ -130,19 +128,16 @@ def sides(task: Tags) -> Sides:
     texts = sorted(units)
     order = torch.randperm(len(texts), generator=random_for("split", task.seed)).tolist()
     count = min(max(1, round(task.share * len(texts))), len(texts) - 1)
-    texts_of = [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
-    valid_texts = texts_of[1] if _is_table(task) else _without_relatives(task, *texts_of)
+    parts = [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
+    valid_texts = parts[1] if _is_table(task) else _without_relatives(task, *parts)
     numbers = {name: i for i, name in enumerate(names)}
-    train, valid = (
-        [_tagged(task, text, units[text], numbers) for text in texts_of_split]
-        for texts_of_split in (texts_of[0], valid_texts)
-    )
+    train, valid = ([_tagged(task, text, units[text], numbers) for text in part] for part in (parts[0], valid_texts))
     for name, side in (("training", train), ("validation", valid)):
         if not len(_targets(side)[1]):
             raise ValueError(f"{task.path}: no label for {name} within context={task.context} bytes")
     left_out = {"sequences with several labellings": len(rows) - len(kept)}
     if not _is_table(task):
-        left_out["validation proteins that share stretches with training ones"] = len(texts_of[1]) - len(valid_texts)
+        left_out["validation proteins that share stretches with training ones"] = len(parts[1]) - len(valid_texts)
     return Sides(train, valid, names, left_out)
 
 
@@ -171,16 +166,14 @@ def _fasta(path: Path) -> Iterator[tuple[str, str, str]]:
         message = "is empty" if not lines else "does not start with a '>' line, as FASTA does, nor end in .csv or .tsv"
         raise ValueError(f"{path}: the file {message}")
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        location, below = f"{path}, line {lines[start][0]}", [line for _, line in lines[start + 1 : end]]
+        at, below = f"{path}, line {lines[start][0]}", [line for _, line in lines[start + 1 : end]]
         if not below or len(below) % 2:
-            raise ValueError(
-                f"{location}: {len(below)} lines below the header; half are residues and half their labels"
-            )
+            raise ValueError(f"{at}: {len(below)} lines below the header; half are residues and half their labels")
         half = len(below) // 2
         residues, labels = "".join(map(str.strip, below[:half])).upper(), "".join(below[half:])
         if wrong := re.search(r"[^A-Z*]", residues):
-            raise ValueError(f"{location}: {wrong.group()!r} is not a residue letter")
-        yield location, residues, labels
+            raise ValueError(f"{at}: {wrong.group()!r} is not a residue letter")
+        yield at, residues, labels
 
 
 def _units(location: str, text: str, labels: str, by_word: bool) -> list[tuple[int, str]]:

@@ -102,9 +102,7 @@ def train(
     steps.check(task, config)
     with processes.join(settings.device) as group, Signals() as signals:
         if settings.batch_size < group.size:
-            raise ValueError(
-                f"batch_size={settings.batch_size} sequences cannot be dealt out to {group.size} processes"
-            )
+            raise ValueError(f"batch_size={settings.batch_size} is below the number of processes, {group.size}")
         with files.locked(out) if group.first else nullcontext():
             run = _Run(task, config, settings, Path(out), group, signals, watch if group.first else lambda line: None)
             run.begin(resume, restart)
@@ -142,9 +140,9 @@ class _Run:
     def begin(self, resume: bool, restart: bool) -> None:
         """Resume from the newest intact checkpoint, if any; open the log."""
         self.task.batch("valid", 0, 1)  # large data are read before the clock starts
-        path = (
-            run_folder.begin(self.out, resume=resume, restart=restart, say=self._message) if self.group.first else None
-        )
+        path = None
+        if self.group.first:
+            path = run_folder.begin(self.out, resume=resume, restart=restart, say=self._message)
         path = self.group.gather(path)[0]
         if path is not None:
             self._load(path)
@@ -187,10 +185,8 @@ class _Run:
         except _Stopped:
             status = "interrupted"
         self._save()
-        progress = self.progress
-        return Outcome(
-            status, progress.step, progress.seconds, progress.best, progress.best_step, progress.valid, self.parameters
-        )
+        at = self.progress
+        return Outcome(status, at.step, at.seconds, at.best, at.best_step, at.valid, self.parameters)
 
     def close(self) -> None:
         """Bring the log to the disk."""
