@@ -140,7 +140,7 @@ def test_a_damaged_log_keeps_its_whole_lines(runs: Runs, damage: list[tuple[int,
         found = [whole(line) for line in journal.read(place)]
         rest = iter(found)
         assert all(whole(line) in rest for line in kept), "whole lines stay in their order"
-        aside = Path(place) / journal.ASIDE
+        aside = Path(place) / journal.DAMAGED
         assert aside.exists() == bool(said)
         if aside.exists():
             assert all(line in b"\n".join(lines) for line in aside.read_bytes().splitlines())

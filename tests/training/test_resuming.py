@@ -210,10 +210,10 @@ def test_a_damaged_line_of_the_log_is_set_aside(out: Path, case: str) -> None:
     said: list[str] = []
     run(out, said, resume=True, steps=8)
     assert any(str(log) in words and "set aside" in words for words in said)
-    assert (out / journal.ASIDE).read_bytes() == HURT[case] + b"\n"
+    assert (out / journal.DAMAGED).read_bytes() == HURT[case] + b"\n"
     assert log.read_bytes().startswith(b"".join(before))
     run(out, resume=True, steps=10)
-    assert (out / journal.ASIDE).read_bytes() == HURT[case] + b"\n"
+    assert (out / journal.DAMAGED).read_bytes() == HURT[case] + b"\n"
 
 
 def test_resume_alone_reads_the_runs_settings(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
