@@ -58,10 +58,8 @@ def enormous(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
                 inputs = [x.clone() for x in drawn]
                 inputs[which][..., t:, :] = value
                 after = _of_the_past(subject, module, inputs, t)
-                changes = [
-                    float((a - b).abs().max() / b.abs().max().clamp_min(least))
-                    for a, b in zip(after, before, strict=True)
-                ]
+                pairs = zip(after, before, strict=True)
+                changes = [float((a - b).abs().max() / b.abs().max().clamp_min(least)) for a, b in pairs]
                 size = max(x if x == x else float("inf") for x in changes)
                 if size > worst:
                     worst, at = size, f"tokens from {t} on are {value:g} in {('qkv' if len(drawn) > 1 else 'x')[which]}"

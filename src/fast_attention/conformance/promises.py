@@ -149,10 +149,8 @@ def order(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         for kind, small, large in zip(("operations", "peak memory"), *costs, strict=True):
             grown = exponent(small, large, LONG / SHORT)
             if grown - declared > worst:
-                worst, at = (
-                    grown - declared,
-                    f"{kind} grow as n^{grown:.2f}, is_causal={is_causal}; declared {declared:g}",
-                )
+                worst = grown - declared
+                at = f"{kind} grow as n^{grown:.2f}, is_causal={is_causal}; declared {declared:g}"
     return judged(worst, 0.3, at)
 
 
@@ -227,9 +225,8 @@ def exported(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         length = torch.export.Dim("length", min=2, max=128)
         inputs = subject.draw(48, device=device)
         try:
-            program = torch.export.export(
-                module, inputs, dynamic_shapes=(tuple({axis: length} for _ in inputs),)
-            ).module()
+            sizes = (tuple({axis: length} for _ in inputs),)
+            program = torch.export.export(module, inputs, dynamic_shapes=sizes).module()
             for other in (5, 48, 97):
                 inputs = subject.draw(other, device=device)
                 worst = max(worst, moved(program(*inputs), module(*inputs)))

@@ -209,9 +209,8 @@ def compiled(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
         torch.compiler.reset()
         run: Callable[..., Tensor] = torch.compile(subject.call, fullgraph=True, backend="eager")
         try:
-            worst = max(
-                worst, moved(run(module, inputs, is_causal, None), subject.call(module, inputs, is_causal, None))
-            )
+            eager = subject.call(module, inputs, is_causal, None)
+            worst = max(worst, moved(run(module, inputs, is_causal, None), eager))
         except Exception as error:
             return Finding("broken", float("inf"), 0.0, str(error).strip().splitlines()[0][:200])
     return judged(worst, rounding(subject.dtype))

@@ -85,14 +85,8 @@ def difference_in_step(jobs: Sequence[Callable[[], tuple[Tensor, ...]]], model: 
     """The largest change of the jobs' tensors when they run concurrently."""
     expected = [job() for job in jobs]
     concurrent = run_in_step(jobs, model)
-    return max(
-        (
-            moved(a, b)
-            for outputs, expected_outputs in zip(concurrent, expected, strict=True)
-            for a, b in zip(outputs, expected_outputs, strict=True)
-        ),
-        default=0.0,
-    )
+    pairs = [pair for tensors in zip(concurrent, expected, strict=True) for pair in zip(*tensors, strict=True)]
+    return max((moved(after, before) for after, before in pairs), default=0.0)
 
 
 @law("threads")

@@ -147,11 +147,8 @@ def third_party(
     module = _build(make, name)
     forward = module.forward if isinstance(module, nn.Module) else module
     parameters = inspect.signature(forward).parameters
-    required = [
-        p
-        for p in parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
     if inputs is None:
         if len(required) not in (1, 3):
             raise ValueError(
@@ -223,8 +220,5 @@ def resolve(text: str, **options: Any) -> AttentionUnderTest:
 def _message(error: BaseException) -> str:
     """The message of an error that a third party's code raised, in one line."""
     message = " ".join(str(error).split())
-    return (
-        message
-        if isinstance(error, ImportError | AttributeError | ValueError)
-        else f"{type(error).__name__}: {message}"
-    )
+    plain = isinstance(error, ImportError | AttributeError | ValueError)
+    return message if plain else f"{type(error).__name__}: {message}"

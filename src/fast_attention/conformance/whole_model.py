@@ -84,9 +84,8 @@ def _recorded_layers(model: nn.Module, length: int) -> Iterator[LayerTensors]:
 
         return keep
 
-    handles = [
-        layer.register_forward_hook(hook(name), with_kwargs=True) for name, layer in model.named_modules() if name
-    ]
+    layers = [(name, layer) for name, layer in model.named_modules() if name]
+    handles = [layer.register_forward_hook(hook(name), with_kwargs=True) for name, layer in layers]
     try:
         yield record
     finally:

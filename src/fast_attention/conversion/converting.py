@@ -152,11 +152,7 @@ class _Run:
     def _transfer_groups(self) -> list[dict[str, Any]]:
         maps, projections = transfer.weights(self.model, self.result.converted)
         rates = ((maps, self.settings.lr_maps), (projections, self.settings.lr_projections))
-        return [
-            {"params": parameters, "top": rate, "weight_decay": 0.0}
-            for parameters, rate in rates
-            if parameters and rate
-        ]
+        return [{"params": params, "top": rate, "weight_decay": 0.0} for params, rate in rates if params and rate]
 
     def _tuned_groups(self) -> list[dict[str, Any]]:
         excluded = {id(p) for p in self.adapter.embeddings(self.model)}
@@ -202,12 +198,8 @@ class _Run:
     def _report(self, stage: Stage, done: float) -> None:
         """Send a line to the watcher, and at fixed fractions of the stage add a point to the curve."""
         curve = self.result.curves.setdefault(stage, [])
-        line = {
-            "stage": stage,
-            "step": self.progress.step,
-            "seconds": self.progress.seconds,
-            "loss": self.progress.loss,
-        }
+        at = self.progress
+        line = {"stage": stage, "step": at.step, "seconds": at.seconds, "loss": at.loss}
         if done * POINTS >= len(curve) + 1:
             curve.append([line[name] for name in ("step", "seconds", "loss")])
         self.watch({**line, "done": min(done, 1.0)})

@@ -248,10 +248,9 @@ def _run_masked(
 def _run_packed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
     """Run each of the sequences that are packed in a row by itself: unpack and pad them, and pack the outputs."""
     assert visibility.sequences is not None
-    sequence_ids = visibility.sequences + visibility.sequences.new_tensor(range(len(q)))[:, None] * (
-        int(visibility.sequences.max()) + 1
-    )
-    _, lengths = sequence_ids.flatten().unique_consecutive(return_counts=True)
+    ids = visibility.sequences
+    ids = ids + ids.new_tensor(range(len(q)))[:, None] * (int(ids.max()) + 1)  # different in every row
+    _, lengths = ids.flatten().unique_consecutive(return_counts=True)
     is_token = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
 
     def unpacked(x: Tensor) -> Tensor:
@@ -259,10 +258,9 @@ def _run_packed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visib
         padded[is_token] = x.transpose(1, 2).flatten(0, 1)
         return padded.transpose(1, 2)
 
-    out = bound(
-        unpacked(q), unpacked(k), unpacked(v), is_causal=visibility.is_causal, key_mask=is_token, dropout=dropout
-    )
-    return out.transpose(1, 2)[is_token].unflatten(0, (len(q), -1)).transpose(1, 2)
+    q, k, v, batch = unpacked(q), unpacked(k), unpacked(v), len(q)
+    out = bound(q, k, v, is_causal=visibility.is_causal, key_mask=is_token, dropout=dropout)
+    return out.transpose(1, 2)[is_token].unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:

@@ -40,9 +40,8 @@ class Expected:
         groups: dict[tuple[Cost, Cost], list[str]] = {}
         for name, costs in self.layers.items():
             groups.setdefault(costs, []).append(name)
-        lines = [
-            f"{self.batch} x {self.length:,} tokens, forward, attention alone; time measured here, the rest counted:"
-        ]
+        sizes = f"{self.batch} x {self.length:,} tokens"
+        lines = [f"{sizes}, forward, attention alone; time measured here, the rest counted:"]
         for (before, after), names in groups.items():
             lines.append(f"{span(names)}{', each' * (len(names) > 1)}")
             rows = (
@@ -50,10 +49,7 @@ class Expected:
                 ("memory", 2**-20, "MiB", before.bytes, after.bytes),
                 ("time", 1e3, "ms", before.seconds, after.seconds),
             )
-            counted = [
-                f"{what} {_rounded(a * factor)} {unit} -> {_rounded(b * factor)} {unit}"
-                for what, factor, unit, a, b in rows
-            ]
+            counted = [f"{what} {_rounded(a * f)} {unit} -> {_rounded(b * f)} {unit}" for what, f, unit, a, b in rows]
             lines += wrapped(", ".join(counted))
             lines += wrapped(f"runs {after.path}") if after.path else []
         return "\n".join(lines)
@@ -107,7 +103,6 @@ def pair(bound: Bound, length: int, batch: int, like: Tensor, *, is_causal: bool
         with dispatch.recorded() as steps:
             seconds_of = clock.in_turns(dict(enumerate(runs)), like.device, ROUNDS, PATIENCE)
     path = ", ".join(dict.fromkeys(step.path for step in steps))
-    exact, ours = (
-        Cost(*counts, statistics.median(times)) for counts, times in zip(costs, seconds_of.values(), strict=True)
-    )
+    pairs = zip(costs, seconds_of.values(), strict=True)
+    exact, ours = (Cost(*counts, statistics.median(times)) for counts, times in pairs)
     return exact, replace(ours, path=path)

@@ -120,10 +120,8 @@ def _uncalled(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[
     """The report of a layer that the probe did not call, and exact attention for it; None where it keeps its own."""
     bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
     if getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
-        parameter, why = (
-            next(module.parameters()),
-            "the probe did not call it: give swap(..., probe={...}) inputs that do",
-        )
+        parameter = next(module.parameters())
+        why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
         bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=parameter.device, dtype=parameter.dtype)
     causal = bool(getattr(module, "is_causal", False))
     return Layer(name, type(module).__name__, heads, head_dim, causal, "Softmax()", why, replaced=False), bound

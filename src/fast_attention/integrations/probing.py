@@ -74,13 +74,8 @@ def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Mo
             next((x for key in keys if isinstance(x := getattr(module, key, None), int)), None)
             for keys in (("num_heads", "num_attention_heads", "n_heads"), ("head_dim", "attention_head_size"))
         )
-        if (
-            "Attention" in type(module).__name__
-            and not is_related
-            and heads
-            and width
-            and _uses_interface(module, called)
-        ):
+        is_attention = "Attention" in type(module).__name__ and _uses_interface(module, called)
+        if is_attention and not is_related and heads and width:
             uncalled_layers[name] = (module, heads, width)
     return uncalled_layers
 

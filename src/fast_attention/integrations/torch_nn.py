@@ -34,29 +34,20 @@ def swap_back(model: nn.Module) -> bool:
     for name, module in swapped:
         assert isinstance(module, MultiheadAttention)
         dropout = module.__dict__[DROPOUT]
-        sizes = (
-            module.embed_dim,
-            module.num_heads,
-            dropout,
-            module.in_proj_bias is not None,
-            module.bias_k is not None,
-        )
-        weight = module.out_proj.weight
+        bias, bias_kv, weight = module.in_proj_bias is not None, module.bias_k is not None, module.out_proj.weight
         old = nn.MultiheadAttention(
-            *sizes, module.add_zero_attn, module.kdim, module.vdim, module.batch_first, weight.device, weight.dtype
-        )
+            module.embed_dim, module.num_heads, dropout, bias, bias_kv, module.add_zero_attn, module.kdim, module.vdim,
+            module.batch_first, weight.device, weight.dtype,
+        )  # fmt: skip
         _share(module, old)
         replace_module(model, name, old.train(module.training))
     return bool(swapped)
 
 
 def _plan(
-    name: str,
-    module: nn.MultiheadAttention,
-    mechanism: Mechanism[Any, Any] | None,
-    model: nn.Module,
+    name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any] | None, model: nn.Module,
     max_len: int | None,
-) -> tuple[Layer, MultiheadAttention | None]:
+) -> tuple[Layer, MultiheadAttention | None]:  # fmt: skip
     """The report of a layer, and its new module; None where it stays."""
     head_dim = module.embed_dim // module.num_heads
     reason = UNNAMED if mechanism is None else _obstacle(name, module, mechanism, model)
@@ -72,9 +63,7 @@ def _plan(
     _share(module, new)
     new.train(module.training)
     setattr(new, DROPOUT, module.dropout)
-    note = ""
-    if module.dropout and not mechanism.traits.mask:
-        note = dropout_note(module.dropout)
+    note = dropout_note(module.dropout) if module.dropout and not mechanism.traits.mask else ""
     learned = sum(p.numel() for p in new.attention.parameters())
     return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), note, True, learned), new
 

@@ -172,11 +172,8 @@ def _predicted(visibility: Visibility, distance: Tensor, row: int) -> Tensor:
         visible = visible & (distance >= -visibility.back)
     if visibility.ahead is not None:
         visible = visible & (distance <= visibility.ahead)
-    return (
-        visible
-        if visibility.sequences is None
-        else visible & (visibility.sequences == visibility.sequences[:, row : row + 1])
-    )
+    ids = visibility.sequences
+    return visible if ids is None else visible & (ids == ids[:, row : row + 1])
 
 
 def _leading(side: Tensor) -> int | None:

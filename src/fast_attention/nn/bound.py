@@ -115,13 +115,9 @@ class Bound(nn.Module):
             return self._call(inputs, is_causal, key_mask, attn_mask, dropout)
 
     def _call(
-        self,
-        inputs: tuple[Tensor, ...],
-        is_causal: bool,
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None,
+        self, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None,
         dropout: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         mechanism = self.mechanism
         if isinstance(mechanism, Attention):
             q, k, v = inputs

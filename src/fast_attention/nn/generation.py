@@ -74,11 +74,7 @@ class _Decoder:
 
 
 def stream(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sampling: Sampling = Sampling(temperature=0.0),
-    seed: int = 0,
+    model: Model, prompts: Sequence[Sequence[int]], *, sampling: Sampling = Sampling(temperature=0.0), seed: int = 0
 ) -> Iterator[list[int | None]]:
     """Yield new tokens without end, one per prompt at a time; None for a prompt that is still being read.
 

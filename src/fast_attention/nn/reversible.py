@@ -108,14 +108,9 @@ class _ReversibleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        blocks: tuple[Any, ...],
-        is_causal: bool,
-        key_mask: Tensor | None,
-        x1: Tensor,
-        x2: Tensor,
+        ctx: Any, blocks: tuple[Any, ...], is_causal: bool, key_mask: Tensor | None, x1: Tensor, x2: Tensor,
         *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
         ctx.precision, ctx.random_states = Precision.now((x1,)), []
         with ctx.precision.again():
