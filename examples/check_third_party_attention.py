@@ -1,4 +1,4 @@
-"""Put somebody else's attention through the laws: a linear attention with two faults that real packages have had."""
+"""Run the laws on a third-party attention: a linear attention with two faults that real packages have had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode one token at a time with a state that does not grow, and get what one pass over everything gives."""
+"""Decode one token at a time with a state of constant size, and compare with one pass over all tokens."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Makes more positions for Hugging Face models: longer tables of learned ones, other rates of rotary ones."""
+"""Extends the positions of Hugging Face models: longer tables of learned ones, other rates of rotary ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLES, ROTARY = ("copy", "interpolate"), ("yarn", "ntk", "linear")
 
 @dataclass(frozen=True)
 class Extension:
-    """What ``extend`` did: print it.
+    """The result of ``extend``. Print it.
 
     Args:
         kind: Positions that the model has: learned, sinusoidal or rotary.
@@ -45,7 +45,7 @@ class Extension:
 
 
 def no_positions(model: PreTrainedModel) -> str:
-    """Why a model without a number of positions cannot be extended."""
+    """The reason why a model without a number of positions cannot be extended."""
     kind = type(model).__name__
     if any("relative_attention_bias" in name for name, _ in model.named_parameters()):
         return f"{kind} has relative positions (a bias by distance), which reach any length: there is nothing to extend"
@@ -67,7 +67,7 @@ def _own_config(model: PreTrainedModel) -> None:
     own_config(model)
 
 
-def _asked(method: str, known: tuple[str, ...], kind: str) -> str:
+def _checked_method(method: str, known: tuple[str, ...], kind: str) -> str:
     if method == "auto":
         return known[0]
     if method not in known:
@@ -75,7 +75,7 @@ def _asked(method: str, known: tuple[str, ...], kind: str) -> str:
     return method
 
 
-def _longer(positions: int, before: int) -> None:
+def _check_longer(positions: int, before: int) -> None:
     if positions <= before:
         raise ValueError(f"positions={positions}: the model reads {before} tokens already; give a larger number")
 
@@ -85,15 +85,15 @@ def _longer(positions: int, before: int) -> None:
 
 def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Modules of rotary positions that are computed from the config, by name."""
-    return {name: part for name, part in model.named_modules() if {"rope_type", "config"} <= {*vars(part)}}
+    return {name: module for name, module in model.named_modules() if {"rope_type", "config"} <= {*vars(module)}}
 
 
 def extend_rotary(
     model: PreTrainedModel, positions: int, method: str, rotary: dict[str, nn.Module], before: int
 ) -> Extension:
     """Scale rotary positions by the config's ``rope_parameters``; layers with a window keep theirs."""
-    method = _asked(method, ROTARY, "rotary")
-    _longer(positions, before)
+    method = _checked_method(method, ROTARY, "rotary")
+    _check_longer(positions, before)
     text = model.config.get_text_config()
     scaled = copy.deepcopy(text.rope_parameters)
     for name, part in _layers(scaled):
@@ -107,8 +107,8 @@ def extend_rotary(
     text = model.config.get_text_config()
     text.rope_parameters, text.max_position_embeddings = scaled, positions
     for name, part in rotary.items():
-        fresh: Any = type(part)(config=text)  # type: ignore[call-arg]
-        replace_module(model, name, fresh.to(next(model.parameters()).device))
+        scaled_module: Any = type(part)(config=text)  # type: ignore[call-arg]
+        replace_module(model, name, scaled_module.to(next(model.parameters()).device))
     return Extension("rotary", method, before, positions, tuple(rotary))
 
 
@@ -117,9 +117,9 @@ def _layers(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     if "rope_theta" in parameters or "rope_type" in parameters:
         yield "", parameters
         return
-    for kind, part in parameters.items():
-        if isinstance(part, dict) and "sliding" not in kind and "local" not in kind:
-            yield f" of {kind}", part
+    for kind, settings in parameters.items():
+        if isinstance(settings, dict) and "sliding" not in kind and "local" not in kind:
+            yield f" of {kind}", settings
 
 
 def _scaling(text: Any, part: dict[str, Any], method: str, factor: float, before: int) -> dict[str, Any]:
@@ -144,12 +144,12 @@ def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: 
     tables = _tables(model, _twin(model, longest + 1))
     special = _special(tables, longest)
     before = next(iter(tables.values())).num_embeddings - special
-    _longer(positions, before)
+    _check_longer(positions, before)
     continued = {name: _sinusoids(table.weight, positions + special) for name, table in tables.items()}
     formula = all(weight is not None for weight in continued.values())
-    method = "by their formula" if formula else _asked(method, TABLES, "learned")
-    fresh = _twin(model, longest + positions - before)
-    buffers = _buffers(model, fresh)
+    method = "by their formula" if formula else _checked_method(method, TABLES, "learned")
+    longer_model = _twin(model, longest + positions - before)
+    buffers = _buffers(model, longer_model)
     _own_config(model)
     model.config.get_text_config().max_position_embeddings = longest + positions - before
     for name, table in tables.items():
@@ -158,9 +158,9 @@ def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: 
             _continued(old.detach(), positions + special, special, method) if continuation is None else continuation
         )
         table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
-    for (name, own), value in buffers.items():
-        setattr(model.get_submodule(name), own, value)
-    _take_numbers(model, fresh)
+    for (name, attribute), value in buffers.items():
+        setattr(model.get_submodule(name), attribute, value)
+    _copy_sizes(model, longer_model)
     return Extension("sinusoidal" if formula else "learned", method, before, positions, tuple(tables))
 
 
@@ -175,19 +175,19 @@ def _twin(model: PreTrainedModel, longest: int) -> PreTrainedModel:
 
 def _tables(model: PreTrainedModel, longer: PreTrainedModel) -> dict[str, nn.Embedding]:
     """The tables that have a row more in a model of one more position."""
-    grown = dict(longer.named_parameters())
+    longer_weights = dict(longer.named_parameters())
     tables = {}
     for name, weight in model.named_parameters():
-        if name not in grown or weight.shape == grown[name].shape:
+        if name not in longer_weights or weight.shape == longer_weights[name].shape:
             continue
-        owner, _, own = name.rpartition(".")
-        table = model.get_submodule(owner)
-        if own != "weight" or not isinstance(table, nn.Embedding) or len(grown[name]) != len(weight) + 1:
+        parent, _, attribute = name.rpartition(".")
+        table = model.get_submodule(parent)
+        if attribute != "weight" or not isinstance(table, nn.Embedding) or len(longer_weights[name]) != len(weight) + 1:
             raise Unsupported(
                 f"{type(model).__name__}: {name} depends on the number of positions, and is no table with a row for "
                 "each; it can neither be copied nor interpolated"
             )
-        tables[owner] = table
+        tables[parent] = table
     if not tables:
         raise Unsupported(no_positions(model))
     return tables
@@ -200,16 +200,16 @@ def _special(tables: dict[str, nn.Embedding], longest: int) -> int:
 
 
 def _continued(table: Tensor, rows: int, special: int, method: str) -> Tensor:
-    """A table of more rows: the learned ones again and again, or stretched over all of them."""
+    """A table of more rows: the learned ones repeated, or interpolated over all of them."""
     front, learned = table[:special], table[special:]
     if method == "copy":  # Longformer, arXiv 2004.05150, section 5
         times = -(-(rows - special) // len(learned))
         return torch.cat([front, learned.repeat(times, 1)])[:rows]
-    at = torch.linspace(0, len(learned) - 1, rows - special, dtype=torch.float64, device=table.device)
-    low = at.floor().long().clamp(max=len(learned) - 2)
-    part = (at - low)[:, None]
-    between = learned[low].double() * (1 - part) + learned[low + 1].double() * part
-    return torch.cat([front, between.to(table.dtype)])
+    positions = torch.linspace(0, len(learned) - 1, rows - special, dtype=torch.float64, device=table.device)
+    lower = positions.floor().long().clamp(max=len(learned) - 2)
+    fraction = (positions - lower)[:, None]
+    interpolated = learned[lower].double() * (1 - fraction) + learned[lower + 1].double() * fraction
+    return torch.cat([front, interpolated.to(table.dtype)])
 
 
 def _sinusoids(table: Tensor, rows: int) -> Tensor | None:
@@ -225,25 +225,25 @@ def _sinusoids(table: Tensor, rows: int) -> Tensor | None:
 
 def _buffers(model: PreTrainedModel, fresh: PreTrainedModel) -> dict[tuple[str, str], Tensor]:
     """Buffers whose size is the number of positions, as a model of more positions has them."""
-    grown, found = dict(fresh.named_buffers()), {}
+    longer_buffers, buffers = dict(fresh.named_buffers()), {}
     for name, old in model.named_buffers():
-        if name not in grown or old.shape == grown[name].shape:
+        if name not in longer_buffers or old.shape == longer_buffers[name].shape:
             continue
-        owner, _, own = name.rpartition(".")
-        part = fresh.get_submodule(owner)
-        part.to_empty(device=old.device, recurse=False)
-        fresh._init_weights(part)
-        value = getattr(part, own).to(old.dtype)
+        parent, _, attribute = name.rpartition(".")
+        module = fresh.get_submodule(parent)
+        module.to_empty(device=old.device, recurse=False)
+        fresh._init_weights(module)
+        value = getattr(module, attribute).to(old.dtype)
         if not torch.equal(value[tuple(slice(size) for size in old.shape)], old):
             raise Unsupported(f"{type(model).__name__}: no rule is known for its buffer {name} beyond {old.shape}")
-        found[owner, own] = value
-    return found
+        buffers[parent, attribute] = value
+    return buffers
 
 
-def _take_numbers(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
-    """What the modules say of their numbers of positions (``num_embeddings`` and the like)."""
-    parts = dict(model.named_modules())
-    for name, part in fresh.named_modules():
-        for key, value in vars(part).items():
-            if name in parts and type(value) is int and type(vars(parts[name]).get(key)) is int:
-                setattr(parts[name], key, value)
+def _copy_sizes(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
+    """Copy the modules' numbers of positions (``num_embeddings`` and the like) from a longer model."""
+    modules = dict(model.named_modules())
+    for name, module in fresh.named_modules():
+        for key, value in vars(module).items():
+            if name in modules and type(value) is int and type(vars(modules[name]).get(key)) is int:
+                setattr(modules[name], key, value)

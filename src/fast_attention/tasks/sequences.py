@@ -127,9 +127,9 @@ def sides(task: Sequences) -> Sides:
         ValueError: The file cannot be read, lacks a column, or has too few sequences of a class.
     """
     lines: Counter[tuple[bytes, str]] = Counter()
-    for place, (text, label) in tables.records("Sequences", task.path, task.columns):
+    for location, (text, label) in tables.records("Sequences", task.path, task.columns):
         if not text:
-            raise ValueError(f"{place}: the sequence is empty")
+            raise ValueError(f"{location}: the sequence is empty")
         lines[text.encode("utf-8", "surrogatepass"), label.strip()] += 1
     labels = Counter(text for text, _ in lines)
     ambiguous = {text for text, count in labels.items() if count > 1}
