@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fast_attention import Shape, Unsupported, attention_rows, catalogue, swap, swap_back
 from fast_attention.counting import exponent, peak_bytes
-from fast_attention.lab.calls import heard
+from fast_attention.lab.calls import calls_during
 from fast_attention.nn.bound import Bound
 from tests.cases import ATTENTIONS, MIXERS, bind, qkv, some_keys
 
@@ -141,7 +141,7 @@ def test_a_swapped_model_shows_exact_attention(kind: str, padded: bool) -> None:
 def test_a_swapped_model_shows_the_mechanisms_rows(kind: str, mechanism: str) -> None:
     model, inputs = model_of(kind), given(padded=True)
     swap(model, mechanism)
-    before = heard(model, lambda: model(**inputs, use_cache=False))
+    before = calls_during(model, lambda: model(**inputs, use_cache=False))
     plain = model(**inputs)
     shown = model(**inputs, output_attentions=True)
     assert [call.layer.split(".")[-1] for call in before] == ["self" if kind == "bert" else "attn"] * 2
