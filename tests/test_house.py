@@ -188,15 +188,26 @@ def test_mechanisms_in_prose_parse() -> None:
     assert read > 100
 
 
+def prose(path: Path) -> str:
+    """A page, or the comments and strings of a source file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join(token.string for token in tokens if token.type in (tokenize.STRING, tokenize.COMMENT))
+
+
 def test_files_that_prose_names_exist() -> None:
-    """By its name alone, which stays true when it moves, or by its path from the repository's root."""
+    """By name alone, which stays true when they move, or by path from the root of the repository or the package."""
     known = {path.name for path in ROOT.rglob("*") if not any(part.startswith(".") for part in path.parts)}
-    for path in FILES:
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
-            if token.type in (tokenize.STRING, tokenize.COMMENT):
-                for folder, name in re.findall(r"((?:\w+/)*)(\w+\.py)\b", token.string):
-                    assert name in known, f"{path} speaks of {name}"
-                    assert not folder or (ROOT / folder / name).exists(), f"{path}: {name} is not in {folder}"
+    for path in {*FILES, *PAGES, ROOT / "CONTRIBUTING.md"} - {ROOT / "docs" / "log.md"}:
+        text = prose(path)
+        for folder, name in re.findall(r"((?:[\w-]+/)*)(\w+\.py)\b", text):
+            assert name in known, f"{path} names {name}"
+            places = [base / folder / name for base in (ROOT, SOURCE)]
+            assert not folder or any(each.exists() for each in places), f"{path}: {name} is not in {folder}"
+        for folder in re.findall(r"(?<![\w/.-])((?:engine|feature_maps|mechanisms)/(?:\w+/)*)", text):
+            assert (SOURCE / folder).is_dir(), f"{path} names {folder}"
 
 
 def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:

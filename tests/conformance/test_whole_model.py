@@ -41,7 +41,7 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def broken(report: conformance.Report) -> dict[str, str]:
+def broken(report: conformance.LawReport) -> dict[str, str]:
     return {finding.law: finding.detail for finding in report.broken}
 
 

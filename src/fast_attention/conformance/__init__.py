@@ -60,7 +60,7 @@ LAWS: tuple[Law, ...] = (
 
 
 @dataclass(frozen=True)
-class Report:
+class LawReport:
     """The findings of all laws about one attention or model. Print it."""
 
     subject: str
@@ -76,7 +76,7 @@ class Report:
         return "\n".join([self.subject, *rows])
 
 
-def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[Law] = LAWS) -> Report:
+def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[Law] = LAWS) -> LawReport:
     """Run the laws on an attention.
 
     Args:
@@ -84,11 +84,11 @@ def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[La
         device: Where to run.
         laws: Which laws, all by default.
     """
-    return Report(subject.name, tuple(law(subject, device) for law in laws))
+    return LawReport(subject.name, tuple(law(subject, device) for law in laws))
 
 
 @torch.no_grad()
-def check_model(model: nn.Module) -> Report:
+def check_model(model: nn.Module) -> LawReport:
     """Run the laws on a whole model, ours or third-party, swapped or not; a broken law names the layer that breaks it.
 
     Args:
@@ -101,13 +101,13 @@ def check_model(model: nn.Module) -> Report:
     subject, modes = whole_model.of(model), {module: module.training for module in model.modules()}
     model.eval()
     try:
-        return Report(subject.name, tuple(law(subject) for law in whole_model.LAWS))
+        return LawReport(subject.name, tuple(law(subject) for law in whole_model.LAWS))
     finally:
         for module, training in modes.items():
             module.training = training
 
 
 __all__ = [
-    "AttentionUnderTest", "ESSENTIAL", "Finding", "LAWS", "Law", "Report", "check", "check_model", "of", "resolve",
-    "third_party",
+    "AttentionUnderTest", "ESSENTIAL", "Finding", "LAWS", "Law", "LawReport", "check", "check_model", "of",
+    "resolve", "third_party",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ def _is_attention(target: str) -> bool:
     return not Path(target).exists() and (":" in target or named)
 
 
-def _laws(report: conformance.Report) -> tables.Table:
+def _laws(report: conformance.LawReport) -> tables.Table:
     """What conformance found, law by law."""
     kinds, rows = {"kept": "fast", "broken": "broken", "not claimed": "pale"}, []
     for each in report.findings:
