@@ -13,8 +13,10 @@ from fast_attention.engine import heads
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
-from fast_attention.mechanisms.aft import aft
-from fast_attention.mechanisms.aft import aft_local as aft_window
+from fast_attention.mechanisms.aft import aft_conv
+from fast_attention.mechanisms.aft import aft_full as full
+from fast_attention.mechanisms.aft import aft_local as window
+from fast_attention.mechanisms.aft import aft_simple as simple
 from fast_attention.mechanisms.dense import reference, relu, softmax
 from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
@@ -26,10 +28,10 @@ from fast_attention.mechanisms.sinkhorn import sinkhorn
 from fast_attention.mechanisms.sparse import bigbird, local
 
 # Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere.
-aft_full = checked(aft.aft_full)
-aft_simple = checked(aft.aft_simple)
-aft_local = checked(aft_window.aft_local)
-conv_band = aft_window.conv_band
+aft_full = checked(full.aft_full)
+aft_simple = checked(simple.aft_simple)
+aft_local = checked(window.aft_local)
+conv_band = aft_conv.conv_band
 bigbird_attention = checked(bigbird.bigbird_attention)
 favor_attention = checked(favor.favor_attention)
 favor_plus_attention = checked(favor_plus.favor_plus_attention)

@@ -13,7 +13,7 @@ from fast_attention.counting import exponent, peak_bytes
 from fast_attention.engine.decay import decayed_sums
 from fast_attention.engine.scan import prefix_sums, running_max
 from fast_attention.functional import aft_full, aft_local, aft_simple
-from fast_attention.mechanisms.aft.aft_local import conv_band
+from fast_attention.mechanisms.aft.aft_conv import conv_band
 from tests.cases import bind, qkv, some_keys
 
 EVERY = ["AFTSimple()", "AFTFull()", "AFTFull(rank=3)", "AFTLocal(window=5)", "AFTLocal(window=6, strict=True)"]

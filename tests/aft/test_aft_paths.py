@@ -11,14 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.functional import aft_full, aft_local, aft_simple
-from fast_attention.mechanisms.aft import (
-    bias_products,
-    bias_windows,
-    pool_passes,
-    prefix_pool,
-    prefix_short,
-    window_blocks,
-)
+from fast_attention.mechanisms.aft import fast, fast_causal, fast_full, window_blocks
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]
 Call = Callable[..., Tensor]
@@ -81,11 +74,10 @@ def tensors(n: int, *, dtype: torch.dtype = torch.float64, keys: int | None = No
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks at lengths that a test can afford."""
-    monkeypatch.setattr(pool_passes, "ELEMENTS", 12 * 64)
-    monkeypatch.setattr(window_blocks, "TOGETHER", 1 << 10)
-    monkeypatch.setattr(bias_windows, "TOGETHER", 1 << 10)
-    monkeypatch.setattr(bias_products, "ROWS", 64)
-    monkeypatch.setattr(prefix_short, "SHORT", 0)
+    monkeypatch.setattr(fast, "NUMBERS", 12 * 64)
+    monkeypatch.setattr(window_blocks, "NUMBERS", 1 << 10)
+    monkeypatch.setattr(fast_full, "ROWS", 64)
+    monkeypatch.setattr(fast, "SHORT", 0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -153,7 +145,7 @@ def test_other_numbers_of_queries(is_causal: bool) -> None:
 @pytest.mark.parametrize("where", [0, 5, 15, 16, 63, 64, 100])
 @pytest.mark.parametrize("jump", [-150.0, 20.0, 50.0, 150.0])
 def test_a_jump_of_the_keys_anywhere(jump: float, where: int) -> None:
-    """In float32: inside a group of tokens, at its edge, at a segment's edge; for one token and for all from there."""
+    """In float32: inside a group of tokens, at its edge, at a chunk's edge; for one token and for all from there."""
     n = 150
     q, k, v, _ = tensors(n, dtype=torch.float32)
     w = torch.randn(n, n, generator=torch.Generator().manual_seed(1))
@@ -227,7 +219,7 @@ def test_long_sums_lose_nothing() -> None:
 @pytest.mark.parametrize("n", [1, 2, 17, 63, 130, 256])
 def test_few_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cumulative sum; keys far above the first go the longer way, with the same outputs."""
-    monkeypatch.setattr(prefix_short, "SHORT", 256)
+    monkeypatch.setattr(fast, "SHORT", 256)
     q, k, v, _ = tensors(n)
     zero = torch.zeros(1, n, n, dtype=torch.float64)
     for scale, offset in ((1.0, 0.0), (1.0, 500.0), (100.0, 0.0)):
@@ -241,7 +233,7 @@ def test_few_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_tokens_know_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_short, "SHORT", 256)
+    monkeypatch.setattr(fast, "SHORT", 256)
     q, k, v, _ = tensors(40)
     before = aft_simple(q, k, v, is_causal=True)
     for x, value in ((k, 1e4), (v, float("inf")), (v, float("nan"))):
@@ -252,13 +244,13 @@ def test_few_tokens_know_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_tokens_have_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_short, "SHORT", 256)
+    monkeypatch.setattr(fast, "SHORT", 256)
     inputs = [x[:1, :1].clone().requires_grad_() for x in tensors(5)[:3]]
     assert torch.autograd.gradgradcheck(lambda *x: aft_simple(*x, is_causal=True), inputs)
 
 
-def test_segments_walk_only_where_they_must() -> None:
+def test_chunks_go_token_by_token_only_where_they_must() -> None:
     k = torch.randn(1, 1, 64 * 12 * 3, 1)
     k[..., 100, :] += 500.0
-    cuts, _ = prefix_pool.segments(k, holes=False)
-    assert [cut.calm for cut in cuts] == [False] + [True] * (len(cuts) - 1)
+    cuts, _ = fast_causal.chunks(k, any_masked=False)
+    assert [cut.in_range for cut in cuts] == [False] + [True] * (len(cuts) - 1)

@@ -23,7 +23,7 @@ from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.measure import Passes, Setting
 from fast_attention.lab.records import EXACT, Cell
 from fast_attention.lab.timing import FEWEST_ROUNDS, FamilyGroup
-from fast_attention.mechanisms.aft.aft import AFTSimple
+from fast_attention.mechanisms.aft.aft_simple import AFTSimple
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--threads", "1", "--budget", "20"]
 TINY = [*SMALL, "--lengths", "16", "32", "--memory-lengths", "0"]

@@ -19,6 +19,11 @@ def chunks(x: Float[Tensor, "*batch length width"]) -> list[slice]:
     """Slices of the sequence axis that hold about ``NUMBERS`` numbers each."""
     length = x.shape[-2]
     size = max(TOKENS, NUMBERS * length // max(x.numel(), 1))
+    return chunks_of(size, length)
+
+
+def chunks_of(size: int, length: int) -> list[slice]:
+    """Slices of ``size`` tokens, the last one with what remains."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 

@@ -23,10 +23,10 @@ from fast_attention.mechanisms.dense.synthesizer import RandomSynthesizer as Ran
 from fast_attention.mechanisms.dense.synthesizer import FactorizedDenseSynthesizer as FactorizedDenseSynthesizer
 from fast_attention.mechanisms.dense.synthesizer import FactorizedRandomSynthesizer as FactorizedRandomSynthesizer
 from fast_attention.mechanisms.dense.synthesizer import MixtureSynthesizer as MixtureSynthesizer
-from fast_attention.mechanisms.aft.aft import AFTFull as AFTFull
+from fast_attention.mechanisms.aft.aft_full import AFTFull as AFTFull
 from fast_attention.mechanisms.aft.aft_local import AFTLocal as AFTLocal
-from fast_attention.mechanisms.aft.aft import AFTSimple as AFTSimple
-from fast_attention.mechanisms.aft.aft_local import AFTConv as AFTConv
+from fast_attention.mechanisms.aft.aft_simple import AFTSimple as AFTSimple
+from fast_attention.mechanisms.aft.aft_conv import AFTConv as AFTConv
 from fast_attention.mechanisms.mixers.fnet import FNet as FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP as GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer as MLPMixer

@@ -1,4 +1,4 @@
-"""AFT with biases in a window only (Zhai et al. 2021, sections 3.2 and 3.4): learned per position, or a convolution."""
+"""AFT-local (Zhai et al. 2021, section 3.2): biases in a window only, learned per position; its state for decoding."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import FLOOR
+from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import bias_windows, pool
-from fast_attention.mechanisms.aft.bias_states import WindowState, advanced
-from fast_attention.mechanisms.aft.pool import same_width
+from fast_attention.mechanisms.aft import fast_window, reference, reference_biased
+from fast_attention.mechanisms.aft.reference import same_width
 from fast_attention.value import at_least
 
 
@@ -34,20 +35,61 @@ def aft_local(
     """``sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)`` with ``w_ij = 0`` outside a window.
 
     arXiv 2105.14103, Eq. 4. ``band`` (heads or 1, length or 1, taps), taps odd: ``band[h, i, o]`` is the bias of key
-    ``i + o - taps // 2``; keys further away have bias 0, or are not seen at all with ``strict`` (a different and, in
+    ``i + o - taps // 2``; keys further away have bias 0, or are masked with ``strict`` (a different and, in
     the paper, a worse model). Time O(length taps width). A query that sees nothing gets zeros.
     """
-    k, v = pool.hidden(k, key_mask), masks.drop(v, key_mask)
-    return bias_windows.windowed(q, k, v, band, is_causal=is_causal, strict=strict, holes=key_mask is not None)
+    k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
+    any_masked = key_mask is not None
+    return fast_window.windowed(q, k, v, band, is_causal=is_causal, strict=strict, any_masked=any_masked)
 
 
-def conv_band(
-    kernel: Float[Tensor, "heads taps"], gain: Float[Tensor, " heads"], shift: Float[Tensor, " heads"]
-) -> Float[Tensor, "heads 1 taps"]:
-    """``gain (w - mean w) / std w + shift``, head by head: AFT-conv's kernel (arXiv 2105.14103, section 3.4)."""
-    centred = kernel - kernel.mean(-1, keepdim=True)
-    unit = F.normalize(centred, dim=-1) * kernel.shape[-1] ** 0.5  # of standard deviation 1; 0 for equal taps
-    return (gain[:, None] * unit + shift[:, None])[:, None]
+class WindowState(NamedTuple):
+    """State for decoding: the last ``window - 1`` keys, and in front of them the pool of all earlier ones as a key."""
+
+    scores: Float[Tensor, "*batch window width"]
+    both: Float[Tensor, "*batch window both"]
+    position: Int[Tensor, ""]  # tokens so far
+
+
+def one_row(
+    biases: Float[Tensor, "#heads 1 window"],
+    scores: Float[Tensor, "*batch heads keys width"],
+    both: Float[Tensor, "*batch heads keys both"],
+    *,
+    strict: bool,
+) -> Float[Tensor, "*batch heads 1 both"]:
+    """The sums of one new token, up to a factor, over its window and the row of all earlier keys in front of it."""
+    if strict:
+        scores, both = scores[..., 1:, :], both[..., 1:, :]
+    else:
+        biases = F.pad(biases, (1, 0))
+    scores = scores + biases.mT
+    return reference.pooled(scores, both).sums
+
+
+def advanced(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, state: WindowState | None, *, strict: bool, key_mask: Tensor | None
+) -> tuple[Tensor, WindowState]:
+    """The outputs of N new tokens after ``state``, and the state after them; ``band`` (heads or 1, N or 1, taps)."""
+    window, length = band.shape[-1] // 2 + 1, k.shape[-2]
+    scores, both = reference.terms(k, v, key_mask)
+    if state is None:
+        start = (0, 0, window, 0)
+        scores, both = F.pad(scores, start, value=FLOOR), F.pad(both, start)
+        position = torch.zeros((), dtype=torch.long, device=k.device)
+    else:
+        scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
+        position = state.position
+    if not traced() and length == 1:
+        dispatch.record("one token against its window", "decoding token by token", window=window)
+        sums = one_row(band[..., :window], scores, both, strict=strict)
+    else:
+        if band.shape[-2] > 1:
+            band = F.pad(band, (0, 0, window, 0))
+        sums = reference_biased.windowed(band, scores, both, is_causal=True, strict=strict)[..., window:, :]
+    past = reference.pooled(scores[..., : length + 1, :], both[..., : length + 1, :])
+    scores, both = reference.prepended(past, scores[..., length + 1 :, :], both[..., length + 1 :, :])
+    return q.sigmoid() * reference.mean(sums, v.shape[-1]), WindowState(scores, both, position + length)
 
 
 class Band(NamedTuple):
@@ -104,71 +146,9 @@ class AFTLocal(Attention[Band, WindowState]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Band, state: WindowState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, WindowState]:
-        """Outputs of the stretch, and the last keys with the pool of those before them."""
+        """Outputs of new tokens, and the last keys with the pool of all earlier ones."""
         same_width(self, k, v)
         start = 0 if state is None else int(state.position)
         self.within(start + k.shape[-2], w.band.shape[0])
         band = narrow(w.band, k.shape[-2], axis=0, start=start)[None]
         return advanced(q, k, v, band, state, strict=self.strict, key_mask=key_mask)
-
-
-class ConvKernel(NamedTuple):
-    """A kernel for every head, normalised, scaled and shifted."""
-
-    kernel: Float[Tensor, "heads taps"]
-    gain: Float[Tensor, " heads"]
-    shift: Float[Tensor, " heads"]
-
-
-@dataclass(frozen=True, repr=False)
-class AFTConv(Attention[ConvKernel, WindowState]):
-    """AFT whose bias depends on the distance only: a convolution with one kernel per head, for any length.
-
-    The kernel is ``gain (w - mean w) / std w + shift``; gain and shift start at 0, so that training starts from
-    AFT-simple. Keys further away than half a kernel are seen with bias 0. Causal calls use the half of the kernel that
-    looks back. Keys, queries and values must have the same width.
-
-    Args:
-        kernel_size: Positions under the kernel, centred on the query: odd, at least 3.
-    """
-
-    kernel_size: int = 11
-
-    traits = Traits(
-        paper="Zhai et al. 2021, arXiv 2105.14103",
-        formula="sigmoid(q_i) * sum_j exp(k_j + w_(j-i)) v_j / sum_j exp(k_j + w_(j-i)), w = 0 outside the kernel",
-        cost="n w d",
-        order=1.0,
-        causal=True,
-        padding=True,
-        memory="window",
-        matrix=False,  # a matrix for each channel
-        learned=True,
-    )
-
-    def __post_init__(self) -> None:
-        at_least(self, "kernel_size", self.kernel_size, 3)
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"{self!r}: kernel_size must be odd, for the kernel is centred on the query")
-
-    def weights(self, shape: Shape) -> ConvKernel:
-        """Kernels from N(0, 0.01^2), gain and shift 0."""
-        kernel = nn.Parameter(0.01 * torch.randn(shape.heads, self.kernel_size))
-        gain, shift = (nn.Parameter(torch.zeros(shape.heads)) for _ in range(2))
-        return ConvKernel(kernel, gain, shift)
-
-    @in_float32
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: ConvKernel, *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
-        """``aft_local`` with the kernel as every position's band."""
-        same_width(self, k, v)
-        return aft_local(q, k, v, conv_band(*w), is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: ConvKernel, state: WindowState | None, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, WindowState]:
-        """Outputs of the stretch, and the last keys with the pool of those before them."""
-        same_width(self, k, v)
-        return advanced(q, k, v, conv_band(*w), state, strict=False, key_mask=key_mask)

@@ -1,4 +1,4 @@
-"""Blocks of tokens with their neighbourhood, and the weights of a window around each query, laid out for products.
+"""Blocks of tokens with their neighbours, and the weights of a window around each query, laid out for products.
 
 Tensors are (group, tokens, ..., width): one group holds all heads where they share the biases, position by position,
 and each head is a group where they do not, with one row of biases for all positions.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TOGETHER = 1 << 19  # sums worked on at a time
+NUMBERS = 1 << 19  # sums worked on at a time
 
 
 class Plan(NamedTuple):
@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     reach: int  # tokens before a block that its product takes in, a multiple of ``size``
     is_causal: bool
     strict: bool
-    holes: bool
+    any_masked: bool
 
     @property
     def keys(self) -> int:
@@ -30,8 +30,8 @@ class Plan(NamedTuple):
         return self.size + self.reach * (1 if self.is_causal else 2)
 
 
-class Sheet:
-    """(group, reach + blocks * size + reach, ..., 2 D): rows for the tokens, and zeros around them."""
+class PaddedRows:
+    """Memory (group, reach + blocks * size + reach, ..., 2 D): a row for each token, and zeros around them."""
 
     def __init__(self, like: Tensor, plan: Plan) -> None:
         tokens = grouped(like, plan)
@@ -49,7 +49,7 @@ class Sheet:
         self.windows = self.flat.as_strided((len(tokens), self.count, plan.keys, self.width), self.steps)
 
     @property
-    def own(self) -> Tensor:
+    def inner(self) -> Tensor:
         """The blocks (group, blocks, size, width) of the tokens."""
         return self.blocks[:, (first := self.reach // self.blocks.shape[2]) : first + self.count]
 
@@ -60,7 +60,7 @@ def grouped(x: Tensor, plan: Plan) -> Tensor:
 
 
 def far(sums: Tensor, reach: int, *, before: bool, after: bool) -> Tensor:
-    """For every block, the sum of ``sums`` (group, blocks, width) over blocks more than ``reach`` before or after."""
+    """For every block, what ``sums`` (group, blocks, width) add up to more than ``reach`` blocks before or after."""
     total = torch.zeros_like(sums, dtype=torch.float64)
     count = max(sums.shape[1] - reach - 1, 0)
     if before:
@@ -81,7 +81,7 @@ class Weights:
         self.all = band.new_full((count, plan.size, plan.keys), 0.0 if plan.strict else 1.0)
         if plan.is_causal:
             self.all.tril_(plan.reach)
-        self.place = plan.reach - reach
+        self.shift = plan.reach - reach
         if self.per_head:
             self.skewed(self.all).copy_(self.taps.exp())
 
@@ -89,17 +89,17 @@ class Weights:
         """The windows (blocks, size, taps) of ``blocks`` (blocks, size, keys), row a starting a columns later."""
         size, keys = blocks.shape[1:]
         steps = (size * keys, keys + 1, 1)
-        return blocks.as_strided((len(blocks), size, self.taps.shape[-1]), steps, blocks.storage_offset() + self.place)
+        return blocks.as_strided((len(blocks), size, self.taps.shape[-1]), steps, blocks.storage_offset() + self.shift)
 
-    def of(self, group: int, now: slice) -> Tensor:
-        """The weights of the blocks ``now``."""
+    def of(self, group: int, at: slice) -> Tensor:
+        """The weights of the blocks ``at``."""
         if self.per_head:
-            return self.all[group].expand(now.stop - now.start, -1, -1)
-        size, blocks = self.plan.size, self.all[: now.stop - now.start]
-        rows = self.taps[0, now.start * size : now.stop * size]
-        whole, rest = divmod(len(rows), size)
+            return self.all[group].expand(at.stop - at.start, -1, -1)
+        size, blocks = self.plan.size, self.all[: at.stop - at.start]
+        rows = self.taps[0, at.start * size : at.stop * size]
+        full, rest = divmod(len(rows), size)
         inside = self.skewed(blocks)
-        torch.exp(rows[: whole * size].unflatten(0, (whole, size)), out=inside[:whole])
+        torch.exp(rows[: full * size].unflatten(0, (full, size)), out=inside[:full])
         if rest:
-            torch.exp(rows[whole * size :], out=inside[whole, :rest])
+            torch.exp(rows[full * size :], out=inside[full, :rest])
         return blocks

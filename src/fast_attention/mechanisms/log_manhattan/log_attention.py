@@ -13,8 +13,8 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.mechanisms.aft import pool
-from fast_attention.mechanisms.aft.pool import Pool, same_width
+from fast_attention.mechanisms.aft import reference as pool
+from fast_attention.mechanisms.aft.reference import Pool, same_width
 from fast_attention.mechanisms.linear import in_range, linear_state
 from fast_attention.mechanisms.linear import reference as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -131,7 +131,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             dispatch.record(path, "the softmax cancels the queries")
             rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
             means = pool.mean(rows, v.shape[-1])
-            return pool.aligned(means, q.shape[-2]) if is_causal else means.expand(*q.shape[:-1], -1).contiguous()
+            return pool.last_rows(means, q.shape[-2]) if is_causal else means.expand(*q.shape[:-1], -1).contiguous()
         if self.score != "sum":
             for z in (q, k):
                 same_width(self, z, v, or_one=True)
@@ -151,8 +151,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             return linear_state.normalise(sums, EPS), after
         if self.normalize == "softmax":
             assert state is None or isinstance(state, Pool)
-            rows = pool.running(*pool.behind(state, *self._pool_terms(k, v, key_mask)))
-            last = Pool(rows.top[..., -1:, :], rows.sums[..., -1:, :])
+            rows = pool.running(*pool.prepended(state, *self._pool_terms(k, v, key_mask)))
+            last = Pool(rows.log_scale[..., -1:, :], rows.sums[..., -1:, :])
             return pool.mean(rows.sums[..., 1:, :], v.shape[-1]), last
         assert state is None or isinstance(state, KeySums)
         sums = prefix_sums(reference.terms(self._scores(k, v), v, key_mask))
@@ -179,7 +179,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             case LinearState(), LinearState():
                 return linear_state.combine(earlier, later)
             case Pool(), Pool():
-                return pool.merged(earlier, later)
+                return pool.combined(earlier, later)
         assert isinstance(earlier, KeySums)
         assert isinstance(later, KeySums)
         return KeySums(earlier.sums + later.sums)

@@ -14,7 +14,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.mechanisms.aft import pool
+from fast_attention.mechanisms.aft import reference as pool
 from fast_attention.mechanisms.log_manhattan import fast_manhattan, reference
 from fast_attention.mechanisms.log_manhattan.reference import Differences, ManhattanSettings
 from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
@@ -178,7 +178,7 @@ class Manhattan(Attention[tuple[()], Differences | PastKeys]):
         h, l = self.feature_map.both(self._keys(k, v))
         l = l if self.temperature == 1.0 else l / self.temperature
         x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
-        return l, x, pool.seen(l, key_mask), h * x, h
+        return l, x, pool.visible_ones(l, key_mask), h * x, h
 
     def _out(self, q: Tensor, diagonal: Tensor, total: Tensor, divisor: Tensor) -> Tensor:
         if self.normalize == "l1":

@@ -17,7 +17,7 @@ from fast_attention.engine import masks
 from fast_attention.engine.chunks import first_visible
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.engine.tracing import replaced
-from fast_attention.mechanisms.aft import pool
+from fast_attention.mechanisms.aft import reference as pool
 
 Mask = Bool[Tensor, "*#batch2 keys"]
 
@@ -41,7 +41,7 @@ def terms(
 ) -> Float[Tensor, "*batch keys both"]:
     """The summands of ``KeySums``, a row for each key; zeros for masked ones. ``weights`` is ``values`` or 1."""
     v, b = masks.drop(v, key_mask), masks.drop(b, key_mask)
-    return torch.cat([pool.seen(b[..., :1], key_mask), v, b * v, b], -1)
+    return torch.cat([pool.visible_ones(b[..., :1], key_mask), v, b * v, b], -1)
 
 
 def read(
@@ -56,7 +56,7 @@ def read(
 def log_sums(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: LogSettings) -> Tensor:
     """``read`` with the sums over all keys, or, causal, over those up to each query."""
     rows = terms(settings.score(k), v, key_mask)
-    rows = pool.aligned(prefix_sums(rows), q.shape[-2]) if settings.is_causal else rows.sum(-2, keepdim=True)
+    rows = pool.last_rows(prefix_sums(rows), q.shape[-2]) if settings.is_causal else rows.sum(-2, keepdim=True)
     return read(settings.score(q), rows, v.shape[-1], normalized=settings.normalized)
 
 
@@ -88,7 +88,7 @@ def signed(
     """``sum_j (l_j - l_i) x_j`` for every i over the keys that it may see; the x of others must be zero."""
     if is_causal:
         return relative(l, running(l, x, x, key_mask))
-    count = pool.seen(l[..., :1], key_mask).sum(-2, keepdim=True).clamp(min=1.0)
+    count = pool.visible_ones(l[..., :1], key_mask).sum(-2, keepdim=True).clamp(min=1.0)
     l = l - masks.drop(l, key_mask).sum(-2, keepdim=True).detach() / count
     return (l * x).sum(-2, keepdim=True) - l * x.sum(-2, keepdim=True)
 
@@ -110,7 +110,7 @@ def running(
     if earlier is not None:
         known = earlier.number > 0
         anchor, first = torch.where(known, earlier.anchor, anchor), torch.where(known, earlier.first, first)
-    count, plain, weighted = (prefix_sums(y) for y in (pool.seen(l[..., :1], key_mask), x, (l - anchor) * x))
+    count, plain, weighted = (prefix_sums(y) for y in (pool.visible_ones(l[..., :1], key_mask), x, (l - anchor) * x))
     if earlier is not None:
         count, plain, weighted = count + earlier.number, plain + earlier.plain, weighted + earlier.weighted
     return Differences(anchor, first, count, plain, weighted)
@@ -124,7 +124,7 @@ def summarised(
 ) -> Differences:
     """The sums over all keys, one row."""
     anchor, first = (first_visible(masks.drop(y, key_mask), key_mask) for y in (l, diagonal))
-    sums = (y.sum(-2, keepdim=True) for y in (pool.seen(l[..., :1], key_mask), x, (l - anchor) * x))
+    sums = (y.sum(-2, keepdim=True) for y in (pool.visible_ones(l[..., :1], key_mask), x, (l - anchor) * x))
     return Differences(anchor, first, *sums)
 
 
@@ -147,7 +147,7 @@ def manhattan_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, *, settings: M
     (h, l), x = settings.both(k), masks.drop(v, key_mask)
     out = signed(l, x, key_mask, is_causal=settings.is_causal)
     if settings.mean:
-        ones = pool.seen(l[..., :1], key_mask)
+        ones = pool.visible_ones(l[..., :1], key_mask)
         count = prefix_sums(ones) if settings.is_causal else ones.sum(-2, keepdim=True)
         out = out / count.clamp(min=1.0)
     return masks.drop(h, key_mask) * x + out

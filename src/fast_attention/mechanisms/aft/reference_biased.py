@@ -1,13 +1,13 @@
-"""Softmax pooling with a bias per pair of positions that all channels share: ``sum_j exp(s_j + w_ij) v_j``.
+"""AFT with biases in plain differentiable operations: ``sum_j exp(s_j + w_ij) v_j``, w shared by all channels.
 
 The weights factor into exp(w_ij) and exp(s_j), so that the sums are products of matrices, not n x n x d tensors. What
-does not factor is the unit: each query has its own largest visible score, and a product with one unit for all would
-underflow for some. Where not all queries see the same keys, these are taken in pieces that every query of a group sees
-whole: the maximum of a piece is nowhere above a query's own. Triangles fall into such squares by halving. Units are
+does not factor is the log scale: each query has its own largest visible score, and a product with one log scale for all
+would underflow for some. Where not all queries see the same keys, these are taken in tiles whose keys every query sees:
+the maximum of a tile is nowhere above a query's own. Triangles fall into such squares by halving. Log scales are
 constants to autograd: they cancel between numerator and denominator.
 
-Scores and ``both`` (values beside ones) are those of ``pool.terms``. Results are exact as long as the biases of one
-row, and the 0 outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
+Scores and ``both`` (values beside ones) come from ``reference.terms``. Results are exact as long as biases of one row,
+and the 0 outside its window, lie within 80 of each other in float32 (700 in float64); scores may lie anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fast_attention.engine.bounds import at_most
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, cummax, prefix_sums, running_max
 from fast_attention.engine.tracing import exporting
-from fast_attention.mechanisms.aft.pool import weighed
+from fast_attention.mechanisms.aft.reference import weighted
 
 SIDE = 32  # a causal triangle of n tokens is halved down to triangles of at most this many, these to single tokens
 
@@ -34,7 +34,7 @@ def full(
 ) -> Float[Tensor, "*batch length both"]:
     """``sum_j exp(w_ij + s_j) both_j`` over all keys, up to a factor per query and channel; time O(n^2 d)."""
     weights = (bias - bias.detach().amax(-1, keepdim=True)).exp()
-    return weights @ weighed(scores, both, scores.detach().amax(-2, keepdim=True))
+    return weights @ weighted(scores, both, scores.detach().amax(-2, keepdim=True))
 
 
 def full_causal(
@@ -58,12 +58,12 @@ def full_causal(
     bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), FLOOR)
     weights = (bias - bias.detach().amax(-1, keepdim=True)).exp()
     weights = F.pad(weights, (0, missing, 0, missing))
-    top, both = (F.pad(x, (0, 0, 0, missing)) for x in (running_max(scores.detach()), both))
+    scale, both = (F.pad(x, (0, 0, 0, missing)) for x in (running_max(scores.detach()), both))
     scores = F.pad(scores, (0, 0, 0, missing), value=FLOOR)
     corners = _corners(weights[None, None], count)[0]
-    blocks = [x.unflatten(-2, (count, side)) for x in (scores, both, top)]
+    blocks = [x.unflatten(-2, (count, side)) for x in (scores, both, scale)]
     inside = _triangle(corners, *blocks, size=SIDE, diagonal=True)
-    across = _halves(weights[None, None], *(x[..., None, :, :] for x in (scores, both, top)), rounds=rounds)
+    across = _halves(weights[None, None], *(x[..., None, :, :] for x in (scores, both, scale)), rounds=rounds)
     return narrow(inside.flatten(-3, -2) + across[..., 0, :, :], length, axis=-2)
 
 
@@ -83,80 +83,82 @@ def windowed(
     length, reach = scores.shape[-2], band.shape[-1] // 2
     size = smaller(reach + 1, length)
     band = band[..., reach + 1 - size : reach + (1 if is_causal else size)]
-    unit = band.detach().amax(-1, keepdim=True)
-    unit = unit if strict else unit.clamp(min=0.0)
-    weights = F.pad((band - unit).exp(), (0, 2 * size - 1 - band.shape[-1]))
-    top = _visible_max(scores.detach(), size, is_causal=is_causal, strict=strict)
-    blocks = (split(scores, size, value=FLOOR), split(both, size), split(top, size))
+    bias_scale = band.detach().amax(-1, keepdim=True)
+    bias_scale = bias_scale if strict else bias_scale.clamp(min=0.0)
+    weights = F.pad((band - bias_scale).exp(), (0, 2 * size - 1 - band.shape[-1]))
+    scale = _visible_max(scores.detach(), size, is_causal=is_causal, strict=strict)
+    blocks = (split(scores, size, value=FLOOR), split(both, size), split(scale, size))
     inside = join(_in_window(_skewed(weights, size), *blocks, is_causal=is_causal), length)
     if strict:
         return inside
-    return inside + _outside(scores, both, top, size, is_causal=is_causal) * (-unit).exp()
+    return inside + _outside(scores, both, scale, size, is_causal=is_causal) * (-bias_scale).exp()
 
 
-def _in_window(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor, *, is_causal: bool) -> Tensor:
+def _in_window(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, is_causal: bool) -> Tensor:
     """Blocks of the window's reach: a query sees the end of the block before, its own and the start of the next."""
     size = scores.shape[-2]
-    before, own, after = weights.split(size, -1)
-    late = (_block_shifted(scores, 1, FLOOR), _block_shifted(both, 1), top)
-    sums = _triangle(before.flip(-1, -2), *(x.flip(-2) for x in late), size=size, diagonal=False).flip(-2)
+    before, inner, after = weights.split(size, -1)
+    earlier_keys = (_block_shifted(scores, 1, FLOOR), _block_shifted(both, 1), scale)
+    sums = _triangle(before.flip(-1, -2), *(x.flip(-2) for x in earlier_keys), size=size, diagonal=False).flip(-2)
     if is_causal:
-        return sums + _triangle(own, scores, both, top, size=size, diagonal=True)
-    early = (_block_shifted(scores, -1, FLOOR), _block_shifted(both, -1), top)
-    return sums + _square(own, scores, both, top) + _triangle(after, *early, size=size, diagonal=False)
+        return sums + _triangle(inner, scores, both, scale, size=size, diagonal=True)
+    later_keys = (_block_shifted(scores, -1, FLOOR), _block_shifted(both, -1), scale)
+    return sums + _square(inner, scores, both, scale) + _triangle(after, *later_keys, size=size, diagonal=False)
 
 
-def _outside(scores: Tensor, both: Tensor, top: Tensor, size: int, *, is_causal: bool) -> Tensor:
+def _outside(scores: Tensor, both: Tensor, scale: Tensor, size: int, *, is_causal: bool) -> Tensor:
     """The sums over all keys ``size`` or more positions away."""
-    length, terms = scores.shape[-2], weighed(scores, both, top)
+    length, terms = scores.shape[-2], weighted(scores, both, scale)
     ahead = (0, 0, size, 0)
     if is_causal:
-        fading = at_most(F.pad(top, ahead)[..., :length, :] - top, 0.0).exp()
-        return F.pad(decayed_sums(terms, top), ahead)[..., :length, :] * spread(fading, both.shape[-1])
+        decay = at_most(F.pad(scale, ahead)[..., :length, :] - scale, 0.0).exp()
+        return F.pad(decayed_sums(terms, scale), ahead)[..., :length, :] * spread(decay, both.shape[-1])
     before = F.pad(prefix_sums(terms), ahead)[..., :length, :]
     return before + F.pad(prefix_sums(terms.flip(-2)), ahead)[..., :length, :].flip(-2)
 
 
-def _triangle(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor, *, size: int, diagonal: bool) -> Tensor:
-    """``sum_{c < a} W_ac exp(s_c - top_a) both_c`` in blocks (..., heads, n, side, E); c = a too with ``diagonal``.
+def _triangle(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, size: int, diagonal: bool) -> Tensor:
+    """``sum_{c < a} W_ac exp(s_c - scale_a) both_c`` in blocks (..., heads, n, side, E); c = a too with ``diagonal``.
 
     ``weights`` (heads, n, side, side), where a size of 1 serves all; side is at most ``size``.
     """
     side, rounds = scores.shape[-2], (size - 1).bit_length()
     missing = (1 << rounds) - side
     weights = F.pad(weights, (0, missing, 0, missing))
-    scores, both, top = (F.pad(x, (0, 0, 0, missing), value=z) for x, z in ((scores, FLOOR), (both, 0.0), (top, 0.0)))
-    sums = _halves(weights, scores, both, top, rounds=rounds)
+    scores, both, scale = (
+        F.pad(x, (0, 0, 0, missing), value=z) for x, z in ((scores, FLOOR), (both, 0.0), (scale, 0.0))
+    )
+    sums = _halves(weights, scores, both, scale, rounds=rounds)
     if diagonal:
-        own = spread(at_most(scores - top, 0.0).exp(), both.shape[-1]) * both
-        sums = sums + weights.diagonal(0, -2, -1)[..., None] * own
+        terms = spread(at_most(scores - scale, 0.0).exp(), both.shape[-1]) * both
+        sums = sums + weights.diagonal(0, -2, -1)[..., None] * terms
     return sums[..., :side, :]
 
 
-def _halves(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor, *, rounds: int) -> Tensor:
+def _halves(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, rounds: int) -> Tensor:
     """What right halves gather from left halves, of blocks cut into 2, 4 ... ``2^rounds`` parts."""
     sums = torch.zeros_like(both)
-    for level in range(rounds):
+    for depth in range(rounds):
         left, right = (
-            [x.unflatten(-2, (2 << level, -1))[..., i::2, :, :] for x in (scores, both, top)] for i in (0, 1)
+            [x.unflatten(-2, (2 << depth, -1))[..., i::2, :, :] for x in (scores, both, scale)] for i in (0, 1)
         )
-        corners = _corners(weights, 2 << level, below=True)
-        part = _square(corners, left[0], left[1], right[2])
-        sums = sums + torch.stack([torch.zeros_like(part), part], -3).flatten(-4, -2)
+        corners = _corners(weights, 2 << depth, below=True)
+        right_sums = _square(corners, left[0], left[1], right[2])
+        sums = sums + torch.stack([torch.zeros_like(right_sums), right_sums], -3).flatten(-4, -2)
     return sums
 
 
-def _square(weights: Tensor, scores: Tensor, both: Tensor, top: Tensor) -> Tensor:
-    """``sum_c W_ac exp(s_c - top_a) both_c`` over whole pieces: their maximum is a unit that serves every query."""
-    unit = scores.detach().amax(-2, keepdim=True)
-    fading = spread(at_most(unit - top, 0.0).exp(), both.shape[-1])
-    terms = weighed(scores, both, unit)
+def _square(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor) -> Tensor:
+    """``sum_c W_ac exp(s_c - scale_a) both_c`` over square tiles, whose maximum serves every query."""
+    tile_scale = scores.detach().amax(-2, keepdim=True)
+    decay = spread(at_most(tile_scale - scale, 0.0).exp(), both.shape[-1])
+    terms = weighted(scores, both, tile_scale)
     if exporting():  # of folded axes only the last, the blocks, can be proved to unfold again
         first, second = (-3, -4) if weights.ndim == 5 else (-3, -3)
-        return (weights.transpose(first, second) @ terms.transpose(first, second)).transpose(first, second) * fading
+        return (weights.transpose(first, second) @ terms.transpose(first, second)).transpose(first, second) * decay
     # a product that broadcasts would copy the weights for every sequence
     blocks = "hnac,...hncd->...hnad" if weights.ndim == 4 else "hnpac,...hnpcd->...hnpad"
-    return torch.einsum(blocks, weights, terms) * fading
+    return torch.einsum(blocks, weights, terms) * decay
 
 
 def _corners(weights: Tensor, count: int, *, below: bool = False) -> Tensor:
@@ -168,7 +170,7 @@ def _corners(weights: Tensor, count: int, *, below: bool = False) -> Tensor:
 
 
 def _skewed(weights: Tensor, size: int) -> Tensor:
-    """Rows of a band (heads, L or 1, 2 size - 1) in blocks (heads, n, size, 3 size), each at its keys' place.
+    """Rows of a band (heads, L or 1, 2 size - 1) in blocks (heads, n, size, 3 size), each at its keys' positions.
 
     Row a starts at column a + 1: one column more per row, then read in rows one column shorter.
     """
@@ -184,11 +186,11 @@ def _visible_max(scores: Tensor, size: int, *, is_causal: bool, strict: bool) ->
     blocks = split(scores, size, value=FLOOR)
     rest = F.pad(cummax(blocks.flip(-2))[..., :-1, :], (0, 0, 1, 0), value=FLOOR).flip(-2)
     first = cummax(blocks)
-    top = torch.maximum(_block_shifted(rest, 1, FLOOR), first if is_causal else first[..., -1:, :])
+    scale = torch.maximum(_block_shifted(rest, 1, FLOOR), first if is_causal else first[..., -1:, :])
     if not is_causal:
         start = F.pad(first[..., :-1, :], (0, 0, 1, 0), value=FLOOR)
-        top = torch.maximum(top, _block_shifted(start, -1, FLOOR))
-    return join(top, scores.shape[-2])
+        scale = torch.maximum(scale, _block_shifted(start, -1, FLOOR))
+    return join(scale, scores.shape[-2])
 
 
 def _block_shifted(blocks: Tensor, by: int, value: float = 0.0) -> Tensor:

@@ -1,4 +1,6 @@
-"""Softmax pooling, channel by channel: ``sum_j exp(s_j) v_j / sum_j exp(s_j)`` as a monoid that cannot overflow.
+"""AFT-simple in plain differentiable operations: softmax pooling, channel by channel, as a monoid that cannot overflow.
+
+``sum_j exp(s_j) v_j / sum_j exp(s_j)``, over all keys (``pooled``) or over those up to each (``running``).
 
 Values and the mask travel together: ``terms`` puts them side by side, (..., S, Ev + C), and every sum of them is a
 numerator beside its denominator. Scores have C = Ev channels, or C = 1 that serves all values.
@@ -19,14 +21,16 @@ from fast_attention.engine.scan import FLOOR, running_max
 
 
 class Pool(NamedTuple):
-    """What keys leave behind: the true sums are ``exp(top)`` times ``sums``."""
+    """State for decoding: sums over keys; the true ones are ``exp(log_scale)`` times ``sums``."""
 
-    top: Float[Tensor, "*batch length weights"]  # the largest score so far; FLOOR where no key was seen
+    log_scale: Float[Tensor, "*batch length weights"]  # the largest score so far; FLOOR where no key was seen
     sums: Float[Tensor, "*batch length both"]  # numerators, then denominators
 
 
-def seen(scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
-    """1 for keys that may be seen, 0 for others, in the shape of ``scores``."""
+def visible_ones(
+    scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None
+) -> Tensor:
+    """1 for visible keys, 0 for masked ones, in the shape of ``scores``."""
     ones = torch.ones_like(scores)
     return ones if key_mask is None else ones.masked_fill(~key_mask[..., None], 0.0)
 
@@ -37,71 +41,82 @@ def terms(
     key_mask: Bool[Tensor, "*#batch2 keys"] | None,
 ) -> tuple[Float[Tensor, "*batch keys weights"], Float[Tensor, "*batch keys both"]]:
     """Scores, masked ones at ``FLOOR``, and values beside ones, masked rows zero."""
-    both = torch.cat([masks.drop(values, key_mask), seen(scores, key_mask)], -1)
-    return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR), both
+    both = torch.cat([masks.drop(values, key_mask), visible_ones(scores, key_mask)], -1)
+    return masked_scores(scores, key_mask), both
 
 
-def hidden(scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None) -> Tensor:
+def masked_scores(
+    scores: Float[Tensor, "*batch keys weights"], key_mask: Bool[Tensor, "*#batch2 keys"] | None
+) -> Tensor:
     """Scores, masked ones at ``FLOOR``."""
     return scores if key_mask is None else scores.masked_fill(~key_mask[..., None], FLOOR)
 
 
-def weighed(scores: Tensor, both: Tensor, top: Tensor) -> Tensor:
-    """``exp(score - top)`` times values and ones."""
-    return spread((scores - top).exp(), both.shape[-1]) * both
+def weighted(scores: Tensor, both: Tensor, log_scale: Tensor) -> Tensor:
+    """``exp(score - log_scale)`` times values and ones."""
+    return spread((scores - log_scale).exp(), both.shape[-1]) * both
 
 
 def pooled(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
     """The pool of all keys, one row."""
-    top = scores.detach().amax(-2, keepdim=True)
-    return Pool(top, weighed(scores, both, top).sum(-2, keepdim=True))
+    log_scale = scores.detach().amax(-2, keepdim=True)
+    return Pool(log_scale, weighted(scores, both, log_scale).sum(-2, keepdim=True))
 
 
 def running(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]) -> Pool:
     """The pool of all keys up to each, as many rows as keys.
 
-    Every row has the maximum of its own past as unit, so that neither a huge key to come nor one long gone can
+    Every row has the maximum of its past as log scale, so that neither a huge key to come nor one long gone can
     underflow what a row sums.
     """
-    top = running_max(scores.detach())
-    return Pool(top, decayed_sums(weighed(scores, both, top), top))
+    log_scale = running_max(scores.detach())
+    return Pool(log_scale, decayed_sums(weighted(scores, both, log_scale), log_scale))
 
 
-def behind(
+def prepended(
     pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]
 ) -> tuple[Tensor, Tensor]:
     """Keys with the row of an earlier pool in front of them, as if it were one more key."""
     if pool is None:
         return F.pad(scores, (0, 0, 1, 0), value=FLOOR), F.pad(both, (0, 0, 1, 0))
-    return torch.cat([pool.top, scores], -2), torch.cat([pool.sums, both], -2)
+    return torch.cat([pool.log_scale, scores], -2), torch.cat([pool.sums, both], -2)
 
 
-def merged(earlier: Pool, later: Pool) -> Pool:
-    """The pool of two neighbouring stretches; associative."""
-    top = torch.maximum(earlier.top, later.top)
+def combined(earlier: Pool, later: Pool) -> Pool:
+    """The pool of two neighbouring chunks; associative."""
+    log_scale = torch.maximum(earlier.log_scale, later.log_scale)
     width = earlier.sums.shape[-1]
-    a, b = (spread((pool.top - top).exp(), width) for pool in (earlier, later))
-    return Pool(top, a * earlier.sums + b * later.sums)
+    a, b = (spread((pool.log_scale - log_scale).exp(), width) for pool in (earlier, later))
+    return Pool(log_scale, a * earlier.sums + b * later.sums)
 
 
 def mean(sums: Float[Tensor, "*batch length both"], values: int) -> Float[Tensor, "*batch length values"]:
-    """Numerators, the first ``values`` channels, over denominators; zeros where nothing was seen."""
+    """Numerators, the first ``values`` channels, over denominators; zeros where no key is visible."""
     return quotient(sums[..., :values], sums[..., values:])
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Numerators over denominators; zeros where the denominator is zero."""
-    nothing = denominator == 0
-    return (numerator / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+    zero = denominator == 0
+    return (numerator / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
-def gated_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``sigmoid(q_i)`` times the mean of the values up to i, (..., S, Ev) each; keys at ``FLOOR`` are not there."""
-    both = torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
-    return q.sigmoid() * mean(running(k, both).sums, v.shape[-1])
+def with_ones(k: Tensor, v: Tensor) -> Tensor:
+    """Values beside ones, zeros for keys at ``FLOOR``."""
+    return torch.cat([v, (k > FLOOR / 2).to(v.dtype)], -1)
 
 
-def aligned(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
+def gated_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``sigmoid(q_i)`` times the mean of the values; keys at ``FLOOR`` are masked, their values zero."""
+    return q.sigmoid() * mean(pooled(k, with_ones(k, v)).sums, v.shape[-1])
+
+
+def gated_running_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``sigmoid(q_i)`` times the mean of the values up to i; keys at ``FLOOR`` are masked, their values zero."""
+    return q.sigmoid() * mean(running(k, with_ones(k, v)).sums, v.shape[-1])
+
+
+def last_rows(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
     """The last ``length`` rows, as causal queries end where the keys end; zeros in front where there are fewer."""
     if not torch.compiler.is_compiling() and rows.shape[-2] == length:
         return rows

@@ -1,0 +1,116 @@
+"""AFT-full (Zhai et al. 2021): keys weighed by a learned bias for every pair of positions, channel by channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import narrow
+from fast_attention.engine.precision import in_float32
+from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanisms.aft import fast_full, reference
+from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.value import at_least
+
+
+@in_float32
+def aft_full(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys width"],
+    bias: Float[Tensor, "rows columns"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length width"]:
+    """``sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)`` per channel (arXiv 2105.14103, Eq. 2-3).
+
+    ``bias`` w is shared by all heads and channels and holds at least (length, keys) numbers, (keys, keys) for causal
+    calls. There the queries are the last of the sequence: query i has row ``i + keys - length``. Two products of
+    matrices, time O(length keys width), memory O(length keys). A query that sees nothing gets zeros.
+    """
+    length, keys = q.shape[-2], k.shape[-2]
+    longest, bias = bias.shape[0], narrow(narrow(bias, keys if is_causal else length, axis=0), keys, axis=1)
+    k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
+    if is_causal:
+        q = reference.last_rows(q, keys)
+    out = fast_full.full(q, k, v, bias, is_causal=is_causal, any_masked=key_mask is not None, longest=longest)
+    return reference.last_rows(out, length) if is_causal else out
+
+
+class PositionBias(NamedTuple):
+    """One bias per query and key position, for all heads and channels."""
+
+    bias: Float[Tensor, "max_len max_len"]
+
+
+class FactoredBias(NamedTuple):
+    """Biases as a product ``rows @ columns^T``."""
+
+    rows: Float[Tensor, "max_len rank"]
+    columns: Float[Tensor, "max_len rank"]
+
+
+@dataclass(frozen=True, repr=False)
+class AFTFull(Attention[PositionBias | FactoredBias, None]):
+    """AFT with a learned bias for every pair of positions: two n x n products, and no n x n x d tensor.
+
+    Keys, queries and values must have the same width. Causal calls with fewer queries than keys take the queries for
+    the last of the sequence; other cross attention starts both at position 0.
+
+    Args:
+        rank: Width of the two factors of the bias, 2 max_len rank numbers instead of max_len^2; None: no factors. The
+            paper's models use 64 to 128.
+    """
+
+    rank: int | None = None
+
+    traits = Traits(
+        paper="Zhai et al. 2021, arXiv 2105.14103",
+        formula="sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)",
+        cost="n^2 d",
+        order=2.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        bounded=True,
+        matrix=False,  # a matrix for each channel
+        learned=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            at_least(self, "rank", self.rank, 1)
+
+    def weights(self, shape: Shape) -> PositionBias | FactoredBias:
+        """Biases, or both factors of them, from N(0, 0.01^2)."""
+        if self.rank is None:
+            return PositionBias(nn.Parameter(0.01 * torch.randn(shape.max_len, shape.max_len)))
+        rows, columns = (nn.Parameter(0.01 * torch.randn(shape.max_len, self.rank)) for _ in range(2))
+        return FactoredBias(rows, columns)
+
+    def heads_of(self, w: PositionBias | FactoredBias) -> None:
+        """None: the biases are those of all heads, however many."""
+
+    @in_float32
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: PositionBias | FactoredBias,
+        *,
+        is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        """``aft_full`` with the learned bias."""
+        same_width(self, k, v)
+        self.within(q.shape[-2], w[0].shape[0])
+        self.within(k.shape[-2], w[0].shape[0])
+        bias = w.bias if isinstance(w, PositionBias) else w.rows @ w.columns.mT
+        return aft_full(q, k, v, bias, is_causal=is_causal, key_mask=key_mask)

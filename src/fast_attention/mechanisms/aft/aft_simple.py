@@ -1,0 +1,89 @@
+"""AFT-simple (Zhai et al. 2021): every channel pools the values by its own keys, gated by the query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine import dispatch, masks
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import traced
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.aft import fast, fast_causal, reference
+from fast_attention.mechanisms.aft.reference import Pool, same_width
+
+
+@in_float32
+def aft_simple(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys width"],
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+) -> Float[Tensor, "*batch length width"]:
+    """``sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)``, channel by channel (arXiv 2105.14103, Eq. 5).
+
+    The sums run over the keys that query i may see. Exact for keys of any size: every sum is divided by the exponential
+    of a running maximum. A query that sees nothing gets zeros.
+    """
+    any_masked = key_mask is not None
+    k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
+    if is_causal:
+        return fast_causal.causal(q, k, v, any_masked=any_masked)
+    dispatch.record("sums over all keys, chunk by chunk", "every query sees the same keys")
+    return fast.noncausal(q, k, v, any_masked=any_masked)
+
+
+@dataclass(frozen=True, repr=False)
+class AFTSimple(Attention[tuple[()], Pool]):
+    """AFT without position biases: the values' mean weighted by exp(key), one for all queries, gated by each.
+
+    Every query weighs a key the same; what is lost is the interaction of content with position. Keys, queries and
+    values must have the same width.
+    """
+
+    traits = Traits(
+        paper="Zhai et al. 2021, arXiv 2105.14103",
+        formula="sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)",
+        cost="n d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        memory="constant",
+        matrix=False,  # a matrix for each channel
+    )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """``aft_simple``."""
+        same_width(self, k, v)
+        return aft_simple(q, k, v, is_causal=is_causal, key_mask=key_mask)
+
+    @in_float32
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, Pool]:
+        """Outputs of new tokens, and the pool of all keys up to the last."""
+        same_width(self, k, v)
+        scores, both = reference.terms(k, v, key_mask)
+        if not traced() and k.shape[-2] == 1:
+            dispatch.record("one key added to the sums", "decoding token by token")
+            row = Pool(scores, both) if state is None else reference.combined(state, Pool(scores, both))
+            return q.sigmoid() * reference.mean(row.sums, v.shape[-1]), row
+        rows = reference.running(*reference.prepended(state, scores, both))
+        out = q.sigmoid() * reference.mean(rows.sums[..., 1:, :], v.shape[-1])
+        return out, Pool(rows.log_scale[..., -1:, :], rows.sums[..., -1:, :])
+
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
+        """The pool of the keys of a chunk."""
+        return reference.pooled(*reference.terms(k, v, key_mask))
+
+    def merged(self, earlier: Pool, later: Pool) -> Pool:
+        """The pool of two neighbouring chunks."""
+        return reference.combined(earlier, later)

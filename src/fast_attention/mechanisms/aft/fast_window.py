@@ -1,0 +1,161 @@
+"""AFT with biases in a window, in tiles, with its gradient: never a subtraction, so that no bias cancels.
+
+A block of ``size`` queries is one product with the keys of its block and the neighbouring ones (``reach`` tokens on
+both sides, or before it only), weights exp(w) in the window and 1 around it; blocks further away come in by their
+sums. All queries share one log scale per channel (``in_range``); others take ``reference_biased.windowed``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine import dispatch
+from fast_attention.engine.chunks import chunks_of
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.opaque import like_queries, opaque
+from fast_attention.engine.tracing import traced
+from fast_attention.mechanisms.aft import fast, reference, reference_biased, window_blocks
+from fast_attention.mechanisms.aft.window_blocks import PaddedRows, Plan, Weights, far, grouped
+
+RANGE = 30.0  # keys may rise by this, and biases lie this far from 0: sums stay above exp(-60)
+
+
+def _chunks(terms: PaddedRows, plan: Plan) -> list[slice]:
+    """As many blocks as make ``window_blocks.NUMBERS`` sums."""
+    return chunks_of(max(1, window_blocks.NUMBERS // (plan.size * terms.width)), terms.count)
+
+
+def _around(terms: PaddedRows, plan: Plan, *, before: bool, after: bool) -> Tensor | None:
+    """For each block the sums over the blocks outside its products."""
+    return None if plan.strict else far(terms.inner.sum(2), plan.reach // plan.size, before=before, after=after)
+
+
+def _tokens(at: slice, plan: Plan, length: int) -> slice:
+    return slice(at.start * plan.size, min(at.stop * plan.size, length))
+
+
+def _terms(k: Tensor, v: Tensor, plan: Plan) -> PaddedRows:
+    terms = PaddedRows(k, plan)
+    fast.weigh(grouped(k, plan), grouped(v, plan), grouped(fast.log_scale(k), plan), terms.tokens)
+    return terms
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, keep: bool, plan: Plan
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    terms, out = _terms(k, v, plan), torch.empty_like(q)
+    kept = torch.empty_like(q) if keep else None
+    around = _around(terms, plan, before=True, after=not plan.is_causal)
+    chunks = _chunks(terms, plan)
+    weights = Weights(band, plan, chunks[0].stop)
+    workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
+    queries, outputs = grouped(q, plan), grouped(out, plan)
+    for group in range(len(terms.all)):
+        for at in chunks:
+            sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
+            torch.bmm(weights.of(group, at), terms.windows[group, at], out=sums)
+            if around is not None:
+                sums.add_(around[group, at, None])
+            rows = sums.view(-1, *terms.all.shape[2:])[: tokens.stop - tokens.start]
+            denominators = fast.gate(queries[group, tokens], rows, outputs[group, tokens], any_masked=plan.any_masked)
+            if kept is not None:
+                grouped(kept, plan)[group, tokens] = denominators
+    return out, () if kept is None else (kept,)
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, plan: Plan,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    (q, k, v, band), d_inputs = inputs, [torch.empty_like(x) for x in inputs[:3]]
+    terms, d_terms = _terms(k, v, plan), PaddedRows(k, plan)
+    d_terms.all.zero_()
+    d_band = torch.zeros_like(band) if band.requires_grad else None
+    chunks = _chunks(terms, plan)
+    weights = Weights(band, plan, chunks[0].stop)
+    workspace = k.new_empty(chunks[0].stop, plan.size, terms.width)
+    sides = [grouped(x, plan) for x in (q, gradients[0], outputs[0], kept[0], d_inputs[0])]
+    totals = k.new_empty(len(terms.all), terms.count, terms.width)
+    for group in range(len(terms.all)):
+        for at in chunks:
+            d_sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
+            rows = d_sums.view(-1, *terms.all.shape[2:])
+            rows[tokens.stop - tokens.start :].zero_()
+            fast.gate_vjp(*(x[group, tokens] for x in sides), rows[: tokens.stop - tokens.start])
+            torch.sum(d_sums, 1, out=totals[group, at])
+            _add_to_keys(weights.of(group, at), d_sums, d_terms.blocks[group], at.start)
+            if d_band is not None:
+                _add_to_band(d_band, weights, d_sums @ terms.windows[group, at].mT, group, tokens)
+    if not plan.strict:
+        reach = plan.reach // plan.size
+        d_terms.inner.add_(far(totals, reach, before=not plan.is_causal, after=True)[:, :, None])
+    values, dk, dv = (grouped(x, plan) for x in (v, *d_inputs[1:]))
+    fast.weigh_vjp(values, terms.tokens[..., v.shape[-1] :], d_terms.tokens, dk, dv)
+    return *d_inputs, d_band
+
+
+def _add_to_keys(weights: Tensor, d_sums: Tensor, d_terms: Tensor, start: int) -> None:
+    """Add the gradients of the products to the blocks of keys that they took in."""
+    count, size = d_sums.shape[:2]
+    for i, columns in enumerate(weights.split(size, -1)):
+        d_terms[start + i : start + i + count].baddbmm_(columns.mT, d_sums)
+
+
+def _add_to_band(d_band: Tensor, weights: Weights, d_weights: Tensor, group: int, tokens: slice) -> None:
+    """Add the gradients of the weights of a few blocks to that of the biases."""
+    taps = weights.taps.shape[-1]
+    if weights.per_head:
+        inside = weights.skewed(d_weights.sum(0, keepdim=True))
+        d_band[group, 0, :taps] += inside.sum((0, 1)) * weights.taps[group, 0].exp()
+        return
+    inside = weights.skewed(d_weights).flatten(0, 1)[: tokens.stop - tokens.start]
+    torch.mul(inside, weights.taps[0, tokens].exp(), out=d_band[0, tokens, :taps])
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, plan: Plan) -> Tensor:
+    sums = reference_biased.windowed(
+        band, k, reference.with_ones(k, v), is_causal=plan.is_causal, strict=plan.strict
+    )  # fmt: skip
+    return q.sigmoid() * reference.mean(sums, v.shape[-1])
+
+
+_RULE = CustomGradient(_plain, _forward, _backward)
+
+
+def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
+    """Whether one log scale per channel serves every query, and the biases need none beside it."""
+    fits = band.detach().abs().amax() <= RANGE
+    if plan.is_causal or plan.strict:
+        low = fast.smallest(k) if plan.any_masked else k.amin(-2) if plan.strict else k[..., 0, :]
+        fits = fits & ((k.amax(-2) - low).amax() <= RANGE)
+    return bool(fits)
+
+
+@opaque(like_queries)
+def windowed(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, *, is_causal: bool, strict: bool, any_masked: bool
+) -> Tensor:
+    """AFT with biases in a window: ``band`` as in ``reference_biased.windowed``; masked keys at ``scan.FLOOR``."""
+    length, heads, reach = k.shape[-2], k.shape[-3], band.shape[-1] // 2
+    shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
+    size = next((size for size in (16, 32) if reach <= size), 64)
+    plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
+    halving = "triangles of products by halving"
+    if traced():
+        dispatch.record(halving, "traced, or under a function transform: keys cannot be looked at", window=reach + 1)
+        return _plain(q, k, v, band, plan=plan)
+    near = min(reach, max(length - 1, 0))
+    plan = plan._replace(reach=-(-near // size) * size)
+    why = "no token" if length == 0 else "keys or biases lie too far apart for one log scale"
+    if unshared := not (shared or band.shape[1] == 1):
+        why = "every head has biases of its own for every position: blocks could share them neither way"
+    if length == 0 or unshared or not in_range(k, band, plan):
+        dispatch.record(halving, why, window=reach + 1)
+        return _plain(q, k, v, band, plan=plan)
+    why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
+    dispatch.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
+    band = band[..., reach - near : reach + near + 1]
+    return _RULE(q, k, v, band.expand(-1, length, -1) if shared else band, plan=plan)
