@@ -89,7 +89,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool) -
         before, scale = scales[..., i : i + 1, :], scales[..., i + 1 : i + 2, :]
         tokens = [x[..., chunk.at, :] for x in (q, k, v)]
         if not chunk.in_range:
-            out[..., chunk.at, :], carry = _token_by_token(*tokens, carry.to(k.dtype), before)
+            out[..., chunk.at, :], carry = _token_by_token(*tokens, carry=carry.to(k.dtype), scale=before)
             continue
         queries, keys, values, rows = (x.unflatten(-2, (-1, chunk.group)) for x in (*tokens, out[..., chunk.at, :]))
         sums = GroupedSums(k, chunk, 2 * width)
@@ -151,10 +151,9 @@ def _token_by_token_vjp(tokens: list[Tensor], carry: Tensor, scale: Tensor, d_ca
     """The gradients of queries, keys, values and the sums in front of the chunk."""
     q, k, v, g = tokens
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, carry.to(k.dtype))]
-        *gradients, before = torch.autograd.grad(
-            _token_by_token(*leaves, scale), leaves, (g, d_carry.to(k.dtype))
-        )  # fmt: skip
+        q, k, v, carry = leaves = [x.detach().requires_grad_() for x in (q, k, v, carry.to(k.dtype))]
+        results = _token_by_token(q, k, v, carry, scale)
+        *gradients, before = torch.autograd.grad(results, leaves, (g, d_carry.to(k.dtype)))
     return *gradients, before.double()
 
 

@@ -89,7 +89,8 @@ def _backward(
     for at in chunks_of(ROWS, q.shape[-2]):
         weights, d_sums = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
         keys = weights.shape[1]
-        fast.gate_vjp(*(x[..., at, :] for x in (q, g, out, denominators, dq)), d_sums.movedim(0, -2))
+        tokens = (x[..., at, :] for x in (q, g, out, denominators, dq))
+        fast.gate_vjp(*tokens, d_sums=d_sums.movedim(0, -2))
         d_terms.flatten(1)[:keys].addmm_(weights.mT, d_sums.flatten(1))
         if d_bias is not None:
             torch.mm(d_sums.flatten(1), flat[:keys].mT, out=d_bias[at, :keys]).mul_(weights)

@@ -84,7 +84,7 @@ def _backward(
             d_sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
             rows = d_sums.view(-1, *terms.all.shape[2:])
             rows[tokens.stop - tokens.start :].zero_()
-            fast.gate_vjp(*(x[group, tokens] for x in sides), rows[: tokens.stop - tokens.start])
+            fast.gate_vjp(*(x[group, tokens] for x in sides), d_sums=rows[: tokens.stop - tokens.start])
             torch.sum(d_sums, 1, out=totals[group, at])
             _add_to_keys(weights.of(group, at), d_sums, d_terms.blocks[group], at.start)
             if d_band is not None:
