@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import Bound, LinearAttention, Shape, catalogue
+from fast_attention.engine.decay import GROUP, state_sums
 from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.states import GROUP, state_sums
 from fast_attention.feature_maps.features import (
     Custom,
     EluPlusOne,

@@ -1,7 +1,7 @@
-"""Any length in blocks: pad the sequence axis to a multiple, split it, and cut it back.
+"""Splits sequences of any length into blocks and joins them again; overlapping slices; weights of shorter sequences.
 
 torch.export proves of a dynamic length neither that it divides into blocks nor that there is more than one of them. So
-while exporting, blocks are taken by position, and one or two more of them, all padding, are kept.
+while exporting, blocks are gathered by position, and one or two more of them, all padding, are kept.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def split(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:
     if not exporting():
         return pad_length(x, size, value=value).unflatten(-2, (-1, size))
     length = x.shape[-2]
-    place = torch.arange(count(length, size), device=x.device)[:, None] * size + torch.arange(size, device=x.device)
-    return fill(x[..., place.clamp(max=length - 1), :], (place >= length)[..., None], value)
+    position = torch.arange(count(length, size), device=x.device)[:, None] * size + torch.arange(size, device=x.device)
+    return fill(x[..., position.clamp(max=length - 1), :], (position >= length)[..., None], value)
 
 
 def fill(x: Tensor, where: Tensor, value: bool | int | float) -> Tensor:
@@ -57,18 +57,18 @@ def join(blocks: Tensor, length: int) -> Tensor:
     """(..., n, size, E) -> (..., length, E): the inverse of ``split``."""
     if not exporting():
         return blocks.flatten(-3, -2)[..., :length, :]
-    place, size = torch.arange(length, device=blocks.device), blocks.shape[-2]
-    return blocks[..., place // size, place % size, :]
+    position, size = torch.arange(length, device=blocks.device), blocks.shape[-2]
+    return blocks[..., position // size, position % size, :]
 
 
 def narrow(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
     """``length`` entries of a weight along ``axis``; taken by position while exporting, where there may be too few."""
     if not torch.compiler.is_compiling() and start == 0 and length == x.shape[axis]:
-        return x  # the gradient of a part is a tensor as large as the whole, and a copy
+        return x  # the gradient of a view is a tensor as large as the weight, and a copy
     if not exporting():
         return x.narrow(axis, start, length)
-    place = torch.arange(length, device=x.device) + start
-    return x.index_select(axis, place.clamp(max=x.shape[axis] - 1))
+    position = torch.arange(length, device=x.device) + start
+    return x.index_select(axis, position.clamp(max=x.shape[axis] - 1))
 
 
 def smaller(size: int, limit: int) -> int:

@@ -1,7 +1,6 @@
-"""Bounds whose gradient at the bound itself is 1, with every torch: that of ``clamp`` became 0 there in torch 2.15.
+"""Bounds numbers with a gradient of 1 at the bound itself, with every torch: ``clamp``'s became 0 there in torch 2.15.
 
-Where numbers meet their bound by construction (the largest key, measured in units of itself), that slope is no matter
-of taste.
+It matters where numbers meet their bound by construction, as the largest key minus the running maximum does.
 """
 
 from __future__ import annotations

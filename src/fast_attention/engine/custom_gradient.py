@@ -1,4 +1,4 @@
-"""Functions whose gradient is written out, for loops over blocks that autograd would record slice by slice.
+"""Gives functions a hand-written gradient, for loops over blocks that autograd would record slice by slice.
 
 (Autograd through slices is quadratic: the gradient of every slice is a tensor of full length.)
 """
@@ -25,7 +25,7 @@ class CustomGradient:
 
     ``plain`` serves where tensors are traced (compile, export, ``make_fx``, fake tensors), where a function transform
     or a derivative forwards runs (``torch.func``), and where the gradient is to be differentiated again; the other two
-    serve everywhere else and may work in place on what they made.
+    serve everywhere else and may work in place on tensors of their own.
 
     Args:
         plain: ``(*tensors, **settings) -> outputs``, one tensor or a tuple, in operations that autograd follows.
@@ -51,18 +51,18 @@ class CustomGradient:
         if self.fuses and allowed():
             return self._fused(*tensors, **settings)  # type: ignore[attr-defined]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            return _Written.apply(self, settings, *tensors)
+            return _Function.apply(self, settings, *tensors)
         return self.forward(*tensors, keep=False, **settings)[0]
 
 
-class _Written(torch.autograd.Function):
+class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: CustomGradient, settings: dict[str, Any], *tensors: Tensor | None) -> Any:
         ctx.precision = Precision.now(tensors)
         outputs, kept = rule.forward(*tensors, keep=True, **settings)
-        made = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.rule, ctx.settings, ctx.sizes = rule, settings, (len(tensors), len(made))
-        ctx.save_for_backward(*tensors, *made, *kept)
+        flat = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.rule, ctx.settings, ctx.sizes = rule, settings, (len(tensors), len(flat))
+        ctx.save_for_backward(*tensors, *flat, *kept)
         return outputs
 
     @staticmethod
@@ -70,22 +70,22 @@ class _Written(torch.autograd.Function):
         count, number = ctx.sizes
         saved = ctx.saved_tensors
         inputs, outputs, kept = saved[:count], saved[count : count + number], saved[count + number :]
-        with ctx.precision.again():
+        with ctx.precision.restored():
             if torch.is_grad_enabled():
-                return None, None, *_again(ctx.rule.plain, ctx.settings, inputs, gradients)
+                return None, None, *_differentiable(ctx.rule.plain, ctx.settings, inputs, gradients)
             return None, None, *ctx.rule.backward(inputs, outputs, kept, gradients, **ctx.settings)
 
 
-def _again(
+def _differentiable(
     plain: Callable[..., Any],
     settings: dict[str, Any],
     inputs: tuple[Tensor | None, ...],
     gradients: tuple[Tensor, ...],
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again."""
-    twins = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may stand in two places
+    twins = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may be passed twice
     wanted = [x for x in twins if x is not None and x.requires_grad]
     outputs = plain(*twins, **settings)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in twins]
+    grad_in = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
+    return [next(grad_in) if x is not None and x.requires_grad else None for x in twins]

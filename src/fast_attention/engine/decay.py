@@ -1,6 +1,6 @@
-"""Sums along the sequence whose past fades by a decay given in logarithms: no exponent above zero is ever taken.
+"""Sums a sequence with a decay given by logarithms that never fall: no exponent above zero is ever taken.
 
-They work on the last axis but one, in blocks: a few steps over all blocks at once, then the same over the blocks' ends.
+Both work on the last axis but one, in blocks: inside all blocks at once, then in the same way over the blocks' ends.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.blocks import join, split
+from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.bounds import at_most
+from fast_attention.engine.tracing import exporting
 
-STEPS = 16  # tokens per block of a decayed sum, walked one by one
+STEPS = 16  # tokens per block of ``decayed_sums``, walked one by one
+GROUP = 32  # states per block of ``state_sums``, combined pair by pair
 
 
 def decayed_sums(
-    x: Float[Tensor, "*batch length width"], level: Float[Tensor, "*batch length #weights"]
+    x: Float[Tensor, "*batch length width"], log_scale: Float[Tensor, "*batch length #weights"]
 ) -> Float[Tensor, "*batch length width"]:
-    """``y_t = sum_{j <= t} exp(level_j - level_t) x_j`` for levels that never fall along the sequence.
+    """``y_t = sum_{j <= t} exp(log_scale_j - log_scale_t) x_j`` for log scales that never fall along the sequence.
 
-    No exponent above zero is ever taken, whatever the levels' range: this is the recurrence
-    ``y_t = exp(level_{t-1} - level_t) y_{t-1} + x_t``, walked in blocks of ``STEPS`` tokens, all blocks side by side,
-    then over the blocks' ends. Time and memory O(length). Levels of width 1 serve all channels; levels of half the
-    width of ``x`` serve both halves.
+    Whatever their range, this is the recurrence ``y_t = exp(log_scale_{t-1} - log_scale_t) y_{t-1} + x_t``, walked in
+    blocks of ``STEPS`` tokens, all blocks side by side, then over the blocks' ends. Time and memory O(length). Log
+    scales of width 1 serve all channels; those of half the width of ``x`` serve both halves.
     """
-    return _decayed(x, level, 3 if torch.compiler.is_compiling() else None)
+    return _decayed(x, log_scale, 3 if torch.compiler.is_compiling() else None)
 
 
 def spread(factor: Shaped[Tensor, "*batch weights"], width: int) -> Shaped[Tensor, "*batch wide"]:
@@ -34,39 +35,71 @@ def spread(factor: Shaped[Tensor, "*batch weights"], width: int) -> Shaped[Tenso
     return factor if factor.shape[-1] in (1, width) else torch.cat([factor, factor], -1)
 
 
-def _decayed(x: Tensor, level: Tensor, rounds: int | None) -> Tensor:
+def _decayed(x: Tensor, log_scale: Tensor, rounds: int | None) -> Tensor:
     """``rounds`` of blocks and then all pairs, as traced lengths need; None: as many as the length asks for."""
     length = x.shape[-2]
     if rounds is None and length <= STEPS:
-        return _walked(x, level)
+        return _walked(x, log_scale)
     if rounds == 0:
-        return _all_pairs(x, level)
-    level = split(level, STEPS)
-    inside = (_walked if rounds is None else _all_pairs)(split(x, STEPS), level)
-    ends = level[..., -1, :]
+        return _all_pairs(x, log_scale)
+    log_scale = split(log_scale, STEPS)
+    inside = (_walked if rounds is None else _all_pairs)(split(x, STEPS), log_scale)
+    ends = log_scale[..., -1, :]
     totals = _decayed(inside[..., -1, :], ends, None if rounds is None else rounds - 1)
-    before, before_level = _shifted(totals)[..., None, :], _shifted(ends)[..., None, :]
-    return join(inside + spread(_fading(before_level, level), x.shape[-1]) * before, length)
+    before, log_scale_before = _shifted(totals)[..., None, :], _shifted(ends)[..., None, :]
+    return join(inside + spread(_decay(log_scale_before, log_scale), x.shape[-1]) * before, length)
 
 
-def _walked(x: Tensor, level: Tensor) -> Tensor:
-    decay = spread(_fading(level[..., :-1, :], level[..., 1:, :]), x.shape[-1])
+def _walked(x: Tensor, log_scale: Tensor) -> Tensor:
+    decays = spread(_decay(log_scale[..., :-1, :], log_scale[..., 1:, :]), x.shape[-1])
     first, *rest = x.unbind(-2)
     rows = [first]
-    for row, fade in zip(rest, decay.unbind(-2), strict=True):
-        rows.append(torch.addcmul(row, fade, rows[-1]))
+    for row, decay in zip(rest, decays.unbind(-2), strict=True):
+        rows.append(torch.addcmul(row, decay, rows[-1]))
     return torch.stack(rows, -2)
 
 
-def _all_pairs(x: Tensor, level: Tensor) -> Tensor:
-    weights = _fading(level[..., None, :, :], level[..., :, None, :])
+def _all_pairs(x: Tensor, log_scale: Tensor) -> Tensor:
+    weights = _decay(log_scale[..., None, :, :], log_scale[..., :, None, :])
     later = torch.ones(weights.shape[-3:-1], dtype=torch.bool, device=x.device).triu(1)
     weights = spread(weights.masked_fill(later[..., None], 0.0), x.shape[-1])
     return (weights * x[..., None, :, :]).sum(-2)
 
 
-def _fading(earlier: Tensor, later: Tensor) -> Tensor:
-    # the padding behind the last token falls back to level 0: nobody reads it, but it must not overflow
+def state_sums(
+    x: Float[Tensor, "*batch count width"], log_scale: Float[Tensor, "*batch count"] | None
+) -> Float[Tensor, "*batch count width"]:
+    """``y_i = sum_{j <= i} exp(log_scale_j - log_scale_i) x_j``: one log scale for all numbers of a state.
+
+    Log scales never fall and may be of higher precision than x; None stands for equal ones. Groups of ``GROUP`` states
+    are combined pair by pair, as products of matrices, then the groups' totals in the same way: none of the log scales
+    would fit all sums, so that cumulative sums would not do. Time O(count GROUP width).
+    """
+    if log_scale is None:
+        return x.cumsum(-2)
+    rounds, count = 1, x.shape[-2]  # one round is enough for millions of tokens, and asks no traced length
+    if not exporting():
+        rounds = 0
+        while count > GROUP:
+            count, rounds = -(-count // GROUP), rounds + 1
+    return _combined(x, log_scale, rounds)
+
+
+def _combined(x: Tensor, log_scale: Tensor, rounds: int) -> Tensor:
+    if rounds == 0:
+        later = torch.ones(log_scale.shape[-1], log_scale.shape[-1], dtype=torch.bool, device=x.device).triu(1)
+        return _decay(log_scale[..., None, :], log_scale[..., :, None]).masked_fill(later, 0.0).to(x.dtype) @ x
+    groups, log_scales = split(x, GROUP), split_row(log_scale, GROUP)
+    if exporting():  # with a further group of padding it can prove that there are several
+        groups, log_scales = F.pad(groups, (0, 0, 0, 0, 0, 1)), F.pad(log_scales, (0, 0, 0, 1))
+    inside, ends = _combined(groups, log_scales, 0), log_scales[..., -1]
+    before = F.pad(_combined(inside[..., -1, :], ends, rounds - 1), (0, 0, 1, 0))[..., :-1, None, :]
+    decayed = _decay(F.pad(ends, (1, 0))[..., :-1, None], log_scales).to(x.dtype)[..., None] * before
+    return join(inside + decayed, x.shape[-2])
+
+
+def _decay(earlier: Tensor, later: Tensor) -> Tensor:
+    # the padding behind the last token falls back to 0: nobody reads it, but it must not overflow
     return at_most(earlier - later, 0.0).exp()
 
 

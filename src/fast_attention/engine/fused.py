@@ -1,4 +1,4 @@
-"""torch's fused attention, whose gradient can be differentiated again."""
+"""Calls torch's fused attention so that its gradient can be differentiated again."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def fused_attention(
 
     ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one.
     """
-    if is_causal and scale is not None and scale < TINY:  # torch's kernel hides before it scales, in float32: NaN
+    if is_causal and scale is not None and scale < TINY:  # torch's kernel masks before it scales, in float32: NaN
         q, scale = q * scale, 1.0
     if transformed() or (mask is not None and exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    ours = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad) and not traced()
-    if ours and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
+    custom = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad) and not traced()
+    if custom and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
         mask = None if mask is None else mask[None]
         return fused_attention(q[None], k[None], v[None], mask, is_causal=is_causal, scale=scale)[0]
-    if ours and torch.is_autocast_enabled("cpu"):
+    if custom and torch.is_autocast_enabled("cpu"):
         q, k, v = (_cast(x) for x in (q, k, v))
         mask = mask if mask is None or mask.dtype == torch.bool else _cast(mask)
         with torch.autocast("cpu", enabled=False):
             return fused_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
-    if ours and takes_flash(q, k, v, mask, is_causal=is_causal, scale=scale):
+    if custom and takes_flash(q, k, v, mask, is_causal=is_causal, scale=scale):
         if mask is not None and mask.dtype == torch.bool:  # the kernel reads numbers alone
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-        return _again(q, k, v, mask, is_causal=is_causal, scale=scale)
+        return _differentiable(q, k, v, mask, is_causal=is_causal, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale)
 
 
 def _cast(x: Tensor) -> Tensor:
-    """As autocast does before this operation."""
+    """Cast as autocast does before this operation."""
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype("cpu"))
 
 
@@ -68,16 +68,17 @@ def open_attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """The same in the open, with derivatives of every kind and order, and for exported programs: ONNX's attention lets
-    a row that sees nothing see everything.
+    """The same function by all scores at once, with derivatives of every kind and order.
+
+    Exported programs take it too: ONNX's attention lets a row that sees nothing see everything.
     """
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+    visible = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
     if mask is not None and mask.dtype != torch.bool:
         scores, mask = scores + no_less(mask, torch.finfo(mask.dtype).min), mask > float("-inf")
     if mask is not None:
-        seen = mask if seen is None else mask & seen
-    weights = masks.masked_softmax(scores, seen)
+        visible = mask if visible is None else mask & visible
+    weights = masks.masked_softmax(scores, visible)
     return (F.dropout(weights, dropout) if dropout else weights) @ v
 
 
@@ -97,7 +98,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: b
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, keep: bool, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The flash kernel's outputs; kept are its normalisers."""
+    """The flash kernel's outputs, and its normalisers to keep."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, log_sum = kernel(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     return out, (log_sum,)
@@ -113,4 +114,4 @@ def flash_backward(
     return *kernel(gradient[0], q, k, v, outputs[0], kept[0], 0.0, is_causal, attn_mask=mask, scale=scale), None
 
 
-_again = CustomGradient(_plain, flash_forward, flash_backward)
+_differentiable = CustomGradient(_plain, flash_forward, flash_backward)

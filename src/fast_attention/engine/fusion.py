@@ -1,6 +1,6 @@
-"""Optional fusion of elementwise mathematics by ``torch.compile``: off unless the caller allows it, absent if it fails.
+"""Fuses elementwise mathematics by ``torch.compile``: off unless the caller allows it, absent if it fails.
 
-A fused function reads and writes memory once where eager operations do so at every step. The price is seconds of
+A fused function reads and writes memory once where eager operations do so at every step. The cost is seconds of
 compiling for every new set of shapes, and a C++ compiler on the machine.
 """
 
@@ -41,7 +41,7 @@ def allowed() -> bool:
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` of tensors, compiled where fusion is allowed and a compiler works, itself everywhere else."""
     name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-    compiled: list[Callable[..., Any]] = []  # made at the first call: importing torch's compiler takes seconds
+    compiled: list[Callable[..., Any]] = []  # compiled at the first call: importing torch's compiler takes seconds
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

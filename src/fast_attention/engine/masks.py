@@ -1,4 +1,4 @@
-"""Masks inside the library: boolean, True = may be seen; ``key_mask`` broadcasts as (..., 1, S) against (..., H, S)."""
+"""Makes and applies masks: boolean, True = may be seen; ``key_mask`` broadcasts as (..., 1, S) against (..., H, S)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def drop(values: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) ->
     return values if key_mask is None else values.masked_fill(~key_mask[..., None], 0.0)
 
 
-def tame(x: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) -> Float[Tensor, "*batch keys width"]:
-    """``x`` with zeros for masked rows that hold what no product takes: NaN, infinities, numbers from ``HUGE`` on.
+def drop_huge(x: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) -> Float[Tensor, "*batch keys width"]:
+    """``x`` with zeros for masked rows that no product can take: NaN, infinities, numbers from ``HUGE`` on.
 
-    For tokens in front of a projection, whose gradient would be 0 * NaN there. Other rows stay, for a masked token
-    still asks as a query.
+    For tokens before a projection, whose gradient would be 0 * NaN there. Other rows stay: a masked token is still
+    a query.
     """
     return x if key_mask is None else drop(x, key_mask | (x.detach().abs().amax(-1) < HUGE))
 
@@ -56,8 +56,8 @@ def masked_softmax(scores: Float[Tensor, "*batch length keys"], mask: Tensor | N
     if mask is None:
         return scores.softmax(-1)
     weights = scores.masked_fill(~mask, float("-inf"))
-    seen = mask.any(-1, keepdim=True)
-    return weights.masked_fill(~seen, 0.0).softmax(-1).masked_fill(~mask, 0.0)
+    sees_any = mask.any(-1, keepdim=True)
+    return weights.masked_fill(~sees_any, 0.0).softmax(-1).masked_fill(~mask, 0.0)
 
 
 def merge(attn_mask: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Low precision in, low precision out, float32 or better in between."""
+"""Computes in float32 or better between inputs and outputs of low precision."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Precision(NamedTuple):
-    """The autocast settings of a pass forward, for the pass backward that belongs to it.
+    """The autocast settings of a forward pass, to be restored in its backward pass.
 
-    Autograd runs a pass backward under the settings of whoever calls ``backward()``, which may be within an autocast
-    that the pass forward had left, or outside of the one that it ran in.
+    Autograd runs a backward pass under the settings of whoever calls ``backward()``, which may be within an autocast
+    that the forward pass had left, or outside of the one that it ran in.
     """
 
     device_type: str
@@ -32,25 +32,25 @@ class Precision(NamedTuple):
 
     @classmethod
     def now(cls, tensors: Iterable[Tensor | None]) -> Precision:
-        """Those in force, for the kind of device that holds the first of ``tensors``."""
+        """The settings in force for the kind of device that holds the first of ``tensors``."""
         kind = next((x.device.type for x in tensors if x is not None and not x.is_meta), "cpu")
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def again(self) -> AbstractContextManager[Any]:
-        """The same once more, without autocast's cache, which would hold cast weights for as long as it lasts."""
+    def restored(self) -> AbstractContextManager[Any]:
+        """Restore the settings, without autocast's cache, which would hold cast weights for as long as it lasts."""
         if not self.enabled and not torch.is_autocast_enabled(self.device_type):
             return _NOTHING
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 def rebuild(like: tuple[Any, ...], parts: list[Any]) -> Any:
-    """A tuple of the same kind (NamedTuples keep theirs) with other parts."""
+    """A tuple of the kind of ``like`` (a NamedTuple stays one) with other elements."""
     kind: Any = type(like)
     return tuple(parts) if kind is tuple else kind(*parts)
 
 
 def widen(value: Any) -> Any:
-    """The same value with every float16 or bfloat16 tensor in it (tuples are searched) as float32."""
+    """Replace every float16 or bfloat16 tensor in a value (tuples are searched) by float32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     if isinstance(value, tuple):
@@ -63,7 +63,7 @@ def in_float32(function: Function) -> Function:
 
     Half-precision tensors among the arguments are widened, autocast is off inside, and the result takes the dtype of
     the first tensor argument. Of a plain tuple only the first part is narrowed, of a NamedTuple none: states stay wide.
-    The pass backward is in float32 too, also where ``backward()`` is called inside autocast.
+    The backward pass is in float32 too, also where ``backward()`` is called inside autocast.
     """
 
     @functools.wraps(function)
@@ -86,20 +86,20 @@ def in_float32(function: Function) -> Function:
 
 
 def _without_autocast(results: Any, since: int) -> None:
-    """Have the nodes of the graph behind ``results`` that are younger than ``since`` differentiate without autocast.
+    """Differentiate without autocast at the graph nodes behind ``results`` that are younger than ``since``.
 
     Autograd restores what a node's hook sets when the node is done.
     """
     if traced():
         return
-    ahead, known = [x.grad_fn for x in _tensors(results)], set[Any]()
-    while ahead:
-        node = ahead.pop()
+    pending, known = [x.grad_fn for x in _tensors(results)], set[Any]()
+    while pending:
+        node = pending.pop()
         if node is None or node in known or node._sequence_nr() < since or not node.next_functions:
-            continue  # of the caller's graph, or a leaf's
+            continue  # it belongs to the caller's graph, or to a leaf
         known.add(node)
         node.register_prehook(_leave_autocast)
-        ahead += [following for following, _ in node.next_functions]
+        pending += [following for following, _ in node.next_functions]
 
 
 def _leave_autocast(gradients: tuple[Tensor | None, ...]) -> None:

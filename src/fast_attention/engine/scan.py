@@ -1,6 +1,6 @@
-"""Scans along the sequence: prefix sums and running maxima.
+"""Computes prefix sums and running maxima along the sequence.
 
-All work on the last axis but one, in blocks: a few steps over all blocks at once, then the same over the blocks' ends.
+Both work on the last axis but one, in blocks: a few steps over all blocks at once, then the same over the blocks' ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.tracing import exporting, traced
 
-FLOOR = (
-    -1e30
-)  # the logarithm of a key that is not there: below every other, yet finite, so that differences are numbers
+# The logarithm of a masked key's weight: below every other, yet finite, so that differences are numbers.
+FLOOR = -1e30
 BLOCK = 256  # tokens per block of a cumulative sum or maximum in one operation
 ROWS = 32  # tokens per block of those walked row by row
 SMALL = 8192  # numbers per sequence up to which one operation is the fastest
@@ -34,7 +33,7 @@ def prefix_sums(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
 
 @torch.no_grad()
 def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batch length width"]:
-    """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it only chooses a unit, which cancels."""
+    """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it is a log scale, which cancels."""
     if _simple(x):
         return x.cummax(-2).values
     if not traced() and x.device.type == "cpu":
@@ -51,24 +50,24 @@ def cummax(x: Shaped[Tensor, "..."], axis: int = -2) -> Shaped[Tensor, "..."]:
     return _traced_max(x) if axis == -2 else _traced_max(x[..., None])[..., 0]
 
 
-def _traced_max(x: Tensor, levels: int = 2) -> Tensor:
-    """A length left open in blocks of 64, their ends in the same way, and pair by pair what is left of those."""
+def _traced_max(x: Tensor, rounds: int = 2) -> Tensor:
+    """The running maximum of a length left open: in blocks of 64, then of their ends, then pair by pair."""
     length, least = x.shape[-2], torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
     if isinstance(length, int):  # no symbol
-        return _reached(x, length)
-    if levels == 0:
-        place = torch.arange(length, device=x.device)
-        return x[..., None, :, :].masked_fill((place > place[:, None])[..., None], least).amax(-2)
-    blocks = _reached(split(x, 64), 64)
-    before = _shifted(_traced_max(blocks[..., -1, :], levels - 1), least)
+        return _window_max(x, length)
+    if rounds == 0:
+        position = torch.arange(length, device=x.device)
+        return x[..., None, :, :].masked_fill((position > position[:, None])[..., None], least).amax(-2)
+    blocks = _window_max(split(x, 64), 64)
+    before = _shifted(_traced_max(blocks[..., -1, :], rounds - 1), least)
     return join(torch.maximum(blocks, before[..., None, :]), length)
 
 
-def _reached(x: Tensor, length: int) -> Tensor:
+def _window_max(x: Tensor, length: int) -> Tensor:
     """The maximum over the last 4, 16, 64 ... tokens, until that is all of them."""
-    place, reach = torch.arange(length, device=x.device)[:, None], 1
+    position, reach = torch.arange(length, device=x.device)[:, None], 1
     while reach < length:
-        x = x[..., (place - torch.arange(0, 4 * reach, reach, device=x.device)).clamp(min=0), :].amax(-2)
+        x = x[..., (position - torch.arange(0, 4 * reach, reach, device=x.device)).clamp(min=0), :].amax(-2)
         reach *= 4
     return x
 
@@ -85,8 +84,8 @@ def accumulate_(
         _walk_(x.unbind(-2)[::step], combine)
         return x
     whole = length - length % ROWS
-    lot, rest = (x[..., -whole:, :], x[..., :-whole, :]) if backwards else (x[..., :whole, :], x[..., whole:, :])
-    blocks = lot.unflatten(-2, (-1, ROWS))
+    divisible, rest = (x[..., -whole:, :], x[..., :-whole, :]) if backwards else (x[..., :whole, :], x[..., whole:, :])
+    blocks = divisible.unflatten(-2, (-1, ROWS))
     rows = blocks.unbind(-2)[::step]
     _walk_(rows, combine)
     ends = accumulate_(rows[-1].clone(), backwards=backwards, combine=combine)

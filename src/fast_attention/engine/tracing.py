@@ -1,6 +1,4 @@
-"""Whether operations are simply run, or recorded or transformed on their way: then no fast path that looks at numbers
-or writes in place will do.
-"""
+"""Tells whether operations are traced or transformed: then no fast path may look at numbers or write in place."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ _ORDINARY = torch._C._disabled_torch_dispatch_impl
 
 
 def traced() -> bool:
-    """Under ``torch.compile``, ``torch.export``, ``torch.func``, ``make_fx``, ``FakeTensorMode`` or derivatives
-    forwards: numbers may be unknown, and operations must be such as can be differentiated or mapped.
+    """Whether ``torch.compile``, ``torch.export``, ``torch.func``, ``make_fx``, ``FakeTensorMode`` or forward-mode
+    derivatives run: numbers may be unknown, and operations must be such as can be differentiated or mapped.
     """
     return (
         torch.compiler.is_compiling()
@@ -31,7 +29,7 @@ def traced() -> bool:
 
 
 def exporting() -> bool:
-    """Under ``torch.export``, and nothing else: lengths are open, and kernels are chosen later.
+    """Whether ``torch.export`` runs, and nothing else: lengths are open, and kernels are chosen later.
 
     ``torch.compiler.is_exporting()`` says so within ``torch.compile`` too, up to torch 2.11.
     """
@@ -39,12 +37,12 @@ def exporting() -> bool:
 
 
 def replaced(record: Record, **changes: Any) -> Record:
-    """``record._replace(**changes)`` of a NamedTuple, in a form that torch.compile of torch 2.11 can return."""
+    """``record._replace(**changes)`` of a NamedTuple, in a form that torch 2.11's compiled code can return."""
     return type(record)(*(changes.get(name, value) for name, value in zip(record._fields, record, strict=True)))
 
 
 def transformed() -> bool:
-    """Whether derivatives forwards, of derivatives, or of many functions at once are being taken.
+    """Whether forward-mode derivatives, second derivatives or batched functions (vmap) are being computed.
 
     torch's fused attention has none of these; one gradient it has.
     """
@@ -59,5 +57,5 @@ def transformed() -> bool:
 
 
 def wrapped(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of the tensors brings operations of its own (a fake or a distributed tensor, say)."""
+    """Whether one of the tensors overrides operations (a fake or a distributed tensor, say)."""
     return any(x is not None and type(x).__torch_dispatch__ is not _ORDINARY for x in tensors)  # type: ignore[attr-defined]

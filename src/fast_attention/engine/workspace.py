@@ -1,4 +1,4 @@
-"""Memory that loops over blocks use again and again, so that it stays in cache and is never faulted in anew."""
+"""Hands out memory that loops over blocks reuse, so that it stays in cache and is never faulted in anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 class Workspace:
     """Memory by name, in the dtype and on the device of ``like``.
 
-    What a name holds is good until the same name is asked for again, whatever the shape.
+    The memory of a name is valid until the same name is asked for again, whatever the shape.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -21,17 +21,17 @@ class Workspace:
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """Uninitialised memory of this shape."""
-        found = self._views.get((name, *shape))
-        return self._made(name, shape) if found is None else found
+        view = self._views.get((name, *shape))
+        return self._allocated(name, shape) if view is None else view
 
     def parts(self, name: str, rows: int, *shape: int) -> tuple[Tensor, ...]:
-        """The same memory as (rows, chunks, ...), chunk by chunk, each for all rows at once: views, made once."""
-        whole, found = self(name, *shape), self._parts.get((name, rows, *shape))
-        if found is None:
-            found = self._parts[(name, rows, *shape)] = whole.view(rows, -1, *shape[1:]).unbind(1)
-        return found
+        """The memory as (rows, chunks, ...), chunk by chunk, each for all rows at once: views, made once."""
+        memory, views = self(name, *shape), self._parts.get((name, rows, *shape))
+        if views is None:
+            views = self._parts[(name, rows, *shape)] = memory.view(rows, -1, *shape[1:]).unbind(1)
+        return views
 
-    def _made(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _allocated(self, name: str, shape: tuple[int, ...]) -> Tensor:
         size, held = math.prod(shape), self._held.get(name)
         if held is None or held.numel() < size:
             held = self._held[name] = self.like.new_empty(size)

@@ -195,7 +195,7 @@ class TokenMixer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if key_mask is not None:
             checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
-        x = masks.tame(x, key_mask)
+        x = masks.drop_huge(x, key_mask)
         projected = zip(self._projections(), self.in_proj(x).split(self._widths(), -1), strict=True)
         named = {name: y.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for name, y in projected}
         if self.rotary is not None:

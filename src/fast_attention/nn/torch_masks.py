@@ -60,7 +60,7 @@ def convert(
 def zero_padding(
     query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (N, L, E), (N, S, E), (N, S, E) with zeros where padding holds NaN or infinities (``masks.tame``).
+    """Tokens (N, L, E), (N, S, E), (N, S, E) with zeros where padding holds NaN or infinities (``masks.drop_huge``).
 
     Queries change only where they are the same tensor as the keys. Arguments that are one tensor stay one.
     """
@@ -68,8 +68,8 @@ def zero_padding(
         return query, key, value
     _check("key_padding_mask", padding_mask, (key.shape[0], key.shape[1]))
     visible = ~padding_mask if padding_mask.dtype == torch.bool else padding_mask != float("-inf")
-    keys = masks.tame(key, visible)
-    return keys if query is key else query, keys, keys if value is key else masks.tame(value, visible)
+    keys = masks.drop_huge(key, visible)
+    return keys if query is key else query, keys, keys if value is key else masks.drop_huge(value, visible)
 
 
 def append_keys(visible: Masks, length: int, keys: int, count: int, like: Tensor) -> Masks:

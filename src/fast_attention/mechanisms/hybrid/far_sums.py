@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fast_attention.engine.blocks import slices
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.decay import state_sums
 from fast_attention.engine.scan import FLOOR, cummax
-from fast_attention.engine.states import state_sums
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.linear.linear_state import LinearState

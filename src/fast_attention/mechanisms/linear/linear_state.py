@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine.decay import state_sums
 from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.states import state_sums
 from fast_attention.feature_maps.feature_map import Features, Logs
 
 
