@@ -113,7 +113,7 @@ class _ReversibleFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
         ctx.precision, ctx.random_states = Precision.now((x1,)), []
-        with ctx.precision.again():
+        with ctx.precision.restored():
             for block in blocks:
                 before_f = RandomState.read(x1)
                 x1 = x1 + block.f(x2, is_causal=is_causal, key_mask=key_mask)
@@ -129,7 +129,7 @@ class _ReversibleFunction(torch.autograd.Function):
         d1, d2 = gradients  # with respect to the two streams, from outputs to inputs
         y1, y2, key_mask, *_ = ctx.saved_tensors
         options, totals = {"is_causal": ctx.is_causal, "key_mask": key_mask}, dict[int, Tensor]()
-        with ctx.precision.again():
+        with ctx.precision.restored():
             for block, (before_f, before_g) in zip(reversed(ctx.blocks), reversed(ctx.random_states), strict=True):
                 out, dx = _vjp(block.g, y1, {}, d2, before_g, totals)
                 y2, d1 = y2 - out, d1 + dx
