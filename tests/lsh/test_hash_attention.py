@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fast_attention.mechanisms.lsh.hash_attention import hashed_attention
-from fast_attention.mechanisms.lsh.hashing import Rules, buckets, hashed_softmax
+from fast_attention.mechanisms.lsh.fast import hashed_attention
+from fast_attention.mechanisms.lsh.reference import Rules, buckets, hashed_softmax
 from tests.cases import qkv, some_keys
 
 KINDS = {

@@ -15,9 +15,9 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.lsh.hash_attention import hashed_attention
-from fast_attention.mechanisms.lsh.hash_memory import LOG, HashMemory, flushed, remember, step
-from fast_attention.mechanisms.lsh.hashing import SHORTEST, buckets
+from fast_attention.mechanisms.lsh.fast import hashed_attention
+from fast_attention.mechanisms.lsh.reference import SHORTEST, buckets
+from fast_attention.mechanisms.lsh.state import LOG, HashMemory, flushed, remember, step
 from fast_attention.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
@@ -76,16 +76,16 @@ def _advance(
     q = bounded(masks.drop(q, key_mask))
     sizes, keys = _sizes(m.num_buckets), F.normalize(q, dim=-1, eps=SHORTEST)
     bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
-    seen = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    visible = torch.ones(1, q.shape[-2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if memory is None:
         out = m._attend(q, v, rotations, True, key_mask)
-        held = torch.where(seen[..., None, :], bucket, number)
-        return out, remember(keys, v, held, number=number, size=m.bucket_size)
+        bucket = torch.where(visible[..., None, :], bucket, number)
+        return out, remember(keys, v, bucket, number=number, size=m.bucket_size)
     outs, owned = [], False  # a state is a value: the caller's stays as it is
-    tokens = zip(*(x.split(1, -2) for x in (m.scale * q, keys, v)), bucket.split(1, -1), seen.split(1, -1), strict=True)
+    rows = (x.split(1, -2) for x in (m.scale * q, keys, v))
     dispatch.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
-    for a, k, b, h, s in tokens:
-        out, memory = step(a, k, b, h, s, memory, distinct=m.correct_duplicates)
+    for token in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
+        out, memory = step(*token, memory, distinct=m.correct_duplicates)
         outs.append(out)
         if int(memory.logged) == LOG:
             memory, owned = flushed(memory, owned=owned), True
@@ -114,11 +114,11 @@ _TRAITS = Traits(
 
 @dataclass(frozen=True, repr=False)
 class LSH(Attention[Rotations, HashMemory]):
-    """Shared queries and keys, hashed; a token sees those of its bucket that stand near it. Keys given are ignored.
+    """Attention among tokens of like hash: a token sees the near ones of its bucket. Queries are keys; k is ignored.
 
-    ``layout="ranked"`` (ours) cuts each bucket into chunks by the rank of a token among the earlier ones of its bucket,
+    ``layout="ranked"`` (ours) splits a bucket into chunks by the rank of a token among the earlier ones of its bucket,
     so nothing later can move anything earlier, and decoding needs two chunks per bucket and round.
-    ``layout="sorted"`` is the published one: the whole sequence is sorted by bucket and position and cut into chunks.
+    ``layout="sorted"`` is the published one: the whole sequence is sorted by bucket and position and split into chunks.
     Masking later positions does not make that causal: a later token in an earlier bucket shifts every chunk border
     after it (4 to 5 % rms of the earlier outputs moved in reformer-pytorch and in transformers), so it is refused with
     is_causal=True. Neither lets the first chunk see the last, as the published codes do.
@@ -161,7 +161,7 @@ class LSH(Attention[Rotations, HashMemory]):
         return _TRAITS if self.layout == "ranked" else replace(_TRAITS, causal=False, memory=None)
 
     def weights(self, shape: Shape) -> Rotations:
-        """Rotations drawn anew."""
+        """Draw the rotations."""
         halves = sum(_sizes(self.num_buckets)) // 2
         return Rotations(torch.randn(shape.heads, self.num_hashes, shape.head_dim, halves))
 
@@ -174,7 +174,7 @@ class LSH(Attention[Rotations, HashMemory]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Rotations, state: HashMemory | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HashMemory]:
-        """All at once at the start, then token by token; ``k`` is ignored."""
+        """Attend to the first tokens all at once, then token by token; ``k`` is ignored."""
         return _advance(q, v, w.rotations, state, self, key_mask)
 
     def _attend(self, q: Tensor, v: Tensor, rotations: Tensor, is_causal: bool, key_mask: Tensor | None) -> Tensor:

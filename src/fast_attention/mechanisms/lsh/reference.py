@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing by random rotations, and attention among tokens whose hashes agree."""
+"""The Reformer's formulas: locality-sensitive hashing by random rotations, attention among tokens of like hash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fast_attention.engine.tracing import exporting
 Tokens = Float[Tensor, "*batch heads length width"]
 Codes = Int[Tensor, "*batch heads rounds length"]
 SMALLEST_BLOCK = 16  # of queries that share one slice of keys
-TURNED = 1 << 22  # rotated numbers at once: more than 16 MiB would be faulted in anew at each call
+ROTATED = 1 << 22  # numbers at once: more than 16 MiB would be faulted in anew at each call
 SHORTEST = 1e-6  # a shorter query is not lengthened to a key of length 1
 
 
@@ -38,7 +38,7 @@ class Rules:
 def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Tokens:
     """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)``, ``s_ij = scale q_i . q_j / |q_j|``, and v_i where nothing is reached.
 
-    Bucket ``rules.number`` holds what is masked. In operations that autograd follows; see ``hash_attention.py``.
+    Bucket ``rules.number`` holds what is masked. In operations that autograd follows; ``fast.py`` computes the same.
     """
     arranged = arrange(bucket, number=rules.number, size=rules.size, ranked=rules.ranked, across=rules.across)
     keys = F.normalize(q, dim=-1, eps=SHORTEST)
@@ -54,21 +54,21 @@ def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Toke
 def buckets(x: Tokens, rotations: Float[Tensor, "heads rounds width halves"], sizes: tuple[int, ...]) -> Codes:
     """``h(x) = argmax [x R; -x R]`` for each round; several factors make ``h_1 + b_1 h_2 + b_1 b_2 h_3 ...``."""
     heads, rounds, width, halves = rotations.shape
-    if not torch.compiler.is_compiling() and heads > 1 and x.numel() // width * rounds * halves > TURNED:
-        each = zip(x.split(1, -3), rotations.split(1), strict=True)
-        return torch.cat([buckets(one, turns, sizes) for one, turns in each], -3)
+    if not torch.compiler.is_compiling() and heads > 1 and x.numel() // width * rounds * halves > ROTATED:
+        by_head = zip(x.split(1, -3), rotations.split(1), strict=True)
+        return torch.cat([buckets(tokens, rotation, sizes) for tokens, rotation in by_head], -3)
     flat = rotations.to(x.dtype).permute(0, 1, 3, 2).reshape(heads, rounds * halves, width)
-    turned = (flat @ x.mT).unflatten(-2, (rounds, halves))  # the sequence last, along which reductions are fast
-    bucket, stride = torch.zeros_like(turned[..., 0, :], dtype=torch.long), 1
-    for part, size in zip(turned.split([size // 2 for size in sizes], -2), sizes, strict=True):
+    rotated = (flat @ x.mT).unflatten(-2, (rounds, halves))  # the sequence last, along which reductions are fast
+    bucket, stride = torch.zeros_like(rotated[..., 0, :], dtype=torch.long), 1
+    for scores, size in zip(rotated.split([size // 2 for size in sizes], -2), sizes, strict=True):
         half = size // 2
-        high, low = part.amax(-2, keepdim=True), part.amin(-2, keepdim=True)
-        up = high >= -low
+        high, low = scores.amax(-2, keepdim=True), scores.amin(-2, keepdim=True)
+        positive = high >= -low
         falling = torch.arange(half, 0, -1, device=x.device, dtype=x.dtype)[:, None]
-        hit = part.eq_(torch.where(up, high, low))  # 1 or 0 in place of the scores
+        hit = scores.eq_(torch.where(positive, high, low))  # 1 or 0 in place of the scores
         first = hit.mul_(falling).amax(-2)  # the first of equal ones is the largest
         best = (half - first).long().clamp_(max=half - 1)
-        bucket = bucket + stride * torch.where(up[..., 0, :], best, best + half)
+        bucket = bucket + stride * torch.where(positive[..., 0, :], best, best + half)
         stride *= size
     return bucket
 
@@ -76,51 +76,51 @@ def buckets(x: Tokens, rotations: Float[Tensor, "heads rounds width halves"], si
 class Arranged(NamedTuple):
     """Tokens in the order of their buckets, round by round."""
 
-    order: Codes  # which token stands where
-    back: Codes  # where which token stands
+    order: Codes  # the token at every sorted position
+    back: Codes  # the sorted position of every token
     code: Codes  # of each token: i reaches j where code_i - code_j is 0 or 1; at least 2, -1 where masked
 
 
 @torch.no_grad()
 def arrange(bucket: Codes, *, number: int, size: int, ranked: bool, across: bool = False) -> Arranged:
-    """Sort by bucket, then by position, and cut into chunks of ``size``; bucket ``number`` holds what is masked.
+    """Sort by bucket, then by position, and divide into chunks of ``size``; bucket ``number`` holds what is masked.
 
     ``ranked``: chunks are counted within each bucket, else along the whole sorted sequence. ``across``: tokens of
     neighbouring chunks reach each other whatever their buckets.
     """
-    place = torch.arange(bucket.shape[-1], device=bucket.device)
-    held, order = _stably_sorted(bucket, place)
-    chunk = ((ranks(held) if ranked else place) // size).expand_as(held)
-    code = chunk + 2 if across else torch.where(_starts(held), 2, chunk - chunk.roll(1, -1)).cumsum(-1)
-    code = code.masked_fill(held == number, -1).int()
-    back = torch.empty_like(order).scatter_(-1, order, place.expand_as(order))
+    position = torch.arange(bucket.shape[-1], device=bucket.device)
+    ascending, order = _stably_sorted(bucket, position)
+    chunk = ((ranks(ascending) if ranked else position) // size).expand_as(ascending)
+    code = chunk + 2 if across else torch.where(_starts(ascending), 2, chunk - chunk.roll(1, -1)).cumsum(-1)
+    code = code.masked_fill(ascending == number, -1).int()
+    back = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
     return Arranged(order, back, code.gather(-1, back))
 
 
-def _stably_sorted(bucket: Codes, place: Tensor) -> tuple[Codes, Codes]:
+def _stably_sorted(bucket: Codes, position: Tensor) -> tuple[Codes, Codes]:
     if not exporting():
-        held, order = bucket.sort(dim=-1, stable=True)
-        return held, order
-    order = (bucket * bucket.shape[-1] + place).argsort(-1)  # ONNX has no stable sort: numbers that all differ
+        ascending, order = bucket.sort(dim=-1, stable=True)
+        return ascending, order
+    order = (bucket * bucket.shape[-1] + position).argsort(-1)  # ONNX has no stable sort: numbers that all differ
     return bucket.gather(-1, order), order
 
 
-def _starts(held: Codes) -> Bool[Tensor, "..."]:
-    return (held != held.roll(1, -1)) | (torch.arange(held.shape[-1], device=held.device) == 0)
+def _starts(ascending: Codes) -> Bool[Tensor, "..."]:
+    return (ascending != ascending.roll(1, -1)) | (torch.arange(ascending.shape[-1], device=ascending.device) == 0)
 
 
-def ranks(held: Codes) -> Codes:
+def ranks(ascending: Codes) -> Codes:
     """How many tokens of the same bucket stand before each, for buckets in ascending order."""
-    place = torch.arange(held.shape[-1], device=held.device)
-    return place - cummax(torch.where(_starts(held), place, 0), -1)
+    position = torch.arange(ascending.shape[-1], device=ascending.device)
+    return position - cummax(torch.where(_starts(ascending), position, 0), -1)
 
 
 class Sums(NamedTuple):
-    """Per token: unnormalised outputs (..., L, Ev), the sum of weights (..., L, 1) and their unit's logarithm."""
+    """Per token: unnormalised outputs (..., L, Ev), the sum of weights (..., L, 1) and their log scale."""
 
     numerator: Tensor
     denominator: Tensor
-    top: Tensor
+    log_scale: Tensor
 
 
 def hashed_sums(
@@ -132,19 +132,18 @@ def hashed_sums(
     ``is_causal`` takes tokens of one bucket to reach each other only, as ``ranked`` chunks do: there later in the
     bucket is later in the sequence. Time and memory O(rounds n size).
     """
-    orders, backs, codes = (part.unbind(-2) for part in arranged)
+    orders, backs, codes = (x.unbind(-2) for x in arranged)
     sums = []
-    for this, (order, back) in enumerate(zip(orders, backs, strict=True)):
-        told = [
-            permuted(code[..., None], order) for code in (codes[: this + 1] if distinct else codes[this : this + 1])
-        ]
+    for r, (order, back) in enumerate(zip(orders, backs, strict=True)):
+        known = codes[0 if distinct else r : r + 1]
+        sorted_codes = [permuted(code[..., None], order) for code in known]
         a, b, c = (permuted(x, order) for x in (q, k, v))
-        parts = _one_round(a, b, c, told, size=size, ranked=ranked, is_causal=is_causal)
+        parts = _one_round(a, b, c, sorted_codes, size=size, ranked=ranked, is_causal=is_causal)
         sums.append([permuted(part, back) for part in parts])
-    numerator, denominator, tops = (torch.stack(parts) for parts in zip(*sums, strict=True))
-    top = tops.amax(0)
-    factor = (tops - top).exp()
-    return Sums((factor * numerator).sum(0), (factor * denominator).sum(0), top)
+    numerator, denominator, log_scales = (torch.stack(parts) for parts in zip(*sums, strict=True))
+    log_scale = log_scales.amax(0)
+    factor = (log_scales - log_scale).exp()
+    return Sums((factor * numerator).sum(0), (factor * denominator).sum(0), log_scale)
 
 
 def permuted(x: Tensor, order: Int[Tensor, "*batch length"]) -> Tensor:
@@ -157,7 +156,7 @@ def _one_round(
 ) -> list[Tensor]:
     """Sums over what the last of ``codes`` (..., L, 1) reaches and none before it, all in the order of the buckets.
 
-    The sequence is cut into blocks of queries, each with the slice of keys that its chunks can lie in.
+    The sequence is split into blocks of queries, each with the slice of keys that its chunks can lie in.
     """
     length = q.shape[-2]
     block = smaller(max(size // 2, min(size, SMALLEST_BLOCK)) if ranked else size, length)
@@ -165,23 +164,23 @@ def _one_round(
     ahead = smaller(size - 1, length - 1) if ranked and not is_causal else 0
     number = count(length, block)
 
-    def own(x: Tensor) -> Tensor:
+    def queries_of(x: Tensor) -> Tensor:
         return slices(x, block=block, behind=0, ahead=0, number=number)
 
-    def around(x: Tensor) -> Tensor:
+    def keys_of(x: Tensor) -> Tensor:
         return slices(x, block=block, behind=behind, ahead=ahead, number=number)
 
     def reached(code: Tensor) -> Tensor:  # masked keys: -3, so that neither a masked query nor padding matches them
-        mine, theirs = own(code), around(code.masked_fill(code < 0, -3)).mT
-        return (mine == theirs) | (mine == theirs + 1)
+        code_q, code_k = queries_of(code), keys_of(code.masked_fill(code < 0, -3)).mT
+        return (code_q == code_k) | (code_q == code_k + 1)
 
     before = masks.band(block, behind, ahead, left=None, right=-1, device=q.device)
     others = before if is_causal else before | ~masks.band(block, behind, ahead, left=None, right=0, device=q.device)
     mask = reached(codes[-1]) & others
     for code in codes[:-1]:
         mask = mask & ~reached(code)
-    scores = (own(q) @ around(k).mT).masked_fill_(~mask, float("-inf"))
-    top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
-    weights = (scores - top).exp_()
-    parts = (weights @ around(v), weights.sum(-1, keepdim=True), top)
+    scores = (queries_of(q) @ keys_of(k).mT).masked_fill_(~mask, float("-inf"))
+    log_scale = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
+    weights = (scores - log_scale).exp_()
+    parts = (weights @ keys_of(v), weights.sum(-1, keepdim=True), log_scale)
     return [join(part, length) for part in parts]
