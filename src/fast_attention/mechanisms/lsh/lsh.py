@@ -84,8 +84,8 @@ def _advance(
     outs, owned = [], False  # a state is a value: the caller's stays as it is
     rows = (x.split(1, -2) for x in (m.scale * q, keys, v))
     dispatch.record("token by token", "two chunks of each bucket and a log of the latest tokens are read", log=LOG)
-    for token in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
-        out, memory = step(*token, memory, distinct=m.correct_duplicates)
+    for q1, k1, v1, bucket1, visible1 in zip(*rows, bucket.split(1, -1), visible.split(1, -1), strict=True):
+        out, memory = step(q1, k1, v1, bucket1, visible1, memory, distinct=m.correct_duplicates)
         outs.append(out)
         if int(memory.logged) == LOG:
             memory, owned = flushed(memory, owned=owned), True
