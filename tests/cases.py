@@ -18,6 +18,13 @@ ATTENTIONS: list[Any] = [m for m in CASES if isinstance(m, Attention)]
 MIXERS: list[Any] = [m for m in CASES if isinstance(m, Mixer)]
 
 
+def uncached() -> Any:
+    """For exports: torch's cache of traced operations, which there costs a third more than it saves, is off."""
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+
+
 def bind(
     mechanism: Any,
     heads: int = 2,

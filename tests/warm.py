@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ with contextlib.suppress(ImportError):
     import transformers.models.bert.modeling_bert  # noqa: F401
 
 torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # what is loaded here stays; no collection in a fork walks through it again
 
 
 def tests(arguments: list[str], source: str, said: str) -> None:

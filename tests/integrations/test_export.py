@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from fast_attention.lab import commands, export
 from fast_attention.lab.open_model import opened
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
-from tests.cases import CASES, bind, qkv, some_keys
+from tests.cases import CASES, bind, qkv, some_keys, uncached
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -28,6 +31,19 @@ pytest.importorskip("onnxruntime")
 TRACED, LONGEST = 23, 130
 OTHERS = (1, 5, 16, 37, 63, 64, 65, 100, 128, 130)  # blocks of the defaults are of 64 and 128 tokens
 CLOSE = 2e-5  # of the largest output
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quicker() -> Iterator[None]:
+    """Tracing without torch's cache, and ONNX's operators, which torch collects anew for every file, collected once."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(exporting, "program", uncached()(exporting.program))
+    with contextlib.suppress(ImportError, AttributeError):  # torch's own affair
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+    yield
+    patch.undo()
 
 
 class Called(nn.Module):
