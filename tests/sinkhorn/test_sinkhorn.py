@@ -14,8 +14,8 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
-from fast_attention.mechanisms.sinkhorn import sorted_tiles, transport
-from fast_attention.mechanisms.sinkhorn.transport import soft_permutation
+from fast_attention.mechanisms.sinkhorn import fast, sorting
+from fast_attention.mechanisms.sinkhorn.sorting import soft_permutation
 from tests.cases import bind, qkv, some_keys
 
 
@@ -59,7 +59,7 @@ def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, m
     for rounds in (1, 2, 8):
         found = []
         for smallest, how in ((1e-12, "balancing by factors"), (1.0, "balancing by logarithms")):
-            monkeypatch.setattr(transport, "SMALLEST", smallest)
+            monkeypatch.setattr(sorting, "SMALLEST", smallest)
             with dispatch.recorded() as steps:
                 S = soft_permutation(scores, everywhere(7, device), iterations=rounds)
             assert [step.path for step in steps] == [how]
@@ -70,8 +70,8 @@ def test_balancing_by_factors_is_balancing_by_logarithms(device: torch.device, m
 
 def test_long_sequences_are_sorted_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of three blocks instead of one for all, on strided inputs, against products with masks written out."""
-    monkeypatch.setattr(sorted_tiles, "BLOCKS", 3)
-    monkeypatch.setattr(sorted_tiles, "EARLIER", 3)
+    monkeypatch.setattr(fast, "BLOCKS", 3)
+    monkeypatch.setattr(fast, "EARLIER", 3)
     P = torch.randn(3, 8, 9, dtype=torch.float64, requires_grad=True)
     for length, start, is_causal in ((36, 0, False), (36, 0, True), (33, 0, True), (33, 14, True)):
         q, k, v = (torch.randn(2, length, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in "qkv")

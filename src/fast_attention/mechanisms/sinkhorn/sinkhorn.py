@@ -16,8 +16,9 @@ from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.sinkhorn.sorted_blocks import masked_blocks, sorted_softmax
-from fast_attention.mechanisms.sinkhorn.transport import SortNet, block_permutation, cut_blocks, sort_blocks, sort_net
+from fast_attention.mechanisms.sinkhorn.fast import sorted_softmax
+from fast_attention.mechanisms.sinkhorn.reference import masked_softmax
+from fast_attention.mechanisms.sinkhorn.sorting import SortNet, block_permutation, sort_blocks, sort_net, split_keys
 from fast_attention.value import at_least
 
 
@@ -34,12 +35,12 @@ def sinkhorn_attention(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """Softmax attention of every query to its own block and to the block sorted to its place (arXiv 2002.11296).
+    """Softmax attention of every query to its own block and to the block sorted to its position (arXiv 2002.11296).
 
     The blocks' summaries ``x_i`` (the sum of a block's visible keys) give scores ``R = x P / temperature``; Sinkhorn's
     rounds make of them a soft permutation S over the blocks that hold a visible token; the sorted keys and values
-    are ``S K`` and ``S V``, block by block. A place of a sorted block into which also masked tokens are sorted holds
-    the mean of the visible ones and weighs as much as their share.
+    are ``S K`` and ``S V``, block by block. A position of a sorted block into which also masked tokens are sorted holds
+    the mean of the visible ones and weighs as much as their fraction.
 
     Causal: ``x_i`` is the mean of the visible keys up to the first of block i, S is a softmax over the *earlier*
     blocks alone (a column's sum would tell a block what later ones ask for), and block 0 sees itself only. With
@@ -48,8 +49,8 @@ def sinkhorn_attention(
     length = q.shape[-2]
     lead = (k.shape[-2] - length) % block_size
     first = (k.shape[-2] - length) // block_size
-    keys, values, seen = cut_blocks(k, v, key_mask, block_size)
-    S = block_permutation(keys, seen, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
+    keys, values, visible = split_keys(k, v, key_mask, block_size)
+    S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
     queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
     plain = torch.compiler.is_compiling() or key_mask is not None  # a traced length is a symbol: never ask it
     if not plain and (is_causal or k.shape[-2] % block_size == 0):
@@ -59,7 +60,7 @@ def sinkhorn_attention(
         dispatch.record(
             "products over own and sorted block", "masked places are sorted too, or tracing", block=block_size
         )
-        out = masked_blocks(queries, S[..., first:, :], keys, values, seen, first=first, is_causal=is_causal)
+        out = masked_softmax(queries, S[..., first:, :], keys, values, visible, first=first, is_causal=is_causal)
     return join(out, length + lead)[..., lead:, :]
 
 
@@ -80,12 +81,12 @@ def sortcut_attention(
 
     Sorted as in ``sinkhorn_attention``; blocks without a visible token are not counted.
     """
-    keys, values, seen = cut_blocks(k, v, key_mask, block_size)
-    S = block_permutation(keys, seen, P, num_iterations=num_iterations, temperature=temperature, is_causal=False)
-    held = seen.any(-1)
+    keys, values, visible = split_keys(k, v, key_mask, block_size)
+    S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=False)
+    some = visible.any(-1)
     wanted = torch.arange(1, budget + 1, device=q.device)[:, None]
-    S = ((held.cumsum(-1)[..., None, :] == wanted) & held[..., None, :]).to(S.dtype) @ S
-    best = sort_blocks(S, keys, values, seen)
+    S = ((some.cumsum(-1)[..., None, :] == wanted) & some[..., None, :]).to(S.dtype) @ S
+    best = sort_blocks(S, keys, values, visible)
     if not torch.compiler.is_compiling() and key_mask is None and k.shape[-2] % block_size == 0:
         dispatch.record(
             "fused softmax over the kept blocks", "no sorted place is masked", block=block_size, budget=budget
@@ -97,8 +98,8 @@ def sortcut_attention(
     dispatch.record(
         "products over the kept blocks", "masked places are sorted too, or tracing", block=block_size, budget=budget
     )
-    scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.share.flatten(-2)[..., None, :]
-    weights = masks.masked_softmax(scores, best.seen.flatten(-2)[..., None, :])
+    scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.log_fraction.flatten(-2)[..., None, :]
+    weights = masks.masked_softmax(scores, best.visible.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)
 
 
@@ -120,7 +121,7 @@ class _Sorting(Attention[SortNet, Any]):
 
 @dataclass(frozen=True, repr=False)
 class Sinkhorn(_Sorting):
-    """Every query sees its own block and one block sorted to its place by a learned, differentiable sorting.
+    """Every query sees its own block and one block sorted to its position by a learned, differentiable sorting.
 
     Deterministic: the Gumbel noise with which the paper trains its sorting network is left out, as at evaluation.
     Sorting mixes all pairs of blocks, which is quadratic with a factor 1/b; blocks of about sqrt(n) balance the two.
@@ -157,7 +158,7 @@ class Sinkhorn(_Sorting):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: SortNet, state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Append the stretch to all keys and values so far and attend from its own blocks."""
+        """Append the new tokens to all keys and values so far and attend from their blocks."""
         state = append(state, k, v, key_mask)
         return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.visible), state
 

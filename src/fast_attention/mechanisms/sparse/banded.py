@@ -1,20 +1,22 @@
-"""Softmax inside a band: blocks of queries against the slice of keys around them, one fused call for all blocks."""
+"""Softmax inside a band: blocks of queries over the slice of keys around each, in tiles."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks
-from fast_attention.engine.blocks import count, join, positions, slices
-from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.fused import fused_attention, open_attention
-from fast_attention.engine.opaque import Opaque
+from fast_attention.engine import dispatch, tiled
+from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import exporting
-from fast_attention.mechanisms.sparse import banded_tiles
-from fast_attention.mechanisms.sparse.banded_tiles import ROWS
+from fast_attention.engine.tiling import Span, Tile, Tiling, bias_of
+from fast_attention.mechanisms.sparse import reference
+
+ROWS = 64  # queries of a tile
+FEW = 4  # heads, below which a tile holds chunks of one sequence instead of heads
 
 
 def covers_most(q: Tensor, keys: int, window: int) -> bool:
@@ -26,28 +28,6 @@ def covers_most(q: Tensor, keys: int, window: int) -> bool:
     if torch.compiler.is_compiling() or not q.is_cpu or q.dtype.itemsize < 4:
         return False
     return q.shape[-2] > ROWS and 3 * keys <= 4 * (window + ROWS)
-
-
-def blockwise_softmax(
-    q: Float[Tensor, "*batch blocks rows width"],
-    k: Float[Tensor, "*batch blocks span width"],
-    v: Float[Tensor, "*batch blocks span values"],
-    mask: Shaped[Tensor, "*#batch2 blocks #rows span"],
-    *,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> Float[Tensor, "*batch blocks rows values"]:
-    """Softmax attention of every block of queries over its own keys; a query that sees nothing gets zeros.
-
-    The blocks stand where the fused kernels expect heads. A ``mask`` without leading axes is shared by all of them.
-    """
-    if exporting():  # the fused kernels ask how strides compare, and ONNX's take four axes
-        return open_attention(q, k, v, mask, dropout=dropout, scale=scale)
-    lead = q.shape[:-3]
-    if mask.ndim > 3:
-        mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
-    q, k, v = (x.flatten(0, -4) for x in (q, k, v))
-    return fused_attention(q, k, v, mask, dropout=dropout, scale=scale).unflatten(0, lead)
 
 
 def banded_softmax(
@@ -69,51 +49,80 @@ def banded_softmax(
     Every query must see some position through ``band``, inside the sequence or not. Without ``attn_mask`` and dropout
     one tile of scores is held at a time, else length * span of them, never length * keys.
     """
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if attn_mask is None and dropout == 0.0 and q.is_cpu and 0 not in (*q.shape, *k.shape):
-        dispatch.record(
-            "softmax in tiles",
-            "only keys near a block of queries are seen",
-            rows=min(len(band), ROWS),
-            keys=band.shape[1],
-        )
-        return _OPAQUE(q, k, v, band, key_mask, behind, front, float(factor))[0]
-    dispatch.record(
-        "softmax in blocks", "a mask of the caller's, dropout or another device", rows=len(band), keys=band.shape[1]
+        rows, why = min(len(band), ROWS), "only keys near a block of queries are seen"
+        dispatch.record("softmax in tiles", why, rows=rows, keys=band.shape[1])
+        return _banded(q, k, v, band, key_mask, behind=behind, front=front, scale=factor)
+    why = "a mask of the caller's, dropout or another device"
+    dispatch.record("softmax in blocks", why, rows=len(band), keys=band.shape[1])
+    return reference.banded_softmax(
+        q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor
     )
-    return _plain(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor)
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None,
-    *, behind: int, front: int, scale: float, dropout: float = 0.0,
-) -> Tensor:  # fmt: skip
-    length, keys = q.shape[-2], k.shape[-2]
-    block, span = band.shape
-    number, start = count(length + front, block), keys - length - front
-
-    def around(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=behind, ahead=span - block - behind, number=number, start=start)
-
-    real = torch.ones(keys, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    mask = band & around(real[..., None])[..., None, :, 0]
-    if attn_mask is not None:
-        rows = positions(number, block, block, -front, q.device).clamp(min=0).clamp(max=length - 1)
-        columns = positions(number, block, span, start - behind, q.device).clamp(min=0).clamp(max=keys - 1)
-        whole = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
-        mask = masks.merge(whole[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
-    queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)
-    out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
-    return join(out, front + length)[..., front:, :]
+@opaque(like_queries)
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, *, behind: int, front: int, scale: float
+) -> Tensor:
+    return _tiled(q, k, v, band, key_mask, behind=behind, front=front, scale=scale)
 
 
-_tiled = in_float32(CustomGradient(_plain, banded_tiles.forward, banded_tiles.backward))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None,
+    *, keep: bool, behind: int, front: int, scale: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    return tiled.attend(q, k, v, key_mask, _tiling(q, k, band, behind, front), scale=scale), ()
 
 
-def _parts(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, behind: int, front: int, scale: float
-) -> tuple[Tensor]:
-    return (_tiled(q, k, v, band, key_mask, behind=behind, front=front, scale=scale),)
+def _backward(
+    inputs: tuple[Tensor, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
+    *, behind: int, front: int, scale: float,
+) -> Tensors:  # fmt: skip
+    q, k, v, band, key_mask = inputs
+    tiling = _tiling(q, k, band, behind, front)
+    return *tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale), None, None
 
 
-_OPAQUE = Opaque(_parts, lambda q, k, v, *others: (v.new_empty(*q.shape[:-1], v.shape[-1]),))
+_tiled = in_float32(CustomGradient(reference.banded_softmax, _forward, _backward))
+
+
+def _tiling(q: Tensor, k: Tensor, band: Tensor, behind: int, front: int) -> Tiling:
+    """The tiles of a band; few heads get many chunks of one sequence side by side instead."""
+    heads, length, keys = q.shape[:-2].numel(), q.shape[-2], k.shape[-2]
+    heads = tiled.heads_together(min(band.shape[0], ROWS) * band.shape[1]) if heads >= FEW else 1
+    tiles = list(_tiles(band, length, keys, keys - length - front - behind, front, heads, q.dtype))
+    return Tiling(heads, lambda group: tiles)
+
+
+def _tiles(
+    band: Tensor, length: int, keys: int, start: int, front: int, heads: int, dtype: torch.dtype
+) -> Iterator[Tile]:
+    """Tiles of ``ROWS`` queries; the first slice of keys begins at ``start``."""
+    block = band.shape[0]
+    count = (length + front + block - 1) // block
+    for r in range(0, block, ROWS):
+        visible = band[r : r + ROWS]
+        columns = visible.any(0).nonzero()
+        low, high = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 1)
+        visible, rows, span = visible[:, low:high], len(visible), high - low
+        q0, k0, bias = r - front, start + low, bias_of(visible, dtype)
+        inner = max(-(min(q0, k0) // block), 0)  # blocks from here to ``end`` lie inside the sequence
+        end = max(min((length - rows - q0) // block, (keys - span - k0) // block) + 1, inner)
+        number = 1 if heads > 1 else max(min(tiled.SCORES // (rows * span), (end - inner) // -(-span // block)), 1)
+        each = (end - inner) // number
+        for n in range(inner, inner + each):
+            queries = Span(q0 + n * block, rows, number, each * block)
+            yield Tile(queries, Span(k0 + n * block, span, number, each * block), bias)
+        for n in (*range(min(inner, count)), *range(inner + each * number, count)):
+            tile = _clipped(q0 + n * block, k0 + n * block, visible, length, keys, dtype)
+            if tile.queries.size > 0:
+                yield tile
+
+
+def _clipped(first: int, low: int, visible: Tensor, length: int, keys: int, dtype: torch.dtype) -> Tile:
+    """What of a tile lies inside the sequence."""
+    above, left = max(-first, 0), max(-low, 0)
+    visible = visible[above : max(length - first, 0), left : max(keys - low, 0)]
+    queries, span = Span(first + above, visible.shape[0]), Span(low + left, visible.shape[1])
+    return Tile.of(queries, span, visible, dtype)

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import count, join, split
 from fast_attention.engine.fused import fused_attention
-from fast_attention.engine.opaque import Opaque
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse.gathered import distinct, gathered_softmax, take
+from fast_attention.mechanisms.sparse.gathered import gathered_softmax
+from fast_attention.mechanisms.sparse.pattern import pattern
+from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.value import at_least
 
 
@@ -64,7 +65,8 @@ def bigbird_attention(
     end = torch.where(seen, torch.arange(1, length + front + 1, device=q.device), 0).amax(-1)
     total = ((end + block_size - 1) // block_size)[..., None, None]
     number = count(length + front, block_size)
-    (blocks,) = _OPAQUE(seeds[:, None], total, number, first, last, half, num_random_blocks, is_causal)
+    settings = {"first": first, "last": last, "half": half, "draws": num_random_blocks, "is_causal": is_causal}
+    blocks = pattern(seeds[:, None], total, number=number, **settings)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
     if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
         return gathered_softmax(
@@ -75,37 +77,6 @@ def bigbird_attention(
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
         out = _with_global_rows(out, q, k, v, torch.cat(ids, -1)[..., 0, :], seen, size=block_size, scale=scale)
     return out[..., front:, :]
-
-
-def _pattern(
-    seeds: Tensor, total: Tensor, number: int, first: int, last: int, half: int, draws: int, is_causal: int
-) -> tuple[Int[Tensor, "*#batch heads blocks choices"]]:
-    """The blocks that each of ``number`` query blocks sees of ``total`` (..., 1, 1) blocks; -1 where there is none."""
-    own = torch.arange(number, device=seeds.device)
-    top = own if is_causal else (total[..., 0] - last).clamp(min=first)
-    low, high = torch.minimum((own - half).clamp(min=first), top), torch.minimum((own + half + 1).clamp(min=first), top)
-    top = low if is_causal else top  # random blocks of the past only
-    parts = [torch.arange(-half, half + 1, device=seeds.device) + own[:, None]]
-    parts += [torch.full_like(own, i)[:, None] for i in range(first)]
-    parts += [total - last + i for i in range(last)]
-    if draws > 0:
-        gap = high - low if not is_causal else torch.zeros_like(low)
-        picks = distinct(seeds, own, top - first - gap, draws)
-        picks = picks.where(picks < 0, picks + first + torch.where(picks < (low - first)[..., None], 0, gap[..., None]))
-        parts.append(picks)
-    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
-    table = torch.cat([part.expand(*lead, number, part.shape[-1]) for part in parts], -1)
-    return (table.masked_fill((table < 0) | (table >= (number if is_causal else total)), -1),)
-
-
-def _empty(
-    seeds: Tensor, total: Tensor, number: int, first: int, last: int, half: int, draws: int, is_causal: int
-) -> tuple[Tensor]:
-    lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])
-    return (seeds.new_empty(*lead, number, 2 * half + 1 + first + last + draws, dtype=torch.int64),)
-
-
-_OPAQUE = Opaque(_pattern, _empty)
 
 
 def _with_global_rows(

@@ -1,36 +1,19 @@
-"""Softmax of blocks of queries over gathered blocks of keys, and the tables that say which."""
+"""Softmax of blocks of queries over gathered blocks of keys, in tiles."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import dispatch
-from fast_attention.engine.blocks import join, split, split_mask
-from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.fused import fused_attention, takes_flash
-from fast_attention.engine.opaque import Opaque
+from fast_attention.engine import dispatch, tiled
+from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import exporting
-from fast_attention.mechanisms.sparse import gathered_tiles
-from fast_attention.mechanisms.sparse.banded import blockwise_softmax
-
-WORD = 0xFFFFFFFF
-
-
-def take(blocks: Tensor, table: Int[Tensor, "*batch_and_taken"]) -> Tensor:
-    """(*batch, n, size, E) at ``table`` (*batch, *taken) -> (*batch, *taken, size, E): whole rows are copied."""
-    lead, row = blocks.shape[:-3], blocks.shape[-2:]
-    if exporting():  # see blocks.py: a flattened table cannot be proved to unflatten again
-        ones = [1] * table.ndim
-        which = [torch.arange(n, device=blocks.device).view(*ones[:i], n, *ones[i + 1 :]) for i, n in enumerate(lead)]
-        return blocks[(*which, table)]
-    which = torch.arange(lead.numel(), device=blocks.device).view(*lead, *[1] * (table.ndim - len(lead)))
-    rows = blocks.reshape(-1, *row).index_select(0, (table + which * blocks.shape[-3]).flatten())
-    return rows.view(*table.shape, *row)
+from fast_attention.engine.tiling import Blocks, Span, Tile, Tiling, bias_of
+from fast_attention.mechanisms.sparse import reference
+from fast_attention.mechanisms.sparse.reference import ends, first_named, with_ends
 
 
 def gathered_softmax(
@@ -51,84 +34,124 @@ def gathered_softmax(
     A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. The blocks of queries
     before ``start`` and from ``stop`` on see all keys, whatever the table and ``key_mask`` say.
     """
-    factor, stop = q.shape[-1] ** -0.5 if scale is None else scale, table.shape[-2] if stop is None else stop
-    return _OPAQUE(q, k, v, table, key_mask, size, is_causal, start, stop, float(factor))[0]
+    factor, stop = float(q.shape[-1] ** -0.5 if scale is None else scale), table.shape[-2] if stop is None else stop
+    return _gathered(q, k, v, table, key_mask, size=size, is_causal=is_causal, start=start, stop=stop, scale=factor)
 
 
-def _parts(
+@opaque(like_queries)
+def _gathered(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
-    size: int, is_causal: int, start: int, stop: int, factor: float,
-) -> tuple[Tensor]:  # fmt: skip
-    return (_chosen(q, k, v, table, key_mask, size, bool(is_causal), start, stop, factor),)
-
-
-_OPAQUE = Opaque(_parts, lambda q, k, v, *others: (v.new_empty(*q.shape[:-1], v.shape[-1]),))
-
-
-def _chosen(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
-    size: int, is_causal: bool, start: int, stop: int, factor: float,
+    *, size: int, is_causal: bool, start: int, stop: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    settings: dict[str, Any] = {"size": size, "is_causal": is_causal, "scale": factor}
-    sizes = {"rows": size, "choices": table.shape[-1]}
+    sizes, number = {"rows": size, "choices": table.shape[-1]}, table.shape[-2]
     if not q.is_cpu:
         dispatch.record("softmax in blocks", "tiles are for the CPU", **sizes)
-        return _plain(q, k, v, table, key_mask, start=start, stop=stop, **settings)
+        return reference.gathered_softmax(
+            q, k, v, table, key_mask, size=size, is_causal=is_causal, scale=scale, start=start, stop=stop
+        )
     dispatch.record("softmax in tiles", "every block of queries reads a few blocks of keys", **sizes)
-    if (start == 0 and stop == table.shape[-2]) or takes_flash(q, k, v, scale=factor):
-        return _tiled(q, k, v, table, key_mask, start=start, stop=stop, **settings)
-    out = _tiled(q, k, v, table, key_mask, start=0, stop=table.shape[-2], **settings)
-    return _with_ends(out, q, k, v, start * size, stop * size, scale=factor)
+    if (start == 0 and stop == number) or takes_flash(q, k, v, scale=scale):
+        return _tiled(q, k, v, table, key_mask, size=size, is_causal=is_causal, scale=scale, start=start, stop=stop)
+    out = _tiled(q, k, v, table, key_mask, size=size, is_causal=is_causal, scale=scale, start=0, stop=number)
+    return with_ends(out, q, k, v, start * size, stop * size, scale=scale)
 
 
-def _plain(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
+    *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Kept are the ends' normalisers, and the ends' outputs as the kernel laid them out."""
+    tiling = _tiling(k, table, start, stop, size=size, is_causal=is_causal)
+    out, first, last = tiled.attend(q, k, v, key_mask, tiling, scale=scale), start * size, stop * size
+    if first == 0 and last >= q.shape[-2]:
+        return out, ()
+    rows, kept = flash_forward(ends(q, first, last), k, v, None, keep=keep, is_causal=False, scale=scale)
+    out[..., :first, :], out[..., last:, :] = rows[..., :first, :], rows[..., first:, :]
+    return out, (rows, *kept)
+
+
+def _backward(
+    inputs: tuple[Tensor, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, size: int, is_causal: bool, scale: float, start: int, stop: int,
-) -> Tensor:  # fmt: skip
-    length, number = q.shape[-2], table.shape[-2]
-    place = (table[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
-    chosen = table.clamp(min=0)
-    fresh = (table >= 0) & ~(table[..., None] == table[..., None, :]).tril(-1).any(-1)
-    seen = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
-    mask = (fresh[..., None] & take(seen, chosen)[..., 0]).flatten(-2)[..., None, :]
-    if is_causal:
-        own = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
-        mask = mask & (place[..., None, :] <= own[..., None])
-    keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
-    return out if start == 0 and stop == number else _with_ends(out, q, k, v, start * size, stop * size, scale=scale)
+) -> Tensors:  # fmt: skip
+    q, k, v, table, key_mask = inputs
+    tiling = _tiling(k, table, start, stop, size=size, is_causal=is_causal)
+    if not kept:
+        return *tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale), None, None
+    first, last = start * size, stop * size
+    rows, grad = (ends(q, first, last), k, v, None), ends(gradient[0], first, last)
+    d_rows, dk, dv, _ = flash_backward(rows, kept[:1], kept[1:], (grad,), is_causal=False, scale=scale)
+    assert d_rows is not None
+    assert dk is not None
+    assert dv is not None
+    dq, dk, dv = tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale, start=(dk, dv))
+    dq[..., :first, :], dq[..., last:, :] = d_rows[..., :first, :], d_rows[..., first:, :]
+    return dq, dk, dv, None, None
 
 
-def _with_ends(out: Tensor, q: Tensor, k: Tensor, v: Tensor, first: int, last: int, *, scale: float) -> Tensor:
-    """``out`` with the rows before ``first`` and from ``last`` on computed over all keys."""
-    rows = fused_attention(torch.cat((q[..., :first, :], q[..., last:, :]), -2), k, v, scale=scale)
-    return torch.cat((rows[..., :first, :], out[..., first:last, :], rows[..., first:, :]), -2)
+_tiled = in_float32(CustomGradient(reference.gathered_softmax, _forward, _backward))
 
 
-_tiled = in_float32(CustomGradient(_plain, gathered_tiles.forward, gathered_tiles.backward))
+def _tiling(k: Tensor, table: Tensor, start: int, stop: int, *, size: int, is_causal: bool) -> Tiling:
+    """One tile for each block of queries from ``start`` to ``stop`` and each group of heads."""
+    table = table.expand(*k.shape[:-2], *table.shape[-2:]).reshape(-1, *table.shape[-2:])
+    heads = tiled.heads_together(size * size * table.shape[-1])
+    pattern = _Pattern(table, k, heads, size=size, is_causal=is_causal)
+    return Tiling(heads, lambda group: (pattern.tile(i, group) for i in range(start, stop)), size)
 
 
-def mixed(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """A hash of 32-bit integers held in int64: two rounds of shift, exclusive or and multiplication."""
-    for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & WORD  # below 2^59: exact, and the same on every device
-    return (x >> 16) ^ x
+class _Pattern:
+    """Which blocks of ``size`` keys every block of queries sees: ``table`` (heads, blocks, choices), -1 for none.
 
-
-def distinct(
-    seeds: Int[Tensor, "..."], index: Int[Tensor, "..."], available: Int[Tensor, "..."], number: int
-) -> Int[Tensor, "... number"]:
-    """``min(number, available)`` different numbers below ``available`` for each index, in slots filled up with -1.
-
-    Floyd's sampling (Bentley and Floyd 1987), driven by a hash of the seed, the index and the draw: the same seeds give
-    the same choice at any length, and every set is equally likely.
+    Choices that are dead for all heads (named twice, none, or all in the future) are not read. What some heads see and
+    others not is ``masked``; where all heads agree, the triangle of a causal block and the end of the sequence are a
+    ``bias`` that many tiles share.
     """
-    start = mixed(mixed(seeds) ^ index)
-    chosen: list[Tensor] = []
-    for draw in range(number):
-        last = available - number + draw
-        pick = mixed(start ^ draw) % (last + 1).clamp(min=1)
-        for earlier in chosen:
-            pick = torch.where(pick == earlier, last, pick)
-        chosen.append(torch.where(last >= 0, pick, -1))
-    return torch.stack(torch.broadcast_tensors(*chosen), -1)
+
+    def __init__(self, table: Tensor, like: Tensor, group: int, *, size: int, is_causal: bool) -> None:
+        self.length, self.dtype, self.size, self.is_causal = like.shape[-2], like.dtype, size, is_causal
+        heads, blocks, _ = table.shape
+        own = torch.arange(blocks)[:, None]
+        alive = first_named(table)
+        alive = alive & (table <= own) if is_causal else alive
+        order = alive.any(0).byte().argsort(dim=-1, descending=True, stable=True).expand_as(table)  # the dead come last
+        self.alive, self.table = alive.gather(-1, order), table.gather(-1, order)
+        some, every = self.alive.any(0), self.alive.all(0)
+        self.agreed, self.choices = (some == every).all(-1).tolist(), some.sum(-1).tolist()
+        self.index = self.table.clamp(min=0) + (torch.arange(heads) % group)[:, None, None] * blocks
+        self.diagonal = self._choice_of(own if is_causal else torch.full_like(own, -2))
+        self.end = self._choice_of(torch.full_like(own, blocks - 1 if self.length % size else -2))
+        self.biases: dict[tuple[int, ...], Tensor | None] = {}
+
+    def _choice_of(self, block: Tensor) -> list[int]:
+        """Per block of queries: the choice that names ``block`` for all heads, -1 for no head, -2 for some."""
+        named = self.alive & (self.table == block)
+        choice = torch.where(named.all(0).any(-1), named.all(0).byte().argmax(-1), -1)
+        return choice.masked_fill((named.any(0) != named.all(0)).any(-1), -2).tolist()
+
+    def tile(self, i: int, group: slice) -> Tile:
+        """Block ``i`` of queries against its choices."""
+        number, size = self.choices[i], self.size
+        queries = Span(i * size, min(size, self.length - i * size))
+        keys = Blocks(self.index[group, i, :number].flatten(), size)
+        diagonal, end = self.diagonal[i], self.end[i]
+        if self.agreed[i] and diagonal > -2 and end > -2 and number > 0:
+            bias = self._bias(number, diagonal, end)
+            return Tile(queries, keys, None if bias is None else bias[: queries.size])
+        positions = self.table[group, i, :number, None] * size + torch.arange(size)
+        visible = (self.alive[group, i, :number, None] & (positions < self.length)).flatten(1)[:, None]
+        if self.is_causal:
+            rows = torch.arange(queries.first, queries.first + queries.size)[:, None]
+            visible = visible & (positions.flatten(1)[:, None] <= rows)
+        return Tile(queries, keys, masked=~visible)
+
+    def _bias(self, number: int, diagonal: int, end: int) -> Tensor | None:
+        key = number, diagonal, end
+        if key not in self.biases:
+            visible = torch.ones(self.size, number, self.size, dtype=torch.bool)
+            if end >= 0:
+                visible[:, end, self.length % self.size :] = False
+            if diagonal >= 0:
+                visible[:, diagonal] &= torch.ones(self.size, self.size, dtype=torch.bool).tril()
+            self.biases[key] = bias_of(visible.flatten(1), self.dtype)
+        return self.biases[key]

@@ -14,17 +14,17 @@ from fast_attention.engine.blocks import narrow, split, split_mask
 from fast_attention.engine.bounds import no_less
 from fast_attention.engine.tracing import traced
 
-SMALLEST = 1e-12  # share of a row, above which balancing may multiply: all factors lie within float32's range then
-FAINTEST = 1e-20  # a sorted place of which less is visible counts as masked; 1 / FAINTEST^2 would overflow float32
+SMALLEST = 1e-12  # fraction of a row, above which balancing may multiply: all factors lie within float32's range then
+FAINTEST = 1e-20  # a sorted position of which less is visible counts as masked; 1 / FAINTEST^2 would overflow float32
 
 
 class Sorted(NamedTuple):
-    """Blocks (..., n, b, E) after sorting; of every place (..., n, b) the log of its visible share, and whether any."""
+    """Sorted blocks (..., n, b, E); the log of the visible fraction of every position (..., n, b), and if it is any."""
 
     k: Tensor
     v: Tensor
-    share: Tensor
-    seen: Tensor
+    log_fraction: Tensor
+    visible: Tensor
 
 
 class SortNet(NamedTuple):
@@ -81,52 +81,52 @@ def _balanced(S: Tensor, iterations: int) -> Tensor:
 
 def _log_sum(scores: Tensor, mask: Tensor, axis: int) -> Tensor:
     """logsumexp of what the mask lets through, 0 (with no gradient) where it lets nothing through."""
-    shown = scores.masked_fill(~mask, float("-inf"))
+    visible = scores.masked_fill(~mask, float("-inf"))
     some = mask.any(axis, keepdim=True)
-    return torch.logsumexp(shown.masked_fill(~some, 0.0), axis, keepdim=True).masked_fill(~some, 0.0)
+    return torch.logsumexp(visible.masked_fill(~some, 0.0), axis, keepdim=True).masked_fill(~some, 0.0)
 
 
-def cut_blocks(k: Tensor, v: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values in blocks, zeros where masked or past the end, and which places may be seen."""
-    seen = torch.ones(k.shape[-2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-    return split(masks.drop(k, key_mask), size), split(masks.drop(v, key_mask), size), split_mask(seen, size)
+def split_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split keys and values into blocks, zeros where masked or past the end; and which positions are visible."""
+    visible = torch.ones(k.shape[-2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    return split(masks.drop(k, key_mask), size), split(masks.drop(v, key_mask), size), split_mask(visible, size)
 
 
 def block_permutation(
     keys: Float[Tensor, "*batch blocks size width"],
-    seen: Bool[Tensor, "*#batch2 blocks size"],
+    visible: Bool[Tensor, "*#batch2 blocks size"],
     P: Float[Tensor, "heads width limit"],
     *,
     num_iterations: int,
     temperature: float,
     is_causal: bool,
 ) -> Float[Tensor, "*batch blocks blocks"]:
-    """The soft permutation S: row i says which blocks come to place i.
+    """The soft permutation S: row i says which blocks come to position i.
 
     Scores ``x P / temperature`` of the blocks' summaries x, balanced over the blocks that hold a visible token.
     Causal: a softmax over earlier blocks.
     """
-    blocks, held = keys.shape[-3], seen.any(-1)
+    blocks, some = keys.shape[-3], visible.any(-1)
     summary = keys.sum(-2)
     if is_causal:  # sums are shifted, not subtracted again: even the rounding of later tokens must not be felt
         summary = F.pad(summary, (0, 0, 1, 0))[..., :-1, :].cumsum(-2) + keys[..., 0, :]
-        count = F.pad(seen.sum(-1), (1, 0))[..., :-1].cumsum(-1) + seen[..., 0]
+        count = F.pad(visible.sum(-1), (1, 0))[..., :-1].cumsum(-1) + visible[..., 0]
         summary = summary / count.clamp_min(1)[..., None]
     scores = summary @ narrow(P, blocks, axis=-1) / temperature
     if is_causal:
-        place = torch.arange(blocks, device=keys.device)
-        return soft_permutation(scores, held[..., None, :] & (place < place[:, None]), iterations=0)
-    return soft_permutation(scores, held[..., None, :] & held[..., :, None], iterations=num_iterations)
+        position = torch.arange(blocks, device=keys.device)
+        return soft_permutation(scores, some[..., None, :] & (position < position[:, None]), iterations=0)
+    return soft_permutation(scores, some[..., None, :] & some[..., :, None], iterations=num_iterations)
 
 
 def sort_blocks(
     S: Float[Tensor, "*batch rows blocks"],
     keys: Float[Tensor, "*batch blocks size width"],
     values: Float[Tensor, "*batch blocks size values"],
-    seen: Bool[Tensor, "*#batch2 blocks size"],
+    visible: Bool[Tensor, "*#batch2 blocks size"],
 ) -> Sorted:
-    """Blocks ``S K`` and ``S V``; where masked places are mixed in, those of the visible ones alone, to scale."""
-    share = S @ seen.to(S.dtype) / no_less(S.sum(-1, keepdim=True), FAINTEST)
-    divisor = no_less(share, FAINTEST)
+    """Sort keys and values: ``S K`` and ``S V``, where masked tokens are mixed in the mean of the visible ones."""
+    fraction = S @ visible.to(S.dtype) / no_less(S.sum(-1, keepdim=True), FAINTEST)
+    divisor = no_less(fraction, FAINTEST)
     k, v = ((S @ x.flatten(-2)).unflatten(-1, x.shape[-2:]) / divisor[..., None] for x in (keys, values))
-    return Sorted(k, v, divisor.log(), share > FAINTEST)
+    return Sorted(k, v, divisor.log(), fraction > FAINTEST)

@@ -1,0 +1,94 @@
+"""Says which tiles attention is computed in: which queries, which keys these see, and what a mask hides of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Memory = Callable[..., Tensor]  # uninitialised memory of a shape
+
+
+class Keys(Protocol):
+    """The keys of a tile in ``x`` (heads, length, E): how they are read, and where their gradients belong."""
+
+    def read(self, x: Tensor, memory: Memory) -> Float[Tensor, "heads_or_number span E"]:
+        """The keys (or the values) as a view of ``x`` or in ``memory``."""
+        ...
+
+    def add(self, gradient: Tensor, dx: Tensor, x: Tensor) -> None:
+        """Add the gradient of what ``read`` gave; the engine does so for keys first and then for values."""
+        ...
+
+
+class Span(NamedTuple):
+    """``number`` chunks of ``size`` tokens, ``step`` apart: one chunk of each head, or several of a single head."""
+
+    first: int
+    size: int
+    number: int = 1
+    step: int = 0
+
+    def read(self, x: Tensor, memory: Memory | None = None) -> Float[Tensor, "heads_or_number size E"]:
+        """A view of these tokens."""
+        if self.number == 1:
+            return x[:, self.first : self.first + self.size]
+        end = self.first + (self.number - 1) * self.step + self.size
+        return x[0, self.first : end].unfold(0, self.size, self.step).mT
+
+    def add(self, gradient: Tensor, dx: Tensor, x: Tensor) -> None:
+        """Chunks of keys of one tile do not overlap."""
+        self.read(dx).add_(gradient)
+
+
+class Blocks(NamedTuple):
+    """Blocks of ``size`` keys by number: ``index`` (heads * choices) counts the blocks of all heads of the group."""
+
+    index: Tensor
+    size: int
+
+    def read(self, x: Tensor, memory: Memory) -> Tensor:
+        """The blocks, gathered."""
+        rows = x.view(-1, self.size * x.shape[-1])
+        out = memory(self.index.shape[0], rows.shape[1])
+        return torch.index_select(rows, 0, self.index, out=out).view(x.shape[0], -1, x.shape[-1])
+
+    def add(self, gradient: Tensor, dx: Tensor, x: Tensor) -> None:
+        """A block may be named by several heads' choices, or by none."""
+        rows = dx.view(-1, self.size * dx.shape[-1])
+        rows.index_add_(0, self.index, gradient.view(-1, rows.shape[1]))
+
+
+class Tile(NamedTuple):
+    """Queries and the keys that they see.
+
+    ``bias`` (rows, span) is 0 or -inf, and finite somewhere in every row; what may leave a row empty is ``masked``.
+    """
+
+    queries: Span
+    keys: Keys
+    bias: Float[Tensor, "*#some span"] | None = None
+    masked: Bool[Tensor, "*#some span"] | None = None
+
+    @staticmethod
+    def of(queries: Span, keys: Keys, visible: Bool[Tensor, "*#some span"], dtype: torch.dtype) -> Tile:
+        """The tile in which a query sees the ``visible`` keys, or none."""
+        if visible.any(-1).all():
+            return Tile(queries, keys, bias_of(visible, dtype))
+        return Tile(queries, keys, masked=~visible)
+
+
+class Tiling(NamedTuple):
+    """The tiles of every group of ``heads`` heads; with ``block``, keys are contiguous and padded to whole blocks."""
+
+    heads: int
+    tiles: Callable[[slice], Iterable[Tile]]
+    block: int = 0
+
+
+def bias_of(visible: Bool[Tensor, "*some span"], dtype: torch.dtype) -> Float[Tensor, "*some span"] | None:
+    """What is added to scores so that only ``visible`` keys get weight; None where all are visible."""
+    return None if visible.all() else torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))

@@ -1,0 +1,110 @@
+"""Softmax over every block of keys beside the block sorted to its position, in tiles.
+
+A head's keys and values are sorted some blocks at a time into memory that is used again, so that nothing as large as
+the sequence is made but outputs and gradients. Where causal, only blocks before the tile's end are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from fast_attention.engine import masks, tiled
+from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.tiling import Memory, Span, Tile, Tiling, bias_of
+from fast_attention.mechanisms.sinkhorn import reference
+
+BLOCKS, EARLIER = 128, 64  # of a tile, and where later blocks are left out: with fewer, the product that sorts is slow
+
+
+def sorted_softmax(
+    q: Float[Tensor, "*batch rows size width"],
+    S: Float[Tensor, "*batch rows blocks"],
+    k: Float[Tensor, "*batch blocks size width"],
+    v: Float[Tensor, "*batch blocks size values"],
+    *,
+    first: int,
+    is_causal: bool,
+) -> Float[Tensor, "*batch rows size values"]:
+    """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, all of them visible."""
+    attend = _tiled if q.is_cpu and 0 not in (*q.shape, *v.shape) else reference.sorted_softmax
+    return attend(q, S, k, v, first=first, is_causal=is_causal)
+
+
+class _Keys(NamedTuple):
+    """What is sorted to every block of queries, and beside it the block itself."""
+
+    size: int
+    sort: Float[Tensor, "rows reach"]  # weights of the blocks that may be sorted to them
+    own: slice
+    d_sort: Float[Tensor, "rows reach"] | None = None
+
+    def read(self, x: Tensor, memory: Memory) -> Float[Tensor, "rows span E"]:
+        """Keys or values, 2 ``size`` of them."""
+        blocks = x.view(-1, self.size * x.shape[-1])
+        both = memory(self.sort.shape[0], 2 * self.size, x.shape[-1])
+        torch.mm(self.sort, blocks[: self.sort.shape[1]], out=both[:, : self.size].flatten(1))
+        both[:, self.size :].copy_(blocks[self.own].view(-1, self.size, x.shape[-1]))
+        return both
+
+    def add(self, gradient: Tensor, dx: Tensor, x: Tensor) -> None:
+        """Add to the gradients of a head's blocks and of its permutation."""
+        blocks, d_blocks = (y.view(-1, self.size * x.shape[-1]) for y in (x, dx))
+        reach, d_sorted = self.sort.shape[1], gradient[:, : self.size].flatten(1)
+        assert self.d_sort is not None
+        self.d_sort.addmm_(d_sorted, blocks[:reach].mT)
+        d_blocks[:reach].addmm_(self.sort.mT, d_sorted)
+        d_blocks[self.own].view(-1, self.size, x.shape[-1]).add_(gradient[:, self.size :])
+
+
+def _tiling(q: Tensor, S: Tensor, dS: Tensor | None, *, first: int, is_causal: bool) -> Tiling:
+    """Tiles of many blocks of one head, the last first."""
+    count, size = q.shape[-3:-1]
+    S, dS = (None if x is None else x.view(-1, *x.shape[-2:]) for x in (S.contiguous(), dS))
+    visible = F.pad(masks.causal(size, size), (size, 0), value=True)
+    bias, number = (bias_of(visible, q.dtype), EARLIER) if is_causal else (None, BLOCKS)
+
+    def tiles(head: slice) -> Iterator[Tile]:
+        for start in reversed(range(0, count, number)):
+            stop = min(start + number, count)
+            rows, reach = (head.start, slice(start, stop)), first + stop if is_causal else S.shape[-1]
+            keys = _Keys(size, S[rows][:, :reach], slice(first + start, first + stop))
+            keys = keys if dS is None else keys._replace(d_sort=dS[rows][:, :reach])
+            queries = Span(start * size, size, stop - start, size)
+            if is_causal and first + start == 0:  # nothing is before the first block
+                from_first = visible.repeat(stop, 1, 1)
+                from_first[0, :, :size] = False
+                yield Tile(queries, keys, bias_of(from_first, q.dtype))
+            else:
+                yield Tile(queries, keys, bias)
+
+    return Tiling(1, tiles, size)
+
+
+def _forward(
+    q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, keep: bool, first: int, is_causal: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    tiling = _tiling(q, S, None, first=first, is_causal=is_causal)
+    tokens = (x.flatten(-3, -2) for x in (q, k, v))
+    out = tiled.attend(*tokens, None, tiling, scale=q.shape[-1] ** -0.5)
+    return out.view(*q.shape[:-1], v.shape[-1]), ()
+
+
+def _backward(
+    inputs: tuple[Tensor, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
+    *, first: int, is_causal: bool,
+) -> Tensors:  # fmt: skip
+    q, S, k, v = inputs
+    dS = S.new_zeros(S.shape)
+    tiling = _tiling(q, S, dS, first=first, is_causal=is_causal)
+    tokens, grad_out = (x.flatten(-3, -2) for x in (q, k, v)), gradient[0].flatten(-3, -2)
+    dq, dk, dv = tiled.gradients(*tokens, None, grad_out, tiling, scale=q.shape[-1] ** -0.5)
+    return dq.view(q.shape), dS, dk.view(k.shape), dv.view(v.shape)
+
+
+_tiled = CustomGradient(reference.sorted_softmax, _forward, _backward)
