@@ -40,8 +40,9 @@ def attend(
     out, work = q.new_empty(*q.shape[:-1], v.shape[-1]), Workspace(q)
     visible, flat = _visible(key_mask, k, tiling.block), out.view(-1, *out.shape[-2:])
     q, k, v = flatten(q), flatten(k, tiling.block), flatten(v, tiling.block)
+    k_memory, v_memory = partial(work, "k"), partial(work, "v")
     for tile, group, masked in _tiles(tiling, q.shape[0], visible):
-        keys, values = (tile.keys.read(x[group], partial(work, name)) for x, name in ((k, "k"), (v, "v")))
+        keys, values = tile.keys.read(k[group], k_memory), tile.keys.read(v[group], v_memory)
         rows = tile.queries.read(flat[group])
         written = rows if rows.is_contiguous() else work("out", *rows.shape)
         P = weights(tile.queries.read(q[group]), keys, tile.bias, masked, scale=scale, work=work)
@@ -72,9 +73,10 @@ def gradients(
     q, k, v, grad_out = flatten(q), flatten(k, block), flatten(v, block), flatten(grad_out)
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_zeros(x.shape) for x in (k, v)) if start is None else (flatten(x, block) for x in start)
+    k_memory, v_memory = partial(work, "k"), partial(work, "v")
     for tile, group, masked in _tiles(tiling, q.shape[0], visible):
         queries, grad = tile.queries.read(q[group]), tile.queries.read(grad_out[group])
-        keys, values = (tile.keys.read(x[group], partial(work, name)) for x, name in ((k, "k"), (v, "v")))
+        keys, values = tile.keys.read(k[group], k_memory), tile.keys.read(v[group], v_memory)
         P = weights(queries, keys, tile.bias, masked, scale=scale, work=work)
         d_values = torch.bmm(P.mT, grad, out=work("dv", *values.shape))
         dS = torch.bmm(grad, values.mT, out=work("dS", *P.shape))
@@ -119,12 +121,9 @@ def flatten(x: Tensor, block: int = 0) -> Float[Tensor, "heads length E"]:
     return x.contiguous() if block or x.stride(-1) != 1 else x
 
 
-def _visible(key_mask: Tensor | None, k: Tensor, block: int) -> Bool[Tensor, "heads keys"] | None:
-    """The key mask of every head, padded as keys are; None where all keys may be seen."""
-    if key_mask is None or key_mask.all():
-        return None
-    visible = key_mask.expand(k.shape[:-1]).reshape(-1, k.shape[-2])
-    return pad_length(visible, block, axis=-1, value=False) if block else visible
+def _visible(key_mask: Tensor | None, k: Tensor, block: int) -> Bool[Tensor, "heads keys 1"] | None:
+    """The key mask of every head, laid out as keys are; None where all keys may be seen."""
+    return None if key_mask is None or key_mask.all() else flatten(key_mask.expand(k.shape[:-1])[..., None], block)
 
 
 def _tiles(tiling: Tiling, heads: int, visible: Tensor | None) -> Iterator[tuple[Tile, slice, Tensor | None]]:
@@ -134,7 +133,7 @@ def _tiles(tiling: Tiling, heads: int, visible: Tensor | None) -> Iterator[tuple
         for tile in tiling.tiles(group):
             masked = tile.masked
             if visible is not None:
-                seen = tile.keys.read(visible[group, :, None], visible.new_empty)[..., 0]
+                seen = tile.keys.read(visible[group], visible.new_empty)[..., 0]
                 if not seen.all():
                     masked = ~seen[:, None] if masked is None else masked | ~seen[:, None]
             yield tile, group, masked

@@ -63,25 +63,25 @@ class _Keys(NamedTuple):
 
 
 def _tiling(q: Tensor, S: Tensor, dS: Tensor | None, *, first: int, is_causal: bool) -> Tiling:
-    """Tiles of many blocks of one head, the last first."""
+    """Tiles of many blocks of one head."""
     count, size = q.shape[-3:-1]
     S, dS = (None if x is None else x.view(-1, *x.shape[-2:]) for x in (S.contiguous(), dS))
-    visible = F.pad(masks.causal(size, size), (size, 0), value=True)
-    bias, number = (bias_of(visible, q.dtype), EARLIER) if is_causal else (None, BLOCKS)
+    number = EARLIER if is_causal else BLOCKS
+    bias = from_first = None
+    if is_causal:
+        visible = F.pad(masks.causal(size, size), (size, 0), value=True)
+        bias, visible = bias_of(visible, q.dtype), visible.repeat(min(number, count), 1, 1)
+        visible[0, :, :size] = False  # nothing is before the first block
+        from_first = bias_of(visible, q.dtype)
 
     def tiles(head: slice) -> Iterator[Tile]:
-        for start in reversed(range(0, count, number)):
+        for start in range(0, count, number):
             stop = min(start + number, count)
             rows, reach = (head.start, slice(start, stop)), first + stop if is_causal else S.shape[-1]
             keys = _Keys(size, S[rows][:, :reach], slice(first + start, first + stop))
             keys = keys if dS is None else keys._replace(d_sort=dS[rows][:, :reach])
             queries = Span(start * size, size, stop - start, size)
-            if is_causal and first + start == 0:  # nothing is before the first block
-                from_first = visible.repeat(stop, 1, 1)
-                from_first[0, :, :size] = False
-                yield Tile(queries, keys, bias_of(from_first, q.dtype))
-            else:
-                yield Tile(queries, keys, bias)
+            yield Tile(queries, keys, from_first if first + start == 0 else bias)
 
     return Tiling(1, tiles, size)
 
