@@ -81,6 +81,7 @@ def test_tiles_are_the_dense_softmax(tiling_of: object, masked: bool) -> None:
         dq, dk, dv = tiled.gradients(q, k, v, key_mask, grad_out, tiling_of(dense), scale=0.5, start=again)
         torch.set_rng_state(drawn)
         alone = tiled.gradients(q, k, v, key_mask, grad_out, tiling_of(dense), scale=0.5)
+    assert bool(dense.any(-1).any(-1).all())  # every head was asked for
     mask = dense if key_mask is None else dense & key_mask[:, None]
     theirs = F.scaled_dot_product_attention(q, k, v, mask, scale=0.5)
     expected = torch.autograd.grad(theirs, (q, k, v), grad_out)
