@@ -125,10 +125,10 @@ def caption(folder: Path) -> str:
 
 
 def tree() -> str:
-    """CHARTER's tree: every package and what it is for, folders only."""
+    """CHARTER's tree: every package that says what it is for, folders only."""
     packages = {path.parent for top in ("src", "tests", "benchmarks") for path in (ROOT / top).rglob("__init__.py")}
     lines = ["```"]
-    for folder in sorted(packages | {ROOT / name for name in PLAIN}):
+    for folder in sorted(filter(caption, packages | {ROOT / name for name in PLAIN})):
         where = folder.relative_to(ROOT)
         depth, name = (0, where) if where.parts[0] != "src" else (len(where.parts) - 2, where.name)
         label = f"{'  ' * depth}{name if depth else where.as_posix()}/"

@@ -1,1 +1,1 @@
-"""What make test runs: oracles, laws, seeded faults and the tests of each part."""
+"""What make test runs: oracles, laws, seeded faults, and a room of tests for each room of the source."""
