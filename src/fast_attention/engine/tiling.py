@@ -45,21 +45,21 @@ class Span(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of ``size`` keys by number: ``index`` (heads * choices) counts the blocks of all heads of the group."""
+    """Blocks of ``size`` keys by number: ``indices`` (heads * choices) counts the blocks of all heads of the group."""
 
-    index: Tensor
+    indices: Tensor
     size: int
 
     def read(self, x: Tensor, memory: Memory) -> Tensor:
         """The blocks, gathered."""
         rows = x.view(-1, self.size * x.shape[-1])
-        out = memory(self.index.shape[0], rows.shape[1])
-        return torch.index_select(rows, 0, self.index, out=out).view(x.shape[0], -1, x.shape[-1])
+        out = memory(self.indices.shape[0], rows.shape[1])
+        return torch.index_select(rows, 0, self.indices, out=out).view(x.shape[0], -1, x.shape[-1])
 
     def add(self, gradient: Tensor, dx: Tensor, x: Tensor) -> None:
         """A block may be named by several heads' choices, or by none."""
         rows = dx.view(-1, self.size * dx.shape[-1])
-        rows.index_add_(0, self.index, gradient.view(-1, rows.shape[1]))
+        rows.index_add_(0, self.indices, gradient.view(-1, rows.shape[1]))
 
 
 class Tile(NamedTuple):

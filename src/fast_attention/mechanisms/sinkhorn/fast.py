@@ -65,7 +65,8 @@ class _Keys(NamedTuple):
 def _tiling(q: Tensor, S: Tensor, dS: Tensor | None, *, first: int, is_causal: bool) -> Tiling:
     """Tiles of many blocks of one head."""
     count, size = q.shape[-3:-1]
-    S, dS = (None if x is None else x.view(-1, *x.shape[-2:]) for x in (S.contiguous(), dS))
+    S = S.contiguous().view(-1, *S.shape[-2:])
+    dS = None if dS is None else dS.view(-1, *dS.shape[-2:])
     number = EARLIER if is_causal else BLOCKS
     bias = from_first = None
     if is_causal:
@@ -90,8 +91,8 @@ def _forward(
     q: Tensor, S: Tensor, k: Tensor, v: Tensor, *, keep: bool, first: int, is_causal: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     tiling = _tiling(q, S, None, first=first, is_causal=is_causal)
-    tokens = (x.flatten(-3, -2) for x in (q, k, v))
-    out = tiled.attend(*tokens, None, tiling, scale=q.shape[-1] ** -0.5)
+    queries, keys, values = (x.flatten(-3, -2) for x in (q, k, v))
+    out = tiled.attend(queries, keys, values, None, tiling, scale=q.shape[-1] ** -0.5)
     return out.view(*q.shape[:-1], v.shape[-1]), ()
 
 
@@ -102,8 +103,8 @@ def _backward(
     q, S, k, v = inputs
     dS = S.new_zeros(S.shape)
     tiling = _tiling(q, S, dS, first=first, is_causal=is_causal)
-    tokens, grad_out = (x.flatten(-3, -2) for x in (q, k, v)), gradient[0].flatten(-3, -2)
-    dq, dk, dv = tiled.gradients(*tokens, None, grad_out, tiling, scale=q.shape[-1] ** -0.5)
+    queries, keys, values, grad_out = (x.flatten(-3, -2) for x in (q, k, v, gradient[0]))
+    dq, dk, dv = tiled.gradients(queries, keys, values, None, grad_out, tiling, scale=q.shape[-1] ** -0.5)
     return dq.view(q.shape), dS, dk.view(k.shape), dv.view(v.shape)
 
 
