@@ -11,7 +11,7 @@ FAULTS = [
           "dk[..., :width], dv[..., :width], dk[..., width - 1]", "tests/dense/test_synthesizer.py -k long_sequences"),
     Fault("a block of queries sees one key of the future", "mechanisms/dense/rows.py", "torch.bool).triu(1)", "torch.bool).triu(2)",
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),
-    Fault("blocks see into holes", "mechanisms/dense/rows.py", "None if len(places) == end - first else ~seen", "None",
+    Fault("blocks see masked keys between others", "mechanisms/dense/rows.py", "None if len(positions) == end - first else ~visible", "None",
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),
     Fault("the mean slope of a row stays in its gradient", "mechanisms/dense/rows.py", "slope.sub_(mean[b, h, rows])", "pass",
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),

@@ -101,7 +101,7 @@ FAULTS = [
           "range(0, heads - tiling.heads, tiling.heads)", "tests/engine/test_tiled.py -k windows"),
     Fault("outputs stay in the workspace", "engine/tiled.py", "rows.copy_(written)\n    return out",
           "pass\n    return out", "tests/engine/test_tiled.py -k windows"),
-    Fault("tiles do not look at the key mask", "engine/tiled.py", "if not seen.all():", "if False:", "tests/engine/test_tiled.py"),
+    Fault("tiles do not look at the key mask", "engine/tiled.py", "if not unmasked.all():", "if False:", "tests/engine/test_tiled.py"),
     Fault("what other queries gave to keys is forgotten", "engine/tiled.py", "if start is None else", "if True else",
           "tests/engine/test_tiled.py"),
     Fault("gradients of keys lose the scale", "engine/tiled.py",

@@ -10,5 +10,5 @@ FAULTS = [
     Fault("log attention forgets that keys have gradients of their scores too", "mechanisms/log_manhattan/fast_log.py",
           ".add_(d_scores)", "", "tests/engine/test_chunks.py -k plain"),
     Fault("Manhattan's causal values forget the l of the queries", "mechanisms/log_manhattan/fast_manhattan.py",
-          "addcmul_(self.l, d_plain).sub_(moment)", "addcmul_(self.l, d_plain)", "tests/engine/test_chunks.py -k plain"),
+          "addcmul_(self.l, d_plain).sub_(first_moment)", "addcmul_(self.l, d_plain)", "tests/engine/test_chunks.py -k plain"),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 from fast_attention.lab import pages
-from fast_attention.lab.drawing import bars, line, picture, sheet
+from fast_attention.lab.drawing import bars, figure_grid, line, picture
 from fast_attention.lab.pages import Code, Facts, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.tables import Row, Table, Value
 
@@ -19,7 +19,7 @@ SAFE = "&lt;b onclick=&#34;x&#34;&gt;&amp;amp;"
 
 @picture
 def drawn(alt: str):  # type: ignore[no-untyped-def]
-    figure, (left, right) = sheet(2.0, 1, 2)
+    figure, (left, right) = figure_grid(2.0, 1, 2)
     line(left, {1: 2.0, 2: 3.0}, label="a")
     bars(right, ["one", "two"], {"ours": [1.0, 2.0], "theirs": [2.0, 1.0]}, ("red", "blue"))
     return figure, alt

@@ -100,8 +100,12 @@ def _backward(
         held = [x for x, yes in zip(chunk, differentiable, strict=True) if yes]
 
         def again(*given: Tensor, chunk: list[Any] = chunk, number: int = len(held)) -> tuple[Tensor, ...]:
-            own, state, twins = iter(given[:number]), given[number : number + len(first)], given[number + len(first) :]
-            values = [next(own) if yes else x for x, yes in zip(chunk, differentiable, strict=True)]
+            differentiated, state, twins = (
+                iter(given[:number]),
+                given[number : number + len(first)],
+                given[number + len(first) :],
+            )
+            values = [next(differentiated) if yes else x for x, yes in zip(chunk, differentiable, strict=True)]
             out, after = step(values, twins, state)
             return *out, *after
 

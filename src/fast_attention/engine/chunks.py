@@ -112,8 +112,8 @@ def add_gradients(
         return
     goals = [*into, *(goal for goal in learned if goal is not None)]
     wanted = [*twins, *(w for w, goal in zip(fresh, learned, strict=True) if goal is not None and w is not None)]
-    found = torch.autograd.grad([x for x, _ in pairs], wanted, [y for _, y in pairs], allow_unused=True)
-    for goal, gradient in zip(goals, found, strict=True):
+    gradients = torch.autograd.grad([x for x, _ in pairs], wanted, [y for _, y in pairs], allow_unused=True)
+    for goal, gradient in zip(goals, gradients, strict=True):
         if gradient is not None:
             goal.add_(gradient)
 

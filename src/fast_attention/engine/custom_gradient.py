@@ -58,7 +58,7 @@ class CustomGradient:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: CustomGradient, settings: dict[str, Any], *tensors: Tensor | None) -> Any:
-        ctx.precision = Precision.now(tensors)
+        ctx.precision = Precision.current(tensors)
         outputs, kept = rule.forward(*tensors, keep=True, **settings)
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.rule, ctx.settings, ctx.sizes = rule, settings, (len(tensors), len(flat))

@@ -14,16 +14,16 @@ from torch import Tensor
 from fast_attention.engine.tracing import traced
 
 
-def factor(x: Float[Tensor, "*sizes"], room: float, *, rows: bool = False) -> Tensor:
-    """What brings the largest magnitude in ``x`` down to about ``room``: one number, or (..., 1) for every row.
+def factor(x: Float[Tensor, "*sizes"], limit: float, *, rows: bool = False) -> Tensor:
+    """What brings the largest magnitude in ``x`` down to about ``limit``: one number, or (..., 1) for every row.
 
-    1 where nothing is above ``room``, and where something is not finite: that must not move the others.
+    1 where nothing is above ``limit``, and where something is not finite: that must not move the others.
     """
     if not traced() and x.numel() == 0:
         return x.new_ones(())
     size = x.detach().abs()
     top = size.amax(-1, keepdim=True) if rows else size.flatten().amax(0)  # ONNX has no amax of all axes
-    above = torch.log2(top / room).ceil().clamp_min(0.0)
+    above = torch.log2(top / limit).ceil().clamp_min(0.0)
     return torch.exp2(-above.masked_fill(~above.isfinite(), 0.0))
 
 

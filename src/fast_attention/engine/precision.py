@@ -31,7 +31,7 @@ class Precision(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def now(cls, tensors: Iterable[Tensor | None]) -> Precision:
+    def current(cls, tensors: Iterable[Tensor | None]) -> Precision:
         """The settings in force for the kind of device that holds the first of ``tensors``."""
         kind = next((x.device.type for x in tensors if x is not None and not x.is_meta), "cpu")
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

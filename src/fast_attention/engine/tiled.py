@@ -133,7 +133,7 @@ def _tiles(tiling: Tiling, heads: int, visible: Tensor | None) -> Iterator[tuple
         for tile in tiling.tiles(group):
             masked = tile.masked
             if visible is not None:
-                seen = tile.keys.read(visible[group], visible.new_empty)[..., 0]
-                if not seen.all():
-                    masked = ~seen[:, None] if masked is None else masked | ~seen[:, None]
+                unmasked = tile.keys.read(visible[group], visible.new_empty)[..., 0]
+                if not unmasked.all():
+                    masked = ~unmasked[:, None] if masked is None else masked | ~unmasked[:, None]
             yield tile, group, masked

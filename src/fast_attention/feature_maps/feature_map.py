@@ -84,8 +84,8 @@ class Elementwise(FeatureMap, ABC):
     """A map that takes every number by itself, C = d, with its passes written in place for work in blocks."""
 
     @abstractmethod
-    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """``out`` becomes the features of ``x``; ``scratch`` is a third tensor of that shape, to be used freely."""
+    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
+        """``out`` becomes the features of ``x``; ``workspace`` is a third tensor of that shape, to be used freely."""
 
     @abstractmethod
     def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:

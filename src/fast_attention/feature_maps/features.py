@@ -26,9 +26,9 @@ class EluPlusOne(Elementwise):
         """``elu(x) + 1``."""
         return F.elu(x).add_(1.0)
 
-    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
         """The middle one of ``e^x``, 1 and ``x + 1``: these never stand the other way round."""
-        torch.clamp(x.new_ones(()), torch.add(x, 1.0, out=scratch), exp(x, out), out=out)
+        torch.clamp(x.new_ones(()), torch.add(x, 1.0, out=workspace), exp(x, out), out=out)
 
     def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
         """The slope is the feature itself, at most 1."""
@@ -53,7 +53,7 @@ class Relu(Elementwise):
         """``max(x, 0) + offset``."""
         return x.relu() + self.offset if self.offset else x.relu()
 
-    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
         """``max(x, 0) + offset``."""
         torch.clamp_min(x, 0.0, out=out)
         if self.offset:
@@ -74,7 +74,7 @@ class Identity(Elementwise):
         """``x``."""
         return x
 
-    def fill(self, x: Tensor, out: Tensor, scratch: Tensor) -> None:
+    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
         """``x``."""
         out.copy_(x)
 

@@ -19,7 +19,7 @@ from fast_attention import __version__
 from fast_attention.lab import options, refusals
 
 MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
-EVERYWHERE = "--max-bytes"
+ANY_COMMAND = "--max-bytes"
 HELP = ("-h", "--help")
 LONGEST = 2000  # characters of the message when a command fails
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -148,9 +148,9 @@ def _ahead(arguments: list[str]) -> list[str]:
     """Put the options of all commands before the command, wherever they were written."""
     first, rest, given = [], [], iter(arguments)
     for word in given:
-        is_first = word.split("=")[0] == EVERYWHERE
+        is_first = word.split("=")[0] == ANY_COMMAND
         (first if is_first else rest).append(word)
-        if word == EVERYWHERE:
+        if word == ANY_COMMAND:
             first += [value for value in [next(given, None)] if value is not None]
     return [*first, *rest]
 

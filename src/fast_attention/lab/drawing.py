@@ -54,7 +54,7 @@ def svg(figure: Figure, alt: str) -> str:
     return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
 
 
-def sheet(
+def figure_grid(
     height: float, rows: int = 1, columns: int = 1, *, width: float = WIDE, **options: Any
 ) -> tuple[Figure, list[Axes]]:
     """A figure ``height`` by ``width`` inches, and its panels."""
@@ -68,7 +68,7 @@ def panels(
     """A panel for each of ``count``, in rows of ``columns``, and labels that all of them share."""
     columns = min(columns, max(count, 1))
     rows = max(math.ceil(count / columns), 1)
-    figure, grid = sheet(margin + height * rows, rows, columns, **options)
+    figure, grid = figure_grid(margin + height * rows, rows, columns, **options)
     for axes in grid[count:]:
         axes.set_visible(False)
     if across or up:

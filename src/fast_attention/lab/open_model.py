@@ -64,10 +64,10 @@ def opened(model: nn.Module) -> OpenModel:
         Unsupported: It reads neither tokens nor pixels.
     """
     model = model.float().eval()
-    return _own(model) if isinstance(model, Model) else _hugging_face(model)
+    return _library_model(model) if isinstance(model, Model) else _hugging_face(model)
 
 
-def _own(model: Model) -> OpenModel:
+def _library_model(model: Model) -> OpenModel:
     config = model.config
     mechanisms = [part.mechanism for part in model.modules() if isinstance(part, Bound)]
     names = ["tokens", *["key_mask"] * all(m.traits.padding for m in mechanisms)]

@@ -20,13 +20,13 @@ from fast_attention.lab.drawing import (
     WIN,
     against_length,
     attention_map,
+    figure_grid,
     folded,
     labelled,
     line,
     logarithmic,
     panels,
     picture,
-    sheet,
 )
 from fast_attention.lab.numbers import factor, percent
 from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
@@ -96,7 +96,7 @@ def head_errors(errors: list[Error], layers: list[str]) -> tuple[Figure, str]:
     edges = list(itertools.accumulate(heads, initial=0))
     table = np.array([[value for row in error.output for value in row] for error in errors], dtype=float)
     table = np.clip(np.nan_to_num(table, nan=np.inf), 1e-3, 10.0)
-    figure, (axes,) = sheet(1.3 + 0.24 * len(errors))
+    figure, (axes,) = figure_grid(1.3 + 0.24 * len(errors))
     norm = matplotlib.colors.LogNorm(1e-2, 3.0)
     image = axes.imshow(table, aspect="auto", cmap="YlOrRd", norm=norm, interpolation="nearest")
     axes.set_yticks(range(len(errors)), [error.mechanism for error in errors])
@@ -137,7 +137,7 @@ def matrices(exact: Tensor, approximate: dict[str, Tensor], where: str) -> tuple
 def scatter(tradeoff: Tradeoff) -> tuple[Figure, str]:
     """Speed to the right, error downwards to nothing, and a line through the Pareto front."""
     best, points = tradeoff.best, tradeoff.points
-    figure, (axes,) = sheet(4.6, width=7.6)
+    figure, (axes,) = figure_grid(4.6, width=7.6)
     logarithmic(axes)
     axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.step([p.speed for p in best], list(map(_height, best)), where="pre", color=GOOD, linewidth=1.4, zorder=1)

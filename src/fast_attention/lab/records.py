@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fast_attention import files
 from fast_attention.lab.refusals import InputError
-from fast_attention.lab.surroundings import load_average, now
+from fast_attention.lab.surroundings import load_average, timestamp
 
 FORMAT = 2  # of all records; those of format 1 hold no checksum, and some no schema
 Status = Literal["measured", "over budget", "refused", "failed", "not reached"]
@@ -95,7 +95,7 @@ class Record:
 
     def finish(self, status: str) -> None:
         """Note how and when the command ended."""
-        self.meta |= {"status": status, "finished": now(), "load_average_after": load_average()}
+        self.meta |= {"status": status, "finished": timestamp(), "load_average_after": load_average()}
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
@@ -294,5 +294,5 @@ class Comparison(Timed):
 
     def error(self, mechanism: str) -> Error | None:
         """The error at the greatest length at which it was measured."""
-        own = [error for error in self.errors if error.mechanism == mechanism and error.output]
-        return max(own, key=lambda error: error.length, default=None)
+        errors = [error for error in self.errors if error.mechanism == mechanism and error.output]
+        return max(errors, key=lambda error: error.length, default=None)

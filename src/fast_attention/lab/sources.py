@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fast_attention.lab import capture, corpus, loading, own
+from fast_attention.lab import capture, corpus, library_source, loading
 from fast_attention.lab.inputs import InputError
 
 _SHAPES = re.compile(r"(\d+)x(\d+)")
@@ -28,5 +28,5 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int) ->
         return capture.Gaussian(heads, width, seed)
     location = loading.find(model or loading.default_model())
     if location.ours:
-        return own.Own(location.folder, location.name, text, fasta)
+        return library_source.LibrarySource(location.folder, location.name, text, fasta)
     return capture.HuggingFace(location.name, corpus.read(text, fasta))

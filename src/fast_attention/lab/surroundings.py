@@ -20,13 +20,13 @@ def begun(device: torch.device, **settings: Any) -> dict[str, Any]:
     return {
         "status": "running",
         "command": ["fast-attention", *sys.argv[1:]],
-        "started": now(),
+        "started": timestamp(),
         **settings,
         **surroundings(device),
     }
 
 
-def now() -> str:
+def timestamp() -> str:
     """The time in the format of records."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 

@@ -112,7 +112,7 @@ class _ReversibleFunction(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
-        ctx.precision, ctx.random_states = Precision.now((x1,)), []
+        ctx.precision, ctx.random_states = Precision.current((x1,)), []
         with ctx.precision.restored():
             for block in blocks:
                 before_f = RandomState.read(x1)

@@ -111,8 +111,8 @@ def _proven(tried: dict[str, Any], question: Question) -> bool:
 
 def _error(record: Comparison, name: str, length: int) -> Error | None:
     """The error at the greatest length up to this one at which it was measured."""
-    own = [error for error in record.errors if error.mechanism == name and error.output and error.length <= length]
-    return max(own, key=lambda error: error.length, default=None)
+    errors = [error for error in record.errors if error.mechanism == name and error.output and error.length <= length]
+    return max(errors, key=lambda error: error.length, default=None)
 
 
 def _later(record: Comparison, name: str, question: Question) -> tuple[str, float | None]:

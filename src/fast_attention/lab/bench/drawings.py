@@ -12,7 +12,18 @@ from fast_attention.lab.bench import figures
 from fast_attention.lab.bench.competitors import OURS
 from fast_attention.lab.bench.figures import percent_of_ceiling
 from fast_attention.lab.bench.record import Benchmark, Row
-from fast_attention.lab.drawing import COLOURS, INK, PALE, against_length, bars, line, number, panels, picture, sheet
+from fast_attention.lab.drawing import (
+    COLOURS,
+    INK,
+    PALE,
+    against_length,
+    bars,
+    figure_grid,
+    line,
+    number,
+    panels,
+    picture,
+)
 from fast_attention.lab.records import PASSES, Pass
 
 PEERS = ("#b7791f", "#718096", "#8d5fd3", "#2f855a", "#9b2c5e", "#5a4a2f")
@@ -68,7 +79,7 @@ def speeds(record: Benchmark, which: Pass) -> tuple[Figure, str]:
 def beside_peers(record: Benchmark, length: int) -> tuple[Figure, str]:
     """Bars: ours beside the best peer of the same kind and direction; forward on the left."""
     forward = figures.matches(record, length)
-    figure, axes = sheet(1.2 + 0.42 * len(forward), 1, 2)
+    figure, axes = figure_grid(1.2 + 0.42 * len(forward), 1, 2)
     for panel, which, title in zip(axes, PASSES, ("forward", "forward and backward"), strict=True):
         panel.set_title(title, fontweight="normal")
         _matches(panel, figures.matches(record, length, which))
@@ -115,7 +126,7 @@ def ceilings(record: Benchmark, length: int) -> tuple[Figure, str]:
     series = {"forward": [both[0] or 0.0 for both in percents.values()]}
     if any(both[1] for both in percents.values()):
         series["forward and backward"] = [both[1] or 0.0 for both in percents.values()]
-    figure, (axes,) = sheet(0.9 + 0.26 * len(percents))
+    figure, (axes,) = figure_grid(0.9 + 0.26 * len(percents))
     bars(axes, list(percents), series, (COLOURS[0], COLOURS[2]))
     axes.axvline(100, color=INK, linewidth=0.8)
     axes.set_xlabel("percent of the rate of one large matrix product in the same run")

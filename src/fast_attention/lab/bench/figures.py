@@ -62,12 +62,12 @@ def matches(record: Benchmark, length: int, which: Pass = "forward", *, same: bo
     """Every comparison of like with like that was measured at ``length``; ``same``: of the same function only."""
     compared = []
     for row in record.rows:
-        own = speed(record.cell(row.name, length), which) if row.owner == OURS else None
+        ours = speed(record.cell(row.name, length), which) if row.owner == OURS else None
         peers = [peer.name for peer in peers_of(record, row) if peer.same or not same]
         speeds = {name: value for name in peers if (value := speed(record.cell(name, length), which))}
-        if own is not None and speeds:
+        if ours is not None and speeds:
             best = max(speeds, key=lambda name: speeds[name])
-            compared.append(Match(row.family, row.is_causal, row.kind, best, own, speeds[best]))
+            compared.append(Match(row.family, row.is_causal, row.kind, best, ours, speeds[best]))
     return compared
 
 

@@ -17,7 +17,7 @@ from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import PASSES, Cell, Pass
 from fast_attention.lab.tables import Row, Table, Value
 
-MARKS = {"right": "", "faulty": " *", "wrong": " WRONG", "missing": " not installed", "not checked": " not checked"}
+MARKERS = {"right": "", "faulty": " *", "wrong": " WRONG", "missing": " not installed", "not checked": " not checked"}
 BOTH = ("forward", "forward and backward")
 _SPEED = """Speed is the time of exact attention divided by the row's own, in the same interleaved rounds (median of the
 rounds' ratios): above 1 is faster (green), below slower (red). Exact attention is torch's fused
@@ -102,7 +102,7 @@ def _speeds(record: Benchmark) -> Table:
 
 
 def _title(row: Entry, indent: str) -> str:
-    return ("" if row.owner == OURS else indent) + row.name + MARKS[row.check]
+    return ("" if row.owner == OURS else indent) + row.name + MARKERS[row.check]
 
 
 def _speed(cell: Cell | None, which: Pass) -> Value:

@@ -65,12 +65,12 @@ def _beyond(model: Any, length: int) -> str:
 
 def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
     """Why a pass is not begun, or nothing: its time is predicted from the length before."""
-    own = [row for row in rows if row["model"] == name]
-    if not own:
+    measured = [row for row in rows if row["model"] == name]
+    if not measured:
         return ""
-    if own[-1]["note"]:
-        return own[-1]["note"]
-    expected = own[-1]["seconds"] * (length / own[-1]["length"]) ** 2
+    if measured[-1]["note"]:
+        return measured[-1]["note"]
+    expected = measured[-1]["seconds"] * (length / measured[-1]["length"]) ** 2
     return f"it would take up to {expected:.0f} s" if expected > LONGEST else ""
 
 

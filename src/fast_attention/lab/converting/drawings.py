@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from fast_attention.lab.converting.record import FIGURES, STAGES, Converted
-from fast_attention.lab.drawing import COLOURS, INK, labelled, line, logarithmic, picture, sheet
+from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, logarithmic, picture
 
 COSTS = {
     "milliseconds, whole model": ("seconds", 1000.0),
@@ -19,7 +19,7 @@ def stages(record: Converted) -> tuple[Figure, str]:
     """The first figure of every stage, with the original as a line."""
     name = next(iter(record.figures("original")))
     heights = {STAGES[when]: record.figures(when)[name] for when in record.stages}
-    figure, (axes,) = sheet(0.6 + 0.42 * len(heights))
+    figure, (axes,) = figure_grid(0.6 + 0.42 * len(heights))
     bars = axes.barh([*heights], [*heights.values()], color=[INK, *COLOURS][: len(heights)], height=0.6)
     axes.bar_label(bars, [f"{height:.4f}" for height in heights.values()], padding=4)
     axes.axvline(heights[STAGES["original"]], color=INK, linewidth=1)
@@ -32,7 +32,7 @@ def stages(record: Converted) -> tuple[Figure, str]:
 def layers(record: Converted) -> tuple[Figure, str]:
     """The error of every layer at every stage; the loss with each single layer as it was."""
     held = record.conversion
-    figure, (left, right) = sheet(3.4, 1, 2)
+    figure, (left, right) = figure_grid(3.4, 1, 2)
     wide = 0.8 / max(len(held.errors), 1)
     for number, (when, errors) in enumerate(held.errors.items()):
         at = [held.layers.index(name) + (number - len(held.errors) / 2 + 0.5) * wide for name in errors]
@@ -59,7 +59,7 @@ def layers(record: Converted) -> tuple[Figure, str]:
 def costs(record: Converted) -> tuple[Figure, str]:
     """Time of a pass, of its attention, and memory against the length, before and after."""
     names = list(dict.fromkeys(row["model"] for row in record.costs))
-    figure, panels = sheet(3.2, 1, 3)
+    figure, panels = figure_grid(3.2, 1, 3)
     for axes, (words, (key, unit)) in zip(panels, COSTS.items(), strict=True):
         for name, colour in zip(names, (INK, COLOURS[0]), strict=False):
             rows = [row for row in record.costs if row["model"] == name and row.get(key)]
@@ -76,7 +76,7 @@ def costs(record: Converted) -> tuple[Figure, str]:
 def curves(record: Converted) -> tuple[Figure, str]:
     """The training losses of both stages against time."""
     held = record.conversion.curves
-    figure, panels = sheet(2.6, 1, len(held))
+    figure, panels = figure_grid(2.6, 1, len(held))
     for axes, (stage, points) in zip(panels, held.items(), strict=True):
         axes.plot([x[1] for x in points], [x[2] for x in points], color=COLOURS[0], linewidth=1.2)
         axes.set_title(stage)

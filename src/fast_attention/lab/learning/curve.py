@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fast_attention.lab import drawing
-from fast_attention.lab.drawing import COLOURS, picture, sheet
+from fast_attention.lab.drawing import COLOURS, figure_grid, picture
 from fast_attention.lab.tables import Row, Table, Value
 from fast_attention.tasks.task import Task
 from fast_attention.training import steps
@@ -31,14 +31,14 @@ def drawn(log: list[dict[str, Any]], task: Task, baselines: dict[str, float], ti
         baselines: What can be had without learning.
         title: Stands above.
     """
-    seen = [(line["step"], line["valid"]) for line in log if "valid" in line]
+    evaluations = [(line["step"], line["valid"]) for line in log if "valid" in line]
     losses = [(line["step"], line["loss"]) for line in log if "loss" in line]
-    last = in_words(seen[-1][1], task.metric) if seen else "nothing yet"
+    last = in_words(evaluations[-1][1], task.metric) if evaluations else "nothing yet"
     lines = {f"{name} {in_words(value, task.metric)}": value for name, value in baselines.items()}
-    alt = "; ".join([f"{title}: {last} after {seen[-1][0] if seen else 0} steps", *lines])
-    figure, (upper, lower) = sheet(4.6, 2, width=7.0, sharex=True, height_ratios=(2, 1))
+    alt = "; ".join([f"{title}: {last} after {evaluations[-1][0] if evaluations else 0} steps", *lines])
+    figure, (upper, lower) = figure_grid(4.6, 2, width=7.0, sharex=True, height_ratios=(2, 1))
     upper.set_title(title)
-    upper.plot(*zip(*seen, strict=True), color=COLOURS[0], linewidth=1.6, marker="o", markersize=2.5)
+    upper.plot(*zip(*evaluations, strict=True), color=COLOURS[0], linewidth=1.6, marker="o", markersize=2.5)
     drawing.baselines(upper, lines)
     upper.set_ylabel(f"validation, {task.metric}")
     if losses:

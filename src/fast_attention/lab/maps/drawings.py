@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, attention_map, folded, picture, sheet
+from fast_attention.lab.drawing import COLOURS, INK, PALE, attention_map, figure_grid, folded, picture
 from fast_attention.lab.maps.heads import Head
 
 PER_BAND = 6  # heads side by side
@@ -33,7 +33,7 @@ def layer(heads: list[Head], length: int, chosen: list[int], names: tuple[str, s
     distances = ", ".join(f"head {head.head} {head.distance:.2f}" for head in heads)
     alt = f"{heads[0].layer}: attention maps of {names[0]} above {names[1]}; distance of {distances}"
     ratios = [1.0, 1.0, 0.75] * bands
-    figure, grid = sheet(5.9 * bands, 3 * bands, columns, width=1.1 + 1.9 * columns, height_ratios=ratios)
+    figure, grid = figure_grid(5.9 * bands, 3 * bands, columns, width=1.1 + 1.9 * columns, height_ratios=ratios)
     for number in range(bands * columns):
         band, column = divmod(number, columns)
         panels = grid[3 * band * columns + column :: columns][:3]
@@ -105,7 +105,7 @@ def overview(layers: list[list[Head]]) -> tuple[Figure, str]:
         f"layer {number} {', '.join(f'{h.distance:.2f}' for h in heads)}" for number, heads in enumerate(layers)
     )
     most = max(len(heads) for heads in layers)
-    figure, panels = sheet(1.0 + 0.3 * len(layers), 1, 2, sharey=True)
+    figure, panels = figure_grid(1.0 + 0.3 * len(layers), 1, 2, sharey=True)
     image = None
     for axes, table, title in zip(panels, tables, titles, strict=True):
         full = np.full((len(layers), most), np.nan)

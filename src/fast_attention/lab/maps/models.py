@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.integrations import swap
-from fast_attention.lab import capture, corpus, inputs, loading, own
+from fast_attention.lab import capture, corpus, inputs, library_source, loading
 from fast_attention.lab.calls import Call, reading
 from fast_attention.lab.inputs import InputError
 
@@ -34,7 +34,7 @@ class ModelAndText:
         self.name, source = name, loading.find(name)
         self.ours = source.ours
         if source.ours:
-            opened = own.Own(source.folder, name, text, fasta)
+            opened = library_source.LibrarySource(source.folder, name, text, fasta)
             self.model = opened.model
             self.tokens, self.read = opened.tokens(min(length, opened.context or length))
             kinds = opened.model.config.vocab_size
@@ -69,7 +69,7 @@ class ModelAndText:
                 swap(self.model, "Softmax")
             before = reading(self.model, self.tokens)
             if mechanism is not None:
-                own.replace(self.model, mechanism)
+                library_source.replace(self.model, mechanism)
                 after = reading(self.model, self.tokens)
         names = {call.layer for call in before} & {call.layer for call in after}
         if not names:

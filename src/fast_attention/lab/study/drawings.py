@@ -8,12 +8,12 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, labelled, line, number, picture, sheet
+from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, figure_grid, labelled, line, number, picture
 from fast_attention.lab.study.plan import ALONE, EXACT, label
 from fast_attention.lab.study.record import Study, Summary
 from fast_attention.lab.tradeoff import frontier
 
-MARKS = "osD^vP*X"
+MARKERS = "osD^vP*X"
 COSTS: dict[str, Callable[[Summary], float]] = {
     "milliseconds for a training step": lambda summary: max(1000 * summary.step_seconds, 1e-3),
     "MiB at the peak of a training step": lambda summary: max(summary.peak_bytes, 1) / 2**20,
@@ -25,7 +25,7 @@ def costs(record: Study) -> tuple[Figure, str]:
     """Quality against the time of a step and against its peak memory; what nothing beats in both is joined."""
     summaries = {name: record.summary(name) for name in record.meta["mechanisms"]}
     shown = {name: summary for name, summary in summaries.items() if summary is not None}
-    figure, panels = sheet(4.6, 1, 2, sharey=True)
+    figure, panels = figure_grid(4.6, 1, 2, sharey=True)
     for axes, (words, cost) in zip(panels, COSTS.items(), strict=True):
         _scatter(axes, record, shown, cost)
         axes.set_xlabel(words)
@@ -44,8 +44,9 @@ def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callabl
     axes.grid()
     for at, (name, summary) in enumerate(shown.items()):
         axes.errorbar(
-            cost(summary), summary.mean, _bars(record, summary), color=_colour(name, at), marker=MARKS[at % len(MARKS)],
-            markersize=7, capsize=3, linewidth=1, linestyle="none", label=label(name),
+            cost(summary), summary.mean, _bars(record, summary), color=_colour(name, at),
+            marker=MARKERS[at % len(MARKERS)], markersize=7, capsize=3, linewidth=1, linestyle="none",
+            label=label(name),
         )  # fmt: skip
     points = [(cost(summary), summary.mean) for summary in shown.values()]
     best = frontier(points, lambda point: point, rising=_rising(record))
@@ -70,7 +71,7 @@ def _bars(record: Study, summary: Summary) -> list[list[float]]:
 @picture
 def curves(record: Study) -> tuple[Figure, str]:
     """The metric against steps, the mean over the seeds, with the baselines as lines."""
-    figure, (axes,) = sheet(4.6)
+    figure, (axes,) = figure_grid(4.6)
     for at, name in enumerate(record.meta["mechanisms"]):
         by_step: dict[int, list[float]] = {}
         for result in record.of(name):

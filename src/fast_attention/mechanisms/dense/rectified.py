@@ -95,8 +95,8 @@ def whole(
         total = overflow.nan_if_infinite(weights.sum(-1, keepdim=True) + how.eps)
         weights = weights / total.masked_fill(total == 0.0, 1.0)
     elif how.norm == "length":
-        seen = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
-        weights = weights / seen
+        visible = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
+        weights = weights / visible
     if dropout > 0.0:
         weights = F.dropout(weights, dropout)
     return weights @ v
@@ -111,8 +111,8 @@ def _forward(
     (qs, ks, vs), outs, ns = _heads(q, masks.drop(k, key_mask), v), out.flatten(0, -3), n.flatten(0, -3)
     ahead = _ahead(q, k, how)
     for heads, rows in _rows(qs):
-        mine, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
-        for keys, weights in _tiles(mine, ks[heads], rows, ahead):
+        queries, o, total = qs[heads, rows] * how.scale, outs[heads, rows], ns[heads, rows]
+        for keys, weights in _tiles(queries, ks[heads], rows, ahead):
             if how.power == 2:
                 weights.square_()
             if how.norm == "sum":
@@ -129,14 +129,14 @@ def _backward(
     *, how: How,
 ) -> tuple[Any, ...]:  # fmt: skip
     q, k, v, key_mask = inputs
-    found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dqs, dks, dvs = (x.flatten(0, -3) for x in found)
+    gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dqs, dks, dvs = (x.flatten(0, -3) for x in gradients)
     (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], kept[0])
     ahead = _ahead(q, k, how)
     for heads, rows in _rows(qs):
-        mine, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
+        queries, g = qs[heads, rows] * how.scale, gs[heads, rows] / ns[heads, rows]
         shift = (g * os[heads, rows]).sum(-1, keepdim=True) if how.norm == "sum" else None
-        for keys, scores in _tiles(mine, ks[heads], rows, ahead):
+        for keys, scores in _tiles(queries, ks[heads], rows, ahead):
             slopes = g @ vs[heads, keys].mT
             if shift is not None:
                 slopes.sub_(shift)
@@ -146,9 +146,9 @@ def _backward(
             else:
                 torch.ops.aten.threshold_backward.grad_input(slopes, scores, 0.0, grad_input=slopes)
             dvs[heads, keys].baddbmm_(scores.mT, g)
-            dks[heads, keys].baddbmm_(slopes.mT, mine)
+            dks[heads, keys].baddbmm_(slopes.mT, queries)
             dqs[heads, rows].baddbmm_(slopes, ks[heads, keys], alpha=how.scale)
-    return *found, None
+    return *gradients, None
 
 
 _RULE = CustomGradient(whole, _forward, _backward)
@@ -173,10 +173,10 @@ def _tiles(q: Tensor, k: Tensor, rows: slice, ahead: int | None) -> Iterator[tup
     Causal with ``ahead`` keys before the first query; None: not causal.
     """
     end = k.shape[1] if ahead is None else max(rows.stop + ahead, 0)
-    room = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
+    workspace = q.new_empty(q.shape[0] * q.shape[1] * KEYS)
     for start in range(0, end, KEYS):
         stop = min(start + KEYS, end)
-        scores = room[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
+        scores = workspace[: q.shape[0] * q.shape[1] * (stop - start)].view(*q.shape[:2], stop - start)
         torch.bmm(q, k[:, start:stop].mT, out=scores).relu_()
         if ahead is not None and stop > rows.start + ahead:
             scores.tril_(rows.start + ahead - start)
@@ -189,11 +189,11 @@ def _ahead(q: Tensor, k: Tensor, how: How) -> int | None:
 
 def _lengths(q: Tensor, k: Tensor, key_mask: Tensor | None, how: How) -> Tensor:
     """Keys that every query sees, at least 1."""
-    seen = k.new_ones((*q.shape[:-2], k.shape[-2]))
-    seen = seen if key_mask is None else seen * key_mask
+    counts = k.new_ones((*q.shape[:-2], k.shape[-2]))
+    counts = counts if key_mask is None else counts * key_mask
     if not how.is_causal:
-        seen = seen.sum(-1, keepdim=True).expand(*seen.shape[:-1], q.shape[-2])
+        counts = counts.sum(-1, keepdim=True).expand(*counts.shape[:-1], q.shape[-2])
     else:
         ahead = k.shape[-2] - q.shape[-2]
-        seen = F.pad(seen.cumsum(-1), (max(-ahead, 0), 0))[..., max(ahead, 0) :]
-    return seen.clamp(min=1.0)[..., None].contiguous()
+        counts = F.pad(counts.cumsum(-1), (max(-ahead, 0), 0))[..., max(ahead, 0) :]
+    return counts.clamp(min=1.0)[..., None].contiguous()

@@ -18,7 +18,7 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.dense.scores import Scores, spread
 
-WORTH = 1 << 16  # scores of one head from which blocks pay
+PAYING = 1 << 16  # scores of one head from which blocks pay
 BLOCK = 1 << 19  # scores of a block: 2 MB in float32
 ROWS = 128  # queries of a block at least
 
@@ -30,7 +30,7 @@ class Block(NamedTuple):
     head: int
     rows: slice
     keys: slice
-    holes: Tensor | None  # (keys,): True where no query may look
+    masked: Tensor | None  # (keys,): True where no query may look
     later: Tensor | None  # (rows, n): the same by query, for the last n keys
 
 
@@ -57,7 +57,7 @@ def attend(
     return out.reshape(*batch, *out.shape[-3:])
 
 
-def pays(v: Tensor, length: int, at_least: int = WORTH) -> bool:
+def pays(v: Tensor, length: int, at_least: int = PAYING) -> bool:
     """Whether this is a device on which blocks are faster, and the scores of one head are ``at_least`` as many."""
     if traced() or v.device.type != "cpu":
         return False
@@ -73,8 +73,8 @@ def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 def _plain(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
     scores = Scores(*parts).whole(v.shape[-2])
-    seen = None if key_mask is None else key_mask[:, None]
-    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=seen, device=v.device)
+    visible = None if key_mask is None else key_mask[:, None]
+    mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=visible, device=v.device)
     return masks.masked_softmax(scores, mask) @ v
 
 
@@ -83,24 +83,24 @@ def _blocks(v: Tensor, length: int, key_mask: Tensor | None, is_causal: bool) ->
     size, shift = _size(length, keys), keys - length
     triangle = torch.ones(size, size, dtype=torch.bool).triu(1)
     for b in range(batch):
-        first, end, holes = (0, keys, None) if key_mask is None else _span(key_mask[b])
+        first, end, masked = (0, keys, None) if key_mask is None else _span(key_mask[b])
         start = length if first == end else max(first - shift, 0) if is_causal else 0
         for h in range(heads):
             for i in range(start, length, size):
                 j = min(i + size, length)
                 last = min(end, j + shift) if is_causal else end
                 edge = max(last - i - shift, 0) if is_causal else 0  # keys from the first query's own on
-                row = None if holes is None else holes[first:last]
+                row = None if masked is None else masked[first:last]
                 yield Block(b, h, slice(i, j), slice(first, last), row, triangle[: j - i, :edge] if edge > 1 else None)
 
 
-def _span(seen: Tensor) -> tuple[int, int, Tensor | None]:
-    """The first visible key, the end of the last, and the holes between them if there are any."""
-    places = seen.nonzero()[:, 0]
-    if len(places) == 0:
+def _span(visible: Tensor) -> tuple[int, int, Tensor | None]:
+    """The first visible key, the end of the last, and the masked between them if there are any."""
+    positions = visible.nonzero()[:, 0]
+    if len(positions) == 0:
         return 0, 0, None
-    first, end = int(places[0]), int(places[-1]) + 1
-    return first, end, None if len(places) == end - first else ~seen
+    first, end = int(positions[0]), int(positions[-1]) + 1
+    return first, end, None if len(positions) == end - first else ~visible
 
 
 def _weights(part: Scores, block: Block, space: Tensor) -> Float[Tensor, "rows keys"]:
@@ -109,7 +109,7 @@ def _weights(part: Scores, block: Block, space: Tensor) -> Float[Tensor, "rows k
     out, share = space[: count * width].view(count, width), 1.0 if part.share is None else float(part.share)
     filled = 0.0
     if part.R is not None:
-        if part.Q is None and part.X is None and part.share is None and block.holes is None and block.later is None:
+        if part.Q is None and part.X is None and part.share is None and block.masked is None and block.later is None:
             return torch.softmax(part.R, -1, out=out)
         torch.mul(part.R, share, out=out)
         filled = 1.0
@@ -119,8 +119,8 @@ def _weights(part: Scores, block: Block, space: Tensor) -> Float[Tensor, "rows k
         filled = 1.0
     if part.Q is not None and part.K is not None:
         torch.addmm(out, part.Q, part.K.mT, beta=filled, out=out)
-    if block.holes is not None:
-        out.masked_fill_(block.holes, float("-inf"))
+    if block.masked is not None:
+        out.masked_fill_(block.masked, float("-inf"))
     if block.later is not None:
         later = min(block.later.shape[1], width)
         out[:, width - later :].masked_fill_(block.later[:, block.later.shape[1] - later :], float("-inf"))

@@ -108,8 +108,8 @@ def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor,
     x = Arguments.of(tensors)
     blocks = x.earlier.new_empty(plan.key_blocks)
     for chunk in plan.key_chunks(x.q, x.k):
-        found = _block_sums(chunk, x, maps, plan)(x.k[..., chunk.keys, :], x.v[..., chunk.keys, :], *x.weights)
-        blocks.sums[..., chunk.blocks, :, :], blocks.log_scale[..., chunk.blocks] = found
+        results = _block_sums(chunk, x, maps, plan)(x.k[..., chunk.keys, :], x.v[..., chunk.keys, :], *x.weights)
+        blocks.sums[..., chunk.blocks, :, :], blocks.log_scale[..., chunk.blocks] = results
     outside = sums_outside(blocks, x.earlier, plan)
     out = x.q.new_empty(*x.q.shape[:-1], x.v.shape[-1])
     for chunk in plan.query_chunks(x.q, x.k):

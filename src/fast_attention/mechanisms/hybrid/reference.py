@@ -160,7 +160,7 @@ def attend_near(
     """``attend_spans`` where all keys are near and no sink token comes later: a step of decoding."""
     q = q * q.shape[-1] ** -0.5
     pairs = ((k, visible), (sinks.k, sinks.present))
-    logits = [torch.where(seen[..., None, :], q @ keys.mT, float("-inf")) for keys, seen in pairs]
+    logits = [torch.where(visible[..., None, :], q @ keys.mT, float("-inf")) for keys, visible in pairs]
     out, weights = _softmax(logits, v, queries, outside)
     return out + weights @ sinks.v
 

@@ -74,9 +74,9 @@ class _Manhattan:
     def terms_vjp(self, at: slice, d_sums: Tensor) -> None:
         g, dk, dv = (x[..., at, :] for x in self.gradients)
         if self.settings.is_causal:
-            d_plain, moment = d_sums.split(self.width, -1)
+            d_plain, first_moment = d_sums.split(self.width, -1)
             dl = (self.x * d_plain).addcmul_(self.g, self.plain, value=-1)
-            torch.mul(self.h, g, out=dv).addcmul_(self.l, d_plain).sub_(moment)
+            torch.mul(self.h, g, out=dv).addcmul_(self.l, d_plain).sub_(first_moment)
         else:
             d_plain = d_sums * self.factor
             dl = (self.x * d_plain).addcmul_(g, self.plain * self.factor, value=-1)

@@ -60,9 +60,9 @@ def absolute(l: Tensor, x: Tensor) -> Pair:
     """``sum_j |l_j - l_i| x_j`` and ``sum_j sign(l_i - l_j) x_j`` along ascending l."""
     middle = l.shape[-1] // 2
     l = l - l[..., middle : middle + 1]  # large l would cancel
-    count, moment = x.cumsum(-1), (l * x).cumsum_(-1)
+    count, first_moment = x.cumsum(-1), (l * x).cumsum_(-1)
     slope = count.mul_(2.0).sub_(count[..., -1:] / 2)
-    y = (slope * l).add_(moment[..., -1:]).sub_(moment, alpha=2.0)
+    y = (slope * l).add_(first_moment[..., -1:]).sub_(first_moment, alpha=2.0)
     return y, slope.sub_(x)
 
 

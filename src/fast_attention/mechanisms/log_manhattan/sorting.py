@@ -34,8 +34,8 @@ def absolute(
     """``y_i = sum_j |l_j - l_i| x_j`` for ascending l: ``l_i (2 P_i - P_n) + R_n - 2 R_i``, P and R sum x and l x."""
     middle = l.shape[-2] // 2
     wide = spread(l - l[..., middle : middle + 1, :].detach(), x.shape[-1])  # large l would cancel
-    count, moment = prefix_sums(x), prefix_sums(wide * x)
-    return wide * (2 * count - count[..., -1:, :]) + moment[..., -1:, :] - 2 * moment
+    count, first_moment = prefix_sums(x), prefix_sums(wide * x)
+    return wide * (2 * count - count[..., -1:, :]) + first_moment[..., -1:, :] - 2 * first_moment
 
 
 def laplacian(

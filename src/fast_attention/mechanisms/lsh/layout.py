@@ -141,21 +141,22 @@ def _layout(index: Tensor, group: Tensor, counts: Tensor, *, size: int) -> Layou
         (Block(b * size, size, n), Block(a * size, size, n))
         for a, b, n in zip(first, first[1:], wide[1:], strict=False)
     ]
-    at, tails, ends = first[-1] * size, [0] * len(alike), [0, *accumulate(n for _, _, n in alike)]
+    at, remainders, ends = first[-1] * size, [0] * len(alike), [0, *accumulate(n for _, _, n in alike)]
     for width in range((parts - 1) * width_of_part, 0, -width_of_part):
         begin = at
         for g, (full_chunks, parts_of_last, n) in enumerate(alike):
             if parts_of_last * width_of_part == width:
-                tails[g] = at - ends[g] * width
+                remainders[g] = at - ends[g] * width
                 if full_chunks:
                     before = (first[full_chunks - 1] + ends[g]) * size
                     runs.append((Block(at, width, n), Block(before, size, n)))
                 at += n * width
         blocks.append(Block(begin, width, (at - begin) // width))
-    tail = torch.tensor(tails).repeat_interleave(numbers) + torch.arange(len(position)) * (part * width_of_part)
+    offsets = torch.arange(len(position)) * (part * width_of_part)
+    remainder = torch.tensor(remainders).repeat_interleave(numbers) + offsets
     row = position.index_select(0, group)
     base_if_full = (torch.tensor(first).index_select(0, index.clamp(max=deepest)) + row) * size
-    base = torch.where(index < full.index_select(0, row), base_if_full, tail.index_select(0, row))
+    base = torch.where(index < full.index_select(0, row), base_if_full, remainder.index_select(0, row))
     return Layout(base, at, blocks, runs)
 
 

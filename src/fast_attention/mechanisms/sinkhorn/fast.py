@@ -41,7 +41,7 @@ class _Keys(NamedTuple):
 
     size: int
     sort: Float[Tensor, "rows reach"]  # weights of the blocks that may be sorted to them
-    own: slice
+    unsorted: slice
     d_sort: Float[Tensor, "rows reach"] | None = None
 
     def read(self, x: Tensor, memory: Memory) -> Float[Tensor, "rows span E"]:
@@ -49,7 +49,7 @@ class _Keys(NamedTuple):
         blocks = x.view(-1, self.size * x.shape[-1])
         both = memory(self.sort.shape[0], 2 * self.size, x.shape[-1])
         torch.mm(self.sort, blocks[: self.sort.shape[1]], out=both[:, : self.size].flatten(1))
-        both[:, self.size :].copy_(blocks[self.own].view(-1, self.size, x.shape[-1]))
+        both[:, self.size :].copy_(blocks[self.unsorted].view(-1, self.size, x.shape[-1]))
         return both
 
     def add(self, gradient: Tensor, dx: Tensor, x: Tensor) -> None:
@@ -59,7 +59,7 @@ class _Keys(NamedTuple):
         assert self.d_sort is not None
         self.d_sort.addmm_(d_sorted, blocks[:reach].mT)
         d_blocks[:reach].addmm_(self.sort.mT, d_sorted)
-        d_blocks[self.own].view(-1, self.size, x.shape[-1]).add_(gradient[:, self.size :])
+        d_blocks[self.unsorted].view(-1, self.size, x.shape[-1]).add_(gradient[:, self.size :])
 
 
 def _tiling(q: Tensor, S: Tensor, dS: Tensor | None, *, first: int, is_causal: bool) -> Tiling:

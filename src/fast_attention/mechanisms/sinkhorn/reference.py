@@ -33,11 +33,11 @@ def masked_softmax(
 ) -> Tensor:
     """Softmax of blocks of queries where only a fraction of a sorted key may be ``visible`` (..., blocks, size)."""
     size, best = q.shape[-2], sort_blocks(S, k, v, visible)
-    own = visible[..., first:, None, :]
+    unsorted = visible[..., first:, None, :]
     if is_causal:
-        own = own & masks.causal(size, size, q.device)
-    own = own.expand(*best.visible.shape[:-1], size, size)
-    mask = torch.cat([best.visible[..., None, :].expand(own.shape), own], -1)
+        unsorted = unsorted & masks.causal(size, size, q.device)
+    unsorted = unsorted.expand(*best.visible.shape[:-1], size, size)
+    mask = torch.cat([best.visible[..., None, :].expand(unsorted.shape), unsorted], -1)
     scores = q @ torch.cat([best.k, k[..., first:, :, :]], -2).mT * q.shape[-1] ** -0.5
     scores = scores + F.pad(best.log_fraction, (0, size))[..., None, :]
     return masks.masked_softmax(scores, mask) @ torch.cat([best.v, v[..., first:, :, :]], -2)

@@ -58,11 +58,11 @@ def bigbird_attention(
         left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
         if left - last <= num_random_blocks:
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
-    seen = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if front > 0:
         q, k, v = (F.pad(x, (0, 0, front, 0)) for x in (q, k, v))
-        seen = F.pad(seen, (front, 0))
-    end = torch.where(seen, torch.arange(1, length + front + 1, device=q.device), 0).amax(-1)
+        visible = F.pad(visible, (front, 0))
+    end = torch.where(visible, torch.arange(1, length + front + 1, device=q.device), 0).amax(-1)
     total = ((end + block_size - 1) // block_size)[..., None, None]
     number = count(length + front, block_size)
     settings = {"first": first, "last": last, "half": half, "draws": num_random_blocks, "is_causal": is_causal}
@@ -70,29 +70,29 @@ def bigbird_attention(
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
     if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
         return gathered_softmax(
-            q, k, v, table, seen, size=block_size, start=first, stop=number - last, scale=scale
+            q, k, v, table, visible, size=block_size, start=first, stop=number - last, scale=scale
         )  # fmt: skip
-    out = gathered_softmax(q, k, v, table, seen, size=block_size, is_causal=is_causal, scale=scale)
+    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, scale=scale)
     if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
-        out = _with_global_rows(out, q, k, v, torch.cat(ids, -1)[..., 0, :], seen, size=block_size, scale=scale)
+        out = _with_global_rows(out, q, k, v, torch.cat(ids, -1)[..., 0, :], visible, size=block_size, scale=scale)
     return out[..., front:, :]
 
 
 def _with_global_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, seen: Tensor, *, size: int, scale: float | None
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, *, size: int, scale: float | None
 ) -> Tensor:
     """``out`` with the rows of the global blocks ``ids`` (..., 1, G) computed over all keys."""
     length, blocks = q.shape[-2], split(q, size)
     ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
     rows = take(blocks, ids).flatten(-3, -2)
-    mask = seen[..., None, :].expand(*rows.shape[:-1], length)
+    mask = visible[..., None, :].expand(*rows.shape[:-1], length)
     rows = fused_attention(rows, k, v, mask, scale=scale).unflatten(-2, (-1, size))
-    own = torch.arange(blocks.shape[-3], device=q.device)
+    numbers = torch.arange(blocks.shape[-3], device=q.device)
     parts = split(out, size)
     for i in range(ids.shape[-1]):
-        here = (own == ids[..., i, None])[..., None, None]
-        parts = torch.where(here, rows[..., i : i + 1, :, :], parts)
+        global_block = (numbers == ids[..., i, None])[..., None, None]
+        parts = torch.where(global_block, rows[..., i : i + 1, :, :], parts)
     return join(parts, length)
 
 

@@ -111,16 +111,16 @@ class _Pattern:
     def __init__(self, table: Tensor, like: Tensor, group: int, *, size: int, is_causal: bool) -> None:
         self.length, self.dtype, self.size, self.is_causal = like.shape[-2], like.dtype, size, is_causal
         heads, blocks, _ = table.shape
-        own = torch.arange(blocks)[:, None]
+        query_block = torch.arange(blocks)[:, None]
         alive = first_named(table)
-        alive = alive & (table <= own) if is_causal else alive
+        alive = alive & (table <= query_block) if is_causal else alive
         order = alive.any(0).byte().argsort(dim=-1, descending=True, stable=True).expand_as(table)  # the dead come last
         self.alive, self.table = alive.gather(-1, order), table.gather(-1, order)
         some, every = self.alive.any(0), self.alive.all(0)
         self.agreed, self.choices = (some == every).all(-1).tolist(), some.sum(-1).tolist()
         self.index = self.table.clamp(min=0) + (torch.arange(heads) % group)[:, None, None] * blocks
-        self.diagonal = self._choice_of(own if is_causal else torch.full_like(own, -2))
-        self.end = self._choice_of(torch.full_like(own, blocks - 1 if self.length % size else -2))
+        self.diagonal = self._choice_of(query_block if is_causal else torch.full_like(query_block, -2))
+        self.end = self._choice_of(torch.full_like(query_block, blocks - 1 if self.length % size else -2))
         self.biases: dict[tuple[int, ...], Tensor | None] = {}
 
     def _choice_of(self, block: Tensor) -> list[int]:

@@ -52,8 +52,8 @@ def local_attention(
         dispatch.record(
             "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
         )
-        seen = masks.band(length, keys - length, 0, left=left, right=right, device=q.device)
-        return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=seen, scale=scale)
+        visible = masks.band(length, keys - length, 0, left=left, right=right, device=q.device)
+        return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=visible, scale=scale)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
     band = masks.band(block, left, right, left=left, right=right, device=q.device)
     return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale)

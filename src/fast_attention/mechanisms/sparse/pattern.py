@@ -26,16 +26,16 @@ def pattern(
 
     ``half`` blocks on both sides and the own one, the ``first`` and the ``last`` blocks, and ``draws`` random ones.
     """
-    own = torch.arange(number, device=seeds.device)
-    top = own if is_causal else (total[..., 0] - last).clamp(min=first)
-    low, high = torch.minimum((own - half).clamp(min=first), top), torch.minimum((own + half + 1).clamp(min=first), top)
+    block = torch.arange(number, device=seeds.device)
+    top = block if is_causal else (total[..., 0] - last).clamp(min=first)
+    low, high = (torch.minimum(x.clamp(min=first), top) for x in (block - half, block + half + 1))
     top = low if is_causal else top  # random blocks of the past only
-    choices = [torch.arange(-half, half + 1, device=seeds.device) + own[:, None]]
-    choices += [torch.full_like(own, i)[:, None] for i in range(first)]
+    choices = [torch.arange(-half, half + 1, device=seeds.device) + block[:, None]]
+    choices += [torch.full_like(block, i)[:, None] for i in range(first)]
     choices += [total - last + i for i in range(last)]
     if draws > 0:
         gap = high - low if not is_causal else torch.zeros_like(low)
-        picks = distinct(seeds, own, top - first - gap, draws)
+        picks = distinct(seeds, block, top - first - gap, draws)
         picks = picks.where(picks < 0, picks + first + torch.where(picks < (low - first)[..., None], 0, gap[..., None]))
         choices.append(picks)
     lead = torch.broadcast_shapes(total.shape[:-2], seeds.shape[:-1])

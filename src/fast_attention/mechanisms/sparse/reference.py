@@ -47,8 +47,8 @@ def gathered_softmax(
     visible = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
     mask = (first_named(table)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)[..., None, :]
     if is_causal:
-        own = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
-        mask = mask & (position[..., None, :] <= own[..., None])
+        queries = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
+        mask = mask & (position[..., None, :] <= queries[..., None])
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
     out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
     return out if start == 0 and stop == number else with_ends(out, q, k, v, start * size, stop * size, scale=scale)

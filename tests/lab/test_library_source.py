@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fast_attention import Softmax, cli, data
-from fast_attention.lab import loading, own
+from fast_attention.lab import library_source, loading
 from fast_attention.lab.inputs import InputError
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
@@ -30,12 +30,12 @@ def saved(folder: Path, **options: Any) -> Model:
 def test_what_the_layers_attend_with(tmp_path: Path) -> None:
     """The captured tensors, attended to anew, make the model's own next layer."""
     model = saved(tmp_path, layers=3)
-    source = own.Own(tmp_path, "mine")
+    source = library_source.LibrarySource(tmp_path, "mine")
     layers, read = source.layers(40)
     assert [layer.name for layer in layers] == ["layer 0", "layer 1", "layer 2"]
     assert read.startswith("the first 40 residues of ")
     assert (source.heads, source.head_dim, source.context, source.is_causal) == (2, 8, 64, False)
-    tokens = own.encoded(source.corpus.passage(40)[1])[:40].long()[None]
+    tokens = library_source.encoded(source.corpus.passage(40)[1])[:40].long()[None]
     x = model.places(model.embedding(tokens))  # type: ignore[misc]
     for layer, block in zip(layers, model.blocks, strict=True):
         mixed = block.f.mixer._output(Softmax()(layer.q, layer.k, layer.v))
@@ -64,13 +64,13 @@ def test_a_folder_that_train_made_is_told_from_others(tmp_path: Path) -> None:
 def test_what_a_model_does_not_read(options: dict[str, Any], given: dict[str, str], words: str, tmp_path: Path) -> None:
     saved(tmp_path, **options)
     with pytest.raises(InputError, match=words):
-        own.Own(tmp_path, "mine", **given)
+        library_source.LibrarySource(tmp_path, "mine", **given)
 
 
 def test_without_queries_and_keys_there_is_nothing_to_compare(tmp_path: Path) -> None:
     saved(tmp_path, mechanism="FNet()")
     with pytest.raises(InputError, match="queries and keys"):
-        own.Own(tmp_path, "mine").layers(8)
+        library_source.LibrarySource(tmp_path, "mine").layers(8)
 
 
 def test_compare_reads_with_an_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

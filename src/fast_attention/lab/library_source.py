@@ -21,7 +21,7 @@ from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.tasks.proteins import encoded
 
 
-class Own:
+class LibrarySource:
     """A model of this library reading proteins or text, residue by residue or byte by byte."""
 
     def __init__(self, folder: Path, name: str, text: str | None = None, fasta: str | None = None) -> None:
