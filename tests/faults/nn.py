@@ -16,5 +16,5 @@ FAULTS = [
     Fault("positions of new tokens start at 0", "nn/token_mixer.py", "start.to(x.device)[..., None] + offsets",
           "offsets", "tests/nn/test_grouped_rotary.py -k keeps_the_positions"),
     Fault("YaRN divides the fast pairs", "nn/positions.py", "rates * (1 - slow) + rates / self.factor * slow",
-          "rates * slow + rates / self.factor * (1 - slow)", "tests/nn/test_grouped_rotary.py -k llama_turns"),
+          "rates * slow + rates / self.factor * (1 - slow)", "tests/nn/test_grouped_rotary.py -k llama_rotates"),
 ]  # fmt: skip
