@@ -218,7 +218,7 @@ class MultiheadAttention(nn.Module):
 
     def _rotate(self, q: Tensor, k: Tensor, at: Tensor | None, keys_at: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries and keys rotated by their positions, where the module has rotary positions."""
-        batch, length, keys = len(q), q.shape[-2], k.shape[-2]
+        batch, length, keys = q.shape[0], q.shape[-2], k.shape[-2]
         if self.rotary is None:
             if at is not None or keys_at is not None:
                 raise ValueError("positions are given and this module has no use for them: build it with rotary=True")
