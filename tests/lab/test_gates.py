@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks import gates
@@ -16,7 +17,8 @@ _quick = Bound.forward
 
 
 def _slowed(*arguments, **options):
-    sum(range(30_000))
+    for _ in range(1000):
+        (lambda: None)()
     return _quick(*arguments, **options)
 
 
@@ -34,10 +36,26 @@ def _forgotten() -> Iterator[None]:
         del sys.modules[name]
 
 
+def function_calls(run: Callable[[], Any], repeats: int) -> float:
+    """Millionths for every function that is called: a clock that no other program disturbs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count * 1e-6
+
+
 def test_a_tree_is_as_fast_as_itself_and_a_slowed_copy_is_above_the_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "SHORTEST", 0.001)
+    monkeypatch.setattr(gates, "seconds", function_calls)
     shutil.copytree(gates.ROOT / "src", tmp_path / "slowed" / "src", ignore=shutil.ignore_patterns("*.gz"))
     with (tmp_path / "slowed" / "src" / "fast_attention" / "nn" / "bound.py").open("a") as file:
         file.write(SLOWED)
@@ -52,7 +70,7 @@ def test_a_tree_is_as_fast_as_itself_and_a_slowed_copy_is_above_the_gate(
     assert "NOT PASSED" in printed
     tree = gates.Tree("fast_attention", "")
     found = gates.run(tree, tree, gates.rows(tree, [64], ["Softmax"]), gates.Budget(5.0, 2.0))
-    assert all(row.ratio and 0.7 < row.ratio < 1.4 for row in found), found
+    assert all(row.ratio and 0.99 < row.ratio < 1.01 for row in found), found
 
 
 def test_what_would_take_too_long_is_left_out_and_says_so() -> None:
