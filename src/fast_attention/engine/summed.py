@@ -6,7 +6,7 @@ same totals. A family writes what one chunk does; the loops order the chunks and
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fast_attention.engine.chunks import RunningSum, chunks
 from fast_attention.engine.scan import accumulate_
 
 
+@runtime_checkable
 class Pass(Protocol):
     """What one chunk does. Sums are (..., 1, W) over all keys, or, causal, (..., chunk, W) over those up to each."""
 

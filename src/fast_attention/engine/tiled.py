@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from fast_attention.engine.blocks import pad_length
@@ -114,7 +114,7 @@ def weights(
     return scores if masked is None else scores.masked_fill_(masked, 0.0)
 
 
-def flatten(x: Tensor, block: int = 0) -> Float[Tensor, "heads length E"]:
+def flatten(x: Tensor, block: int = 0) -> Shaped[Tensor, "heads length E"]:
     """(..., length, E) with one axis of heads and neighbouring numbers in the last; in whole ``block``s contiguous."""
     x = pad_length(x, block) if block else x
     x = x.reshape(-1, *x.shape[-2:])

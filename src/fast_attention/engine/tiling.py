@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 Memory = Callable[..., Tensor]  # uninitialised memory of a shape
 
 
+@runtime_checkable
 class Keys(Protocol):
     """The keys of a tile in ``x`` (heads, length, E): how they are read, and where their gradients belong."""
 
-    def read(self, x: Tensor, memory: Memory) -> Float[Tensor, "heads_or_number span E"]:
+    def read(self, x: Tensor, memory: Memory) -> Shaped[Tensor, "heads_or_number span E"]:
         """The keys (or the values) as a view of ``x`` or in ``memory``."""
         ...
 
@@ -32,7 +33,7 @@ class Span(NamedTuple):
     number: int = 1
     step: int = 0
 
-    def read(self, x: Tensor, memory: Memory | None = None) -> Float[Tensor, "heads_or_number size E"]:
+    def read(self, x: Tensor, memory: Memory | None = None) -> Shaped[Tensor, "heads_or_number size E"]:
         """A view of these tokens."""
         if self.number == 1:
             return x[:, self.first : self.first + self.size]

@@ -129,8 +129,8 @@ def _backward(
     *, how: How,
 ) -> tuple[Any, ...]:  # fmt: skip
     q, k, v, key_mask = inputs
-    gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dqs, dks, dvs = (x.flatten(0, -3) for x in gradients)
+    d_inputs = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dqs, dks, dvs = (x.flatten(0, -3) for x in d_inputs)
     (qs, ks, vs), (os, gs, ns) = _heads(q, masks.drop(k, key_mask), v), _heads(outputs[0], gradients[0], kept[0])
     ahead = _ahead(q, k, how)
     for heads, rows in _rows(qs):
@@ -148,7 +148,7 @@ def _backward(
             dvs[heads, keys].baddbmm_(scores.mT, g)
             dks[heads, keys].baddbmm_(slopes.mT, queries)
             dqs[heads, rows].baddbmm_(slopes, ks[heads, keys], alpha=how.scale)
-    return *gradients, None
+    return *d_inputs, None
 
 
 _RULE = CustomGradient(whole, _forward, _backward)

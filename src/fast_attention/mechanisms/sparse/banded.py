@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -76,7 +77,7 @@ def _forward(
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
     *, behind: int, front: int, scale: float,
 ) -> Tensors:  # fmt: skip
     q, k, v, band, key_mask = inputs
