@@ -68,7 +68,7 @@ def of(model: Any) -> Adapter:
         Unsupported: It is of neither library.
     """
     if isinstance(model, Model):
-        from fast_attention.conversion.library_models import LibraryAdapter
+        from fast_attention.conversion.nn_models import LibraryAdapter
 
         return LibraryAdapter()
     if "" in pretrained(model):

@@ -49,7 +49,7 @@ def extend(
         held = f"{len(parts)} Hugging Face models: extend each" if parts else "no Hugging Face model"
         raise Unsupported(f"{type(model).__name__} holds {held}")
     extension = _extend(next(iter(parts.values())), positions, method)
-    for part in (*model.modules(), model):
+    for part in model.modules():
         if isinstance(getattr(part, "max_seq_length", None), int):
             part.max_seq_length = positions  # type: ignore[assignment]
     for reader in (tokenizer, *(getattr(part, "tokenizer", None) for part in model.modules())):

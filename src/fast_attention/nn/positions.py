@@ -89,7 +89,7 @@ class Rotary(Value):
         angles = positions[..., None, :, None] * rates
         return angles.sin() * size, angles.cos() * size
 
-    def check_decoding(self, positions: Int[Tensor, "*batch stretch"]) -> None:
+    def check_decoding(self, positions: Int[Tensor, "*batch tokens"]) -> None:
         """Raise ``Unsupported`` where new tokens would change the rotation of the keys before them."""
         trained = self.original_max_position_embeddings
         if self.rope_type == "dynamic" and positions.numel() and int(positions.max()) >= trained:

@@ -146,7 +146,7 @@ class Local(MaskedAttention[tuple[()], KVCache]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Attend to the window before the stretch and the stretch; keep the last ``left`` tokens."""
+        """Attend to the window before the new tokens and to these; keep the last ``left`` tokens."""
         left = self.window[0] if isinstance(self.window, tuple) else self.window
         near = append(state, k, v, key_mask)
         out = local_attention(
@@ -192,7 +192,7 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Attend to the blocks before the stretch and the stretch; keep what the next token's block may see."""
+        """Attend to the blocks before the new tokens and to these; keep what the next token's block may see."""
         near = append(state, k, v, key_mask)
         out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.visible)
         total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
