@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 50)  # traced programs are many objects that all stay: looking through them often is waste
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

@@ -44,14 +44,19 @@ def threads() -> None:
         torch.get_num_threads()  # this call applies it
 
 
-def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
-    """Raise a ``ValueError`` unless q, k and v fit; with ``alike``, q and k must have the same width."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim < 3:
-            raise ValueError(f"{name} must be (..., heads, tokens, width); got shape {tuple(x.shape)}")
-        if x.shape[:-2] != q.shape[:-2]:
+def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool, grouped: bool = False) -> None:
+    """Raise a ``ValueError`` unless q, k and v fit; with ``alike``, q and k must have the same width.
+
+    ``grouped``: keys and values may have other numbers of heads.
+    """
+    last = -3 if grouped else -2
+    leading = q.shape[:last]
+    for name, shape in (("q", q.shape), ("k", k.shape), ("v", v.shape)):
+        if len(shape) < 3:
+            raise ValueError(f"{name} must be (..., heads, tokens, width); got shape {tuple(shape)}")
+        if shape[:last] != leading:
             raise ValueError(
-                f"q has leading sizes {tuple(q.shape[:-2])} and {name} has {tuple(x.shape[:-2])}: they must be "
+                f"q has leading sizes {tuple(leading)} and {name} has {tuple(shape[:last])}: they must be "
                 "equal (grouped keys and values: attention(..., enable_gqa=True), or repeat_interleave first)"
             )
     if k.shape[-2] != v.shape[-2]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fast_attention import files
+from fast_attention.engine import dispatch
 from fast_attention.engine.precision import rebuild
-from fast_attention.engine.tracing import traced
 
 FORMAT = "fast-attention state 3"
 
@@ -51,11 +51,10 @@ def empty(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor, drawn: An
 
 def _draw(weights: Any) -> tuple[float, ...]:
     """The first two random numbers, to tell draws apart; none where reading them would wait for a device."""
-    while isinstance(weights, tuple) and weights:
-        weights = weights[0]
-    if not isinstance(weights, Tensor) or weights.device.type != "cpu" or traced():
+    first = next((x for x in _leaves(weights) if not isinstance(x, torch.nn.Parameter)), None)
+    if first is None or dispatch.obstacle(first):
         return ()
-    return tuple(weights.reshape(-1)[:2].tolist())
+    return tuple(first.reshape(-1)[:2].tolist())
 
 
 def validated(state: Any, expected: State) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from fast_attention import catalogue
+from fast_attention import catalogue, grouped, packed
 from fast_attention.checks import checked
-from fast_attention.engine import heads
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -25,7 +26,8 @@ from fast_attention.mechanisms.log_manhattan import manhattan, manhattan_sums
 from fast_attention.mechanisms.lsh import lsh
 from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
-from fast_attention.mechanisms.sparse import bigbird, local
+from fast_attention.mechanisms.sparse import bigbird, block_local, local
+from fast_attention.packed import CuSeqlens, Lengths
 
 # Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere.
 aft_full = checked(full.aft_full)
@@ -42,7 +44,7 @@ fourier_mix = checked(fnet.fourier_mix)
 gated_mlp = checked(gmlp.gated_mlp)
 linear_attention = checked(linear.linear_attention)
 decayed_linear_attention = checked(decayed.decayed_linear_attention)
-block_local_attention = checked(local.block_local_attention)
+block_local_attention = checked(block_local.block_local_attention)
 local_attention = checked(local.local_attention)
 log_attention = checked(log.log_attention)
 lsh_attention = checked(lsh.lsh_attention)
@@ -74,13 +76,15 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_mask: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    lengths: Lengths | None = None,
     compile: Fusion = "off",
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 
     The arguments are those of ``torch.nn.functional.scaled_dot_product_attention`` and mean the same, but for the
     causal order of L != S and for ``is_causal`` beside an ``attn_mask``, which torch refuses and which hides here what
-    either hides. ``key_mask`` and ``compile`` are ours.
+    either hides. ``key_mask``, ``cu_seqlens``, ``lengths`` and ``compile`` are ours.
 
     Args:
         q, k, v: Queries (..., H, L, E), keys (..., H, S, E), values (..., H, S, Ev).
@@ -95,8 +99,16 @@ def attention(
         scale: Factor on the dot products instead of 1/sqrt(E); mechanisms whose scores have one, or that approximate
             exact attention.
         enable_gqa: Let keys and values have fewer heads than queries, a divisor of H: each serves H / G queries' heads
-            in a row. They are repeated in memory.
+            in a row. They are not copied by mechanisms without weights of their heads and without positions, given
+            neither ``attn_mask`` nor dropout: ``Softmax`` and ``ReLUAttention``; without causal order or for one
+            query ``LinearAttention`` and ``LogAttention``. Else they are repeated in memory.
         key_mask: Boolean (..., S), True = may be seen.
+        cu_seqlens: The L tokens are several sequences one after another, which do not see each other: where each begins
+            and the last one ends, (sequences + 1,), int32 or int64, from 0 to L; equal entries are an empty sequence. A
+            pair ``(cu_seqlens_q, cu_seqlens_k)`` where keys are packed otherwise than queries. The result is that of
+            one call for each sequence; no ``attn_mask`` beside it.
+        lengths: Instead of ``cu_seqlens`` the number of tokens of each sequence, or a pair: as a tuple of Python's ints
+            also in compiled and exported code, which cannot read ``cu_seqlens``.
         compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works.
 
     Returns:
@@ -104,7 +116,7 @@ def attention(
 
     Raises:
         Unsupported: The mechanism is a mixer, has learned weights, or its traits deny what was asked.
-        ValueError: No such mechanism, or sizes that do not fit.
+        ValueError: No such mechanism, sizes that do not fit, or ``cu_seqlens`` that do not rise from 0 to L.
     """
     mechanism = catalogue.parse(mechanism)
     if not isinstance(mechanism, Attention):
@@ -113,17 +125,17 @@ def attention(
         raise Unsupported(f"{mechanism!r} has learned weights: use MultiheadAttention, TokenMixer or Bound")
     if scale is not None:
         mechanism, q = _scaled(mechanism, q, scale)
-    if enable_gqa:
-        k, v = heads.repeated(q.shape[-3], k=k, v=v)
+    sequences = packed.packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask)
     w: Any = ()
     if mechanism.needs_weights:
-        w = mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=max(q.shape[-2], k.shape[-2])))
-        w = _to_device(w, q)
-    options: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout_p}
-    if compile == "off":
-        return mechanism(q, k, v, w, **options)
-    with fusing(compile):
-        return mechanism(q, k, v, w, **options)
+        longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
+        w = _to_device(mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=longest)), q)
+    run: Any = partial(grouped.attend, mechanism) if enable_gqa else mechanism
+    run = partial(run, w=w, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout_p)
+    with fusing(compile) if compile != "off" else nullcontext():
+        if sequences is None:
+            return run(q, k, v, key_mask=key_mask)
+        return packed.attend(run, q, k, v, sequences, key_mask)
 
 
 def _scaled(mechanism: Attention[Any, Any], q: Tensor, scale: float) -> tuple[Attention[Any, Any], Tensor]:

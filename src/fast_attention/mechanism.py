@@ -91,6 +91,8 @@ def granting(kind: type[Mechanism[Any, Any]], trait: str) -> list[str]:
 class Attention(Mechanism[W, S]):
     """A mechanism of queries (..., H, L, E), keys (..., H, S, E) and values (..., H, S, Ev), head by head."""
 
+    unordered: ClassVar[bool] = False  # without causal order an output depends on its query and all keys, no positions
+
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Compute outputs after validation. ``key_mask`` is None or boolean (..., 1, S), True = may be seen."""

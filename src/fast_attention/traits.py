@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
+from fast_attention.engine.tracing import symbolic
 from fast_attention.value import typed
 
 Memory = Literal["constant", "window", "growing"]
@@ -46,7 +45,7 @@ class Shape:
     max_len: int = 0
 
     def __post_init__(self) -> None:
-        if not torch.compiler.is_compiling():
+        if not symbolic():
             typed(self)
         if self.heads < 1 or self.head_dim < 1 or self.max_len < 0:
             raise ValueError(f"{self}: heads and head_dim must be at least 1, max_len at least 0")

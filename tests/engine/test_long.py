@@ -18,17 +18,22 @@ SAMPLED = [0, 128, 65_537, 999_982]
 WIDTH = 16
 
 
+def elu_plus_one(w: Any, x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
 def linear(w: Any, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
-    weights = (F.elu(k) + 1) @ (F.elu(q) + 1)
+    weights = k @ elu_plus_one(w, q)
     return weights @ v / (weights.sum() + 1e-6)
 
 
-def favor_plus(w: Any, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
-    def phi(x: Tensor) -> Tensor:
-        x = x * x.shape[-1] ** -0.25
-        return (x @ w.projection[0].double().mT - x.square().sum(-1, keepdim=True) / 2).exp()
+def positive(w: Any, x: Tensor) -> Tensor:
+    x = x * x.shape[-1] ** -0.25
+    return (x @ w.projection[0].double().mT - x.square().sum(-1, keepdim=True) / 2).exp()
 
-    weights = phi(k) @ phi(q[None])[0]
+
+def favor_plus(w: Any, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
+    weights = k @ positive(w, q[None])[0]
     return weights @ v / weights.sum()
 
 
@@ -42,13 +47,20 @@ def aft_simple(w: Any, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
 
 
 def log(w: Any, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
-    a, b = (torch.log(1 + F.softplus(x) + 1e-6) for x in (q, k))
-    return ((a + b) * v).sum(0) / (a + b).sum(0)
+    scores = log_softplus(w, q) + k
+    return (scores * v).sum(0) / scores.sum(0)
 
 
-def manhattan(w: Any, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
-    h = F.softplus(k) + 1e-6
-    return h[i] * v[i] + ((h.log() - h[i].log()) * v).sum(0) / len(k)
+def log_softplus(w: Any, x: Tensor) -> Tensor:
+    return torch.log(1 + F.softplus(x) + 1e-6)
+
+
+def softplus(w: Any, x: Tensor) -> Tensor:
+    return F.softplus(x) + 1e-6
+
+
+def manhattan(w: Any, q: Tensor, h: Tensor, v: Tensor, i: int) -> Tensor:
+    return h[i] * v[i] + ((h.log() - h[i].log()) * v).sum(0) / len(h)
 
 
 ROWS: dict[str, Callable[..., Tensor]] = {
@@ -58,6 +70,12 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "AFTSimple()": aft_simple,
     "LogAttention()": log,
     "Manhattan()": manhattan,
+}
+KEYS = {  # the map of single keys, which all rows share
+    "LinearAttention()": elu_plus_one,
+    "FavorPlus(num_features=64)": positive,
+    "LogAttention()": log_softplus,
+    "Manhattan()": softplus,
 }
 BOTH = pytest.mark.parametrize("is_causal", [False, True], ids=["whole", "causal"])
 
@@ -75,11 +93,12 @@ def test_a_prime_million_at_sampled_positions(spelling: str, is_causal: bool) ->
     found = torch.autograd.grad(out, inputs, ways, allow_unused=True, materialize_grads=True)
 
     exact = [x.detach()[0, 0].double().requires_grad_() for x in inputs]
+    keys = KEYS.get(spelling, lambda w, x: x)(bound.w, exact[1])
     rows = []
     for i in SAMPLED:
         # a window to the right sees the future unless causal, so rows are cut here and nowhere else
         seen = slice(0, i + 1) if is_causal else slice(None)
-        rows.append(ROWS[spelling](bound.w, exact[0][i], exact[1][seen], exact[2][seen], i))
+        rows.append(ROWS[spelling](bound.w, exact[0][i], keys[seen], exact[2][seen], i))
     wanted = torch.autograd.grad(torch.stack(rows), exact, ways.double(), allow_unused=True, materialize_grads=True)
 
     _near(out, torch.stack(rows), 1e-6, "outputs")

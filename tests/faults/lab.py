@@ -3,6 +3,13 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("an error stands beside a speed of another length", "lab/comparison.py",
+          "timed = {length for length in known if length in self.ratios(EXACT)}", "timed = known",
+          "tests/lab/test_compare.py -k cannot_be_extended"),
+    Fault("hidden pairs count as left out", "lab/accuracy.py", "pairs = int((self.length - sampled).sum()) if self.setting.is_causal else",
+          "pairs =", "tests/lab/test_compare.py -k pairs_that_are_read"),
+    Fault("short texts are read with extended positions", "lab/capture.py", "model = self.extended if beyond else self.model",
+          "model = self.extended", "tests/lab/test_compare.py -k 'more_of_them and llama'"),
     Fault("a full disk is called the user's mistake", "lab/refusals.py", "1 if error.errno in BROKEN else 2", "2",
           "tests/lab/test_failures.py -k every_failure"),
     Fault("a map leaves out the last key of a block", "lab/maps/heads.py", "sums[..., edges[1:]] -", "sums[..., edges[1:] - 1] -",

@@ -26,4 +26,6 @@ FAULTS = [
           "tests/lsh/test_lsh.py -k log"),
     Fault("a key's length keeps its gradient", "mechanisms/lsh/fast.py", ".addcmul_(along, lanes.k, value=-1.0)", "",
           "tests/lsh/test_hash_attention.py"),
+    Fault("a family asks for the device by itself", "mechanisms/lsh/fast.py", "if why := dispatch.obstacle(q, v):",
+          'if why := "" if q.is_cpu else "another device":', "tests/engine/test_dispatch.py -k by_itself"),
 ]  # fmt: skip

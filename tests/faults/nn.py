@@ -17,4 +17,7 @@ FAULTS = [
           "offsets", "tests/nn/test_grouped_rotary.py -k keeps_the_positions"),
     Fault("YaRN divides the fast pairs", "nn/positions.py", "rates * (1 - slow) + rates / self.factor * slow",
           "rates * slow + rates / self.factor * (1 - slow)", "tests/nn/test_grouped_rotary.py -k llama_rotates"),
+    Fault("rotary positions run on in a packed row", "nn/multihead.py",
+          "if sequences is not None and positions is None and key_positions is None and self.rotary is not None:", "if False:",
+          "tests/test_packed.py -k 'test_multihead'"),
 ]  # fmt: skip

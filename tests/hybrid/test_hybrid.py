@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,15 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
+from fast_attention import BlockLocal, Bound, Hybrid, LinearAttention, Local, Shape, attention, catalogue, explain
 from fast_attention.engine import dispatch
+from fast_attention.engine.masks import masked_softmax
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
-from fast_attention.feature_maps.features import Custom, Quadratic
-from fast_attention.mechanisms.hybrid import fast, positions, reference
+from fast_attention.feature_maps.features import Custom, Exp, Quadratic
+from fast_attention.feature_maps.random_features import positive
+from fast_attention.mechanisms.hybrid import call, far_sums, fast, hybrid, positions, reference
+from fast_attention.mechanisms.linear.token_features import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import agree
 
+BLOCKS = [
+    "BlockLocal()",
+    "BlockLocal(block_size=20, before=2, after=0)",
+    "BlockLocal(block_size=50, before=0, after=1)",
+]
 VARIANTS = [m for m in ATTENTIONS if type(m).__name__ == "Hybrid"]
 
 
@@ -35,12 +44,19 @@ def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool
     return torch.stack(sequences)
 
 
+def in_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int = 1) -> None:
+    """Chunks of ``tokens`` tokens of all heads, one block at least; nothing is short, no features are held."""
+    monkeypatch.setattr(positions, "CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(hybrid, "SHORT", 0)
+    monkeypatch.setattr(call, "FEW", 0)
+    monkeypatch.setattr(far_sums, "FEW", 0)
+
+
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
-@pytest.mark.parametrize("mechanism", VARIANTS[1:4], ids=repr)
+@pytest.mark.parametrize("mechanism", [*VARIANTS[1:4], *VARIANTS[-2:]], ids=repr)
 def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(positions, "BLOCK", block)
-    monkeypatch.setattr(positions, "CHUNK_SCORES", 1)  # a chunk for every block
-    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
+    in_chunks(monkeypatch)
     bound = bind(mechanism)
     for length, keys in ((13, 13), (5, 12), (12, 5)):
         for is_causal in (False, True):
@@ -59,41 +75,53 @@ def dense(bound: Bound, q: Tensor, k: Tensor, v: Tensor, near: Tensor, visible: 
     (fq, a), (fk, b) = queries(q).per_token(), keys(k).per_token()
     far = (fq @ fk.mT).log()
     far = far if a is None or b is None else far + a[..., None] + b[..., None, :]
-    logits = torch.where(near, q @ k.mT * q.shape[-1] ** -0.5, far).masked_fill(~visible, float("-inf"))
-    return logits.softmax(-1) @ v
+    return masked_softmax(torch.where(near, q @ k.mT * q.shape[-1] ** -0.5, far), visible) @ v
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("window", "scores"), [(64, 2**18), ((10, 70), 1), ((100, 3), 2 * 64 * 200)])
+@pytest.mark.parametrize("near", ["Local(window=64)", "Local(window=(10, 70))", "Local(window=(100, 3))", *BLOCKS])
+@pytest.mark.parametrize("tokens", [2**13, 200, 0])
 def test_long_sequences_are_the_dense_definition(
-    window: Any, scores: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+    near: str, tokens: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(positions, "CHUNK_SCORES", scores)
-    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
-    n = 333
-    bound = bind(f"Hybrid(near=Local(window={window}), far=LearnedFeatures(num_features=6), first=2, last=3)")
-    left, right = bound.mechanism._sides
-    q, k, v = (x.requires_grad_() for x in qkv(n, batch=1))
+    """In one chunk, in chunks of several blocks and, with ``tokens`` 0, all keys in one span; some keys masked."""
+    if tokens:
+        in_chunks(monkeypatch, tokens)
+    else:
+        monkeypatch.setattr(hybrid, "SHORT", 1000)
+    n, bound = 333, bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=6), first=2, last=3)")
+    m, mask = bound.mechanism.near, torch.ones(1, n, dtype=torch.bool)
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
-    near = ((j >= i - left) & (j <= i + right)) | (j < 2) | ((j >= n - 3) & torch.tensor(not is_causal))
-    visible = (j <= i) | torch.tensor(not is_causal)
-    theirs = dense(bound, q, k, v, near, visible)
-    agree(f"{window}", bound(q, k, v, is_causal=is_causal), theirs, (q, k, v, *bound.parameters()))
+    if isinstance(m, BlockLocal):
+        around = (j // m.block_size - i // m.block_size >= -m.before) & (
+            j // m.block_size - i // m.block_size <= m.after
+        )
+    else:
+        around = (j >= i - m.sides[0]) & (j <= i + m.sides[1])
+    for masked in (False, True):
+        q, k, v = (x.requires_grad_() for x in qkv(n, batch=1))
+        mask[:, [0, 5, 100, 101, n - 2]] = not masked
+        first, last = mask[0].nonzero()[:2, 0], mask[0].nonzero()[-3:, 0]
+        exact = around | torch.isin(j, first) | (torch.isin(j, last) & torch.tensor(not is_causal))
+        visible = ((j <= i) | torch.tensor(not is_causal)) & mask
+        theirs = dense(bound, q, k, v, exact, visible)
+        ours = bound(q, k, v, is_causal=is_causal, key_mask=mask if masked else None)
+        agree(near, ours, theirs, (q, k, v, *bound.parameters()))
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=5)", "LearnedFeatures(num_features=6)", "LinearAttention()"])
-def test_chunks_are_the_plain_form(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("near", ["Local(window=(3, 6))", "BlockLocal(block_size=4)"])
+def test_chunks_are_the_plain_form(near: str, far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, gradients and gradients of gradients: what is differentiated twice takes the plain form."""
     monkeypatch.setattr(positions, "BLOCK", 8)
-    monkeypatch.setattr(positions, "CHUNK_SCORES", 1)
-    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
-    bound = bind(f"Hybrid(near=Local(window=(3, 6)), far={far}, first=2)")
+    in_chunks(monkeypatch)
+    bound = bind(f"Hybrid(near={near}, far={far}, first=2)")
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(30, 37))
         mask, sides = some_keys(2, 37), []
-        for path in (fast._CHUNKS, reference.near_far):
+        for path in (fast._TILES, reference.near_far):
             with monkeypatch.context() as patched:
-                patched.setattr(fast, "_CHUNKS", path)
+                patched.setattr(fast, "_TILES", path)
                 out = bound(q, k, v, is_causal=is_causal, key_mask=mask)
                 tensors = (q, k, v, *bound.parameters())
                 written = torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True)
@@ -121,16 +149,16 @@ class Gated(FeatureMap):
 def test_a_parameter_of_scales_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, (q, k, v) = Bound(Hybrid(near=Local(window=5), far=LinearAttention(Gated())), Shape(2, 8)), qkv(80)
     found = []
-    for few in (0, 2**20):
-        monkeypatch.setattr(positions, "SHORT_SCORES", few)
+    for chunks in (False, True):
+        if chunks:
+            in_chunks(monkeypatch)
         found.append(torch.autograd.grad(bound(q.requires_grad_(), k, v).square().sum(), Gated.gate)[0])
     assert found[1].abs() > 1e-3
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_parameters_inside_a_users_map_get_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_inside_a_users_map_get_their_gradient() -> None:
     """They are no weights of the mechanism's: only the plain form, which autograd follows, can reach them."""
-    monkeypatch.setattr(positions, "SHORT_SCORES", 0)
     inside = torch.nn.Linear(8, 5).double()
     far = LinearAttention(feature_map=Custom(lambda x: inside(x).exp()))
     bound = Bound(Hybrid(near=Local(window=5), far=far), Shape(2, 8))
@@ -208,10 +236,9 @@ def test_many_features_come_near_softmax() -> None:
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)"])
-@pytest.mark.parametrize("few", [0, 2**20])
-def test_logits_of_hundreds_stay_finite(far: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "SHORT_SCORES", few)
-    bound = bind(f"Hybrid(near=Local(window=8), far={far})", dtype=torch.float32)
+@pytest.mark.parametrize("near", ["Local(window=8)", "BlockLocal(block_size=8)"])
+def test_logits_of_hundreds_stay_finite(far: str, near: str) -> None:
+    bound = bind(f"Hybrid(near={near}, far={far})", dtype=torch.float32)
     for is_causal in (False, True):
         q, k, v = (x.requires_grad_() for x in qkv(300, dtype=torch.float32, scale=15.0))
         assert (q @ k.mT * 8**-0.5).max() > 500
@@ -222,12 +249,19 @@ def test_logits_of_hundreds_stay_finite(far: str, few: int, monkeypatch: pytest.
         assert all(x.isfinite().all() for x in grads)
 
 
-@pytest.mark.parametrize("few", [0, 2**20])
-def test_a_kernel_that_rounds_below_zero_gives_numbers(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["fast", "plain"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the pass."""
+    if request.param == "plain":
+        monkeypatch.setattr(fast, "_TILES", reference.near_far)
+    return request.param
+
+
+@pytest.mark.parametrize("near", [Local(window=64), BlockLocal()])
+def test_a_kernel_that_rounds_below_zero_gives_numbers(near: Any, path: str) -> None:
     """``(1 + s)^2`` from features of order two: about -1e-8 near s = -1."""
-    monkeypatch.setattr(positions, "SHORT_SCORES", few)
     far = LinearAttention(feature_map=Quadratic())
-    bound, (q, k, v) = Bound(Hybrid(near=Local(window=64), far=far), Shape(2, 8)), qkv(1000, dtype=torch.float32)
+    bound, (q, k, v) = Bound(Hybrid(near=near, far=far), Shape(2, 8)), qkv(1000, dtype=torch.float32)
     assert (Quadratic()(q) @ Quadratic()(k).mT).min() < 0
     for is_causal in (False, True):
         with torch.no_grad():
@@ -236,8 +270,9 @@ def test_a_kernel_that_rounds_below_zero_gives_numbers(few: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-10, 1e-14])
-def test_small_sums_have_finite_gradients(size: float) -> None:
+def test_small_sums_have_finite_gradients(size: float, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The far keys alone are seen, and their sum is far below one."""
+    in_chunks(monkeypatch)
     bound = bind("Hybrid(near=Local(window=0), far=LinearAttention(feature_map=Relu()), first=0, last=0)", 1, 4)
     q, k = (torch.full((1, 1, n, 4), size, requires_grad=True) for n in (100, 1))
     v = torch.ones(1, 1, 1, 4, requires_grad=True)
@@ -246,10 +281,55 @@ def test_small_sums_have_finite_gradients(size: float) -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("kept", [1, 3, 70, 299])
-def test_padding_on_either_side_gives_the_shorter_sequence(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "SHORT_SCORES", 2 * 200 * 64)  # the shorter one may be taken at once
-    bound = bind("Hybrid(near=Local(window=8), far=LearnedFeatures(num_features=4), first=2, last=2)")
+def test_keys_of_very_different_size_keep_their_weights() -> None:
+    """The key before the second query has e^-150 of the features of the one behind it: no scale serves both."""
+    far = LinearAttention(feature_map=Exp())
+    bound = Bound(Hybrid(near=Local(window=0), far=far, first=0, last=0), Shape(1, 1))
+    q, v = torch.ones(1, 1, 3, 1), torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1).requires_grad_()
+    k = torch.tensor([-100.0, -100.0, 50.0]).view(1, 1, 3, 1).requires_grad_()
+    weights = torch.tensor([math.e, 1.0]) / (1 + math.e)
+    out = bound(q, k, v, is_causal=True)[0, 0, 1, 0]
+    assert abs(out - weights @ torch.tensor([1.0, 2.0])) < 1e-5
+    dk, dv = torch.autograd.grad(out, (k, v))
+    torch.testing.assert_close(dv[0, 0, :2, 0], weights, rtol=1e-4, atol=1e-4)
+    slope = -(weights[0] * weights[1]).item()
+    torch.testing.assert_close(dk.flatten(), torch.tensor([slope, -slope, 0.0]), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_blocks_cover_is_softmax() -> None:
+    q, k, v = qkv(40, dtype=torch.float32)
+    for text in ("BlockLocal(block_size=20)", "BlockLocal(block_size=8, before=4, after=4)"):
+        for is_causal in (False, True):
+            ours = attention(q, k, v, f"Hybrid(near={text})", is_causal=is_causal)
+            assert torch.equal(ours, attention(q, k, v, "Softmax", is_causal=is_causal))
+    with dispatch.recorded() as steps:
+        attention(q, k, v, "Hybrid(near=BlockLocal(block_size=8, before=4, after=3))")
+    assert steps[0].why == "BlockLocal(block_size=8, before=4, after=3) leaves keys out"
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 300.0])
+@pytest.mark.parametrize("hyperbolic", [False, True])
+def test_token_features_are_the_plain_map_whatever_their_range(hyperbolic: bool, size: float) -> None:
+    """Values times the exponential of their log scale, with all gradients, where one shift serves and where not."""
+    x, rows = size * torch.randn(2, 3, 7, 8, dtype=torch.float64), torch.randn(3, 5, 8, dtype=torch.float64)
+    bias = None if hyperbolic else torch.randn(3, 1, 5, dtype=torch.float64).requires_grad_()
+    inputs = [t for t in (x.requires_grad_(), rows.requires_grad_(), bias) if t is not None]
+    values, log_scale = token_features(x, rows, bias, hyperbolic=hyperbolic, factor=0.5)
+    logs = positive(x * 8**-0.25, rows, bias, hyperbolic=hyperbolic, factor=0.5).logs
+    large = values.detach() > 1e-200
+    assert large.any(-1).all()
+    ours, theirs = values[large].log() + log_scale[..., None].expand(values.shape)[large], logs[large]
+    torch.testing.assert_close(ours, theirs)
+    probe = torch.randn_like(ours)
+    for a, b in zip(*(torch.autograd.grad((y * probe).sum(), inputs) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("near", "kept"), [*(("Local(window=8)", n) for n in (1, 3, 70, 299)), ("BlockLocal(10)", 270)]
+)
+def test_padding_on_either_side_gives_the_shorter_sequence(near: str, kept: int) -> None:
+    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=4), first=2, last=2)")
     q, k, v = qkv(300)
     for side in (slice(0, kept), slice(300 - kept, 300)):
         mask = torch.zeros(2, 300, dtype=torch.bool)
@@ -260,24 +340,29 @@ def test_padding_on_either_side_gives_the_shorter_sequence(kept: int, monkeypatc
             torch.testing.assert_close(ours, short, rtol=1e-9, atol=1e-9)
 
 
-def test_the_state_stays_small_and_sees_left_padding() -> None:
-    bound = bind("Hybrid(near=Local(window=5), far=LearnedFeatures(num_features=4), first=2)")
+@pytest.mark.parametrize(("near", "kept"), [("Local(window=5)", {5}), ("BlockLocal(block_size=4)", {4, 5, 6, 7})])
+def test_the_state_stays_small_and_sees_left_padding(near: str, kept: set[int]) -> None:
+    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=4), first=2)")
     q, k, v = qkv(60)
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[0, :17] = mask[1, 30:33] = False
-    whole, state, sizes, parts = bound(q, k, v, is_causal=True, key_mask=mask), None, set(), []
+    whole, state, parts = bound(q, k, v, is_causal=True, key_mask=mask), None, []
+    sizes, others = set[int](), set[Any]()
     for start, stop in [(0, 1), (1, 7), *((i, i + 1) for i in range(7, 40)), (40, 60)]:
         now = slice(start, stop)
         part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state, key_mask=mask[:, now])
         parts.append(part)
         if stop >= 7:
-            sizes.add(tuple(tuple(x.shape) for part in state.held for x in part))
+            sizes.add(state.held.near.k.shape[-2])
+            others.add(tuple(tuple(x.shape) for part in (state.held.far, state.held.sinks) for x in part))
     torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)
-    assert len(sizes) == 1
+    assert sizes == kept
+    assert len(others) == 1
 
 
-def test_a_decoded_prompt_carries_gradients() -> None:
-    bound = bind("Hybrid(near=Local(window=5), far=LearnedFeatures(num_features=4))")
+@pytest.mark.parametrize("near", ["Local(window=5)", "BlockLocal(block_size=3)"])
+def test_a_decoded_prompt_carries_gradients(near: str) -> None:
+    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=4))")
     q, k, v = (x.requires_grad_() for x in qkv(30))
     whole, state, parts = bound(q, k, v, is_causal=True), None, []
     for now in (slice(0, 20), slice(20, 30)):
@@ -323,4 +408,4 @@ def test_nested_values_print_and_parse() -> None:
 def test_it_tells_its_path() -> None:
     with dispatch.recorded() as steps:
         attention(*qkv(300), "Hybrid(near=Local(window=20))")
-    assert steps[0].sizes == {"left": 20, "right": 20}
+    assert steps[0].why == "Local(window=20) leaves keys out"

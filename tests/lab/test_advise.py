@@ -14,8 +14,9 @@ from fast_attention.lab.advice import measuring
 from fast_attention.lab.advice.measuring import Plan, investigate
 from fast_attention.lab.advice.ranking import ORDER, Question, advice, ranked
 from fast_attention.lab.capture import Gaussian
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error
+from fast_attention.lab.records import EXACT, Cell
 from tests.lab.test_compare import CONFIGS, WORDS, reading, saved, setting
 
 TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "20"]
@@ -199,7 +200,7 @@ def test_advice_on_shapes_is_measured_and_says_on_what(capsys: pytest.CaptureFix
 
 
 def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On its own tensors, up to what it reads; what is not causal is refused and says so."""
+    """On its own tensors, with as many positions as it takes; what is not causal is refused and says so."""
     place = saved(tmp_path / "model", CONFIGS["gpt2"])
     (tmp_path / "words.txt").write_text(WORDS)
     options = [
@@ -219,7 +220,8 @@ def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     meta = found["meta"]
     assert (meta["causal"], meta["batch"], meta["pass"]) == (True, 2, "training")
-    assert meta["error_tensors"] == {"48": "the first 48 tokens of words.txt"}
+    longer = "learned positions extended from 48 tokens (copy), untrained"
+    assert meta["error_tensors"] == {"64": f"the first 64 tokens of words.txt, {longer}"}
     last = found["ranking"][-1]
     assert (last["mechanism"], last["kind"]) == ("Linformer(rank=4)", "cannot")
     assert "refused" in last["note"]

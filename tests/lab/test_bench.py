@@ -288,7 +288,7 @@ def test_without_a_checkout_peers_are_refused(
 
 def test_every_adapter_names_one_of_the_line_up() -> None:
     families = {repr(mechanism) for mechanism in competitors.default_mechanisms()}
-    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 33
+    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 34
     assert families >= {repr(catalogue.default(name)) for name in catalogue.names()}
     names = [peer.name for peer in PEERS]
     assert len(names) == len(set(names)) >= 25
@@ -460,7 +460,7 @@ def test_peers_stop_where_asked() -> None:
 
 def test_long_lengths_share_the_lines_to_beat() -> None:
     everybody = competitors.chosen(competitors.default_mechanisms(), "both")
-    assert len(run.groups(everybody, 2048)) == 33
+    assert len(run.groups(everybody, 2048)) == len(competitors.default_mechanisms())
     assert len(run.groups(everybody, 4096)) == 6
     together = run.groups(everybody, 16384)
     assert len(together) == 4

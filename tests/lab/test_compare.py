@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fast_attention import Bound, Mixer, Shape, catalogue, clock, files
+from fast_attention import Bound, Mixer, Shape, catalogue, clock, extend, files
 from fast_attention.lab import (
     compare,
     corpus,
@@ -28,10 +28,11 @@ from fast_attention.lab import (
 )
 from fast_attention.lab.accuracy import Scene, measurable, one, relative_rms
 from fast_attention.lab.capture import Gaussian, HuggingFace
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error
+from fast_attention.lab.records import EXACT, Cell
 
 transformers = pytest.importorskip("transformers")
 WORDS = " ".join(f"word{i * i % 37}" for i in range(400))
@@ -177,6 +178,52 @@ def test_causal_error_is_against_causal_attention() -> None:
     layers, _ = Gaussian(2, 16).layers(24)
     found = Scene(layers, setting(2, 16, is_causal=True)).error(catalogue.parse("Local(window=24)"), matrix=True)
     assert max(max(row) for row in [*found.output, *(found.matrix or [])]) < 1e-5
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_pairs_that_are_read_are_counted(is_causal: bool) -> None:
+    """Against matrices in which every weight above nothing counts."""
+    scene = Scene(Gaussian(2, 16).layers(24)[0], setting(2, 16, is_causal=is_causal))
+    near = sum(1 for i in range(24) for j in range(24) if abs(i - j) <= 3 and (j <= i or not is_causal))
+    visible = 24 * 25 / 2 if is_causal else 24 * 24
+    for name, expected in (("Local(window=3)", near / visible), ("FavorPlus()", 1.0), ("Softmax()", 1.0)):
+        assert scene.visible_fraction(catalogue.parse(name)) == pytest.approx(expected), name
+    assert scene.visible_fraction(catalogue.default("Manhattan")) is None, "it weighs no pairs"
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_what_is_longer_than_its_positions_is_read_with_more_of_them(kind: str, tmp_path: Path) -> None:
+    place = saved(tmp_path, CONFIGS[kind])
+    plain, source = HuggingFace(place, reading()), HuggingFace(place, reading(), longest=80)
+    assert (plain.context, source.context) == (48, 80)
+    assert re.fullmatch(
+        r"(learned|rotary) positions extended from 48 tokens \((copy|yarn)\), untrained", source.extension
+    )
+    for length in (20, 48):
+        assert source.layers(length)[1] == plain.layers(length)[1]
+        for ours, theirs in zip(source.layers(length)[0], plain.layers(length)[0], strict=True):
+            assert torch.equal(ours.q, theirs.q), "what its own positions reach is read as ever"
+    layers, read = source.layers(80)
+    assert layers[0].q.shape == (1, 4, 80, 8)
+    assert read == f"the first 80 tokens of words, {source.extension}"
+    model = transformers.AutoModel.from_pretrained(place).eval()
+    extend(model, 80)
+    ids = source.tokenizer(WORDS, truncation=True, max_length=80, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids)[0], source.extended(input_ids=ids)[0])
+
+
+def test_where_positions_cannot_be_extended_the_page_says_so(tmp_path: Path) -> None:
+    """ESM's are refused: nothing longer is read, and no error stands beside a speed of another length."""
+    source = HuggingFace(saved(tmp_path, CONFIGS["esm"]), reading(), longest=64)
+    assert source.context == 48
+    assert source.extension.startswith("nothing longer was read: ")
+    of = replace(plan("Local(window=3)", lengths=(16, 64)), source=source, setting=setting(4, 8, backward=False))
+    record = record_of(of)
+    compare.compare(of, record)
+    assert {error.length for error in record.errors} == {16, 48}
+    assert record.length == 16, "the greatest at which both are known"
+    assert source.extension.split(":")[1][:40] in report.html(record)
 
 
 def test_the_typical_head_is_neither_sharp_nor_flat() -> None:
@@ -432,8 +479,20 @@ def test_verdicts_in_words() -> None:
     record = made_up({128: 4, 256: 2, 512: 0.5, 1024: 0.2})
     assert verdicts.sentence(record, catalogue.parse("Local()")) == (
         "Faster than exact attention from 512 tokens on (5 times as fast at 1,024); "
-        "output error 30 % in the median head and 40 % in the worst."
+        "at 128 tokens output error 30 % in the median head and 40 % in the worst, 4 times as slow there."
     )
+    at_the_end = Error("Local()", 1024, "Softmax", [[0.5, 0.6]], visible_fraction=0.25)
+    record.errors += [at_the_end, Error("Favor()", 128, "Softmax", [[0.01]])]
+    assert record.length == 1024
+    assert record.error("Favor()") is None, "its error is of a length at which nothing else is compared"
+    assert verdicts.sentence(record, catalogue.parse("Local()")).endswith(
+        "at 1,024 tokens output error 60 % in the median head and 60 % in the worst, from 25 % of the visible pairs."
+    )
+    assert verdicts.headline(record)[-1] == (
+        "At 1,024 tokens, of the approximations that are faster there, Local() is the most accurate: median "
+        "error 60 %, from 25 % of the visible pairs, 5 times as fast."
+    )
+    record.errors.remove(at_the_end)
     assert verdicts.headline(record)[0].startswith("Below 512 tokens use exact attention")
     assert verdicts.headline(made_up({128: 4, 1024: 2})) == [
         "Use exact attention: nothing here was faster at 1,024 tokens."
@@ -506,7 +565,7 @@ def test_memory_has_an_answer_in_words() -> None:
 
 
 def test_error_against_speed_at_one_length() -> None:
-    """Worth having is what nothing else beats in both; errors and speeds are of one length where there is one."""
+    """Worth having is what nothing else beats in both; an error of one length stands beside no speed of another."""
     record = made_up({128: 0.25, 1024: 0.1})
     for name, ratio, error in (("Favor()", 0.5, 0.05), ("BigBird()", 0.5, 0.2), ("LSH()", 2.0, 0.01)):
         record.cells.append(Cell(name, 128, "measured", forward_ms=ratio, forward_ratio=ratio))
@@ -519,9 +578,7 @@ def test_error_against_speed_at_one_length() -> None:
     assert "Favor() 2x with 5 %; Local() 4x with 30 %" in picture.alt
     assert all(f">{point.name}<" in picture.svg for point in found.points)
     record.cells = [cell for cell in record.cells if cell.length == 1024]
-    found = tradeoff.tradeoff(record)
-    assert found is not None
-    assert found.where == "error at 128 tokens, speed at 1,024"
+    assert tradeoff.tradeoff(record) is None
     assert tradeoff.tradeoff(made_up({})) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -67,6 +68,18 @@ def test_a_new_thread_computes_as_the_first_one(mechanism: Any) -> None:
                 assert torch.equal(pool.submit(fourier_mix, x).result(), fourier_mix(x))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mechanism", MIXERS, ids=repr)
+def test_a_new_thread_asks_for_its_number_of_threads(mechanism: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause of the test above, on every machine: whether bits differ without it depends on the processor."""
+    bound, x, asked, ask = bind(mechanism), tokens(8), [], torch.get_num_threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: asked.append(threading.get_ident()) or ask())
+    with ThreadPoolExecutor(1) as pool:
+        for function in (bound, fourier_mix):
+            asked.clear()
+            pool.submit(function, x).result()
+            assert asked == [pool.submit(threading.get_ident).result()]
 
 
 def test_fnet_twice_is_a_mean_with_the_mirror_image(device: torch.device) -> None:

@@ -28,11 +28,20 @@ def estimate(far: Any, x: Tensor, y: Tensor, w: Any, head: int) -> Tensor:
     return (-(a @ a + b @ b) / 2).exp() * terms.mean() / 2
 
 
+def near(m: Any, here: int, j: int) -> bool:
+    """Whether the key at position j is near the query at position ``here``, which may lie before the first key."""
+    if type(m).__name__ == "BlockLocal":
+        return -m.before <= j // m.block_size - math.floor(here / m.block_size) <= m.after
+    left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
+    return here - left <= j <= here + right
+
+
 def hybrid(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """Exact inside the window and at the sink tokens, which are counted among the keys that may be seen at all."""
-    left, right = m.near.window if isinstance(m.near.window, tuple) else (m.near.window, m.near.window)
+    """Exact inside the window, or in the neighbouring blocks, and at the sink tokens, which are counted among the keys
+    that may be seen at all.
+    """
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
     sinks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
@@ -41,7 +50,7 @@ def hybrid(
         here, weights = i + len(k) - len(q), []
         seen = visible(i, len(q), len(k), is_causal, key_mask)
         for j in seen:
-            if here - left <= j <= here + right or j in sinks:
+            if near(m.near, here, j) or j in sinks:
                 weights.append((scale * (q[i] @ k[j])).exp())
             else:
                 weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))
@@ -58,4 +67,8 @@ VARIANTS = [
     "Hybrid(near=Local(window=(3, 0), scale=0.5), far=LinearAttention(), first=1, last=0)",
     "Hybrid(near=Local(window=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
     "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
+    "Hybrid(near=BlockLocal(block_size=2), far=LearnedFeatures(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=3, before=0, after=1), far=FavorPlus(num_features=5), first=2, last=3)",
+    "Hybrid(near=BlockLocal(block_size=2, before=2, after=0, scale=0.5), far=LinearAttention(), first=0, last=0)",
+    "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=FavorPlusPlus(num_features=6), last=0)",
 ]

@@ -51,6 +51,7 @@ LAWS: tuple[Law, ...] = (
     robustness.compiled,
     promises.poisoned,
     promises.decoding,
+    promises.packed,
     promises.combining,
     promises.transforms,
     promises.order,

@@ -44,6 +44,40 @@ def decoding(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     return judged(worst, rounding(subject.dtype), at)
 
 
+@law("packed sequences = one call for each")
+def packed(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
+    """Sequences in one row give the outputs and gradients of one call for each, and none moves another by a bit."""
+    if subject.mechanism is None:
+        return unclaimed("not one of this library's mechanisms")
+    module, length = subject.built(device=device), subject.length
+    lengths, inputs = (9, 4, 9, 1, length - 23), subject.draw(length, device=device)
+    worst, at = 0.0, ""
+    for is_causal in subject.modes:
+
+        def together(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
+            return module(*rows, is_causal=is_causal, lengths=lengths)
+
+        def apart(*rows: Tensor, is_causal: bool = is_causal) -> Tensor:
+            parts = zip(*(x.split(lengths, -2) for x in rows), strict=True)
+            return torch.cat([subject.call(module, part, is_causal, None) for part in parts], -2)
+
+        both = [_with_gradients(function, inputs, module) for function in (together, apart)]
+        changed = tuple(torch.cat([x[..., :9, :], -x[..., 9:13, :], x[..., 13:, :]], -2) for x in inputs)
+        before, after = both[0][0], together(*changed)
+        others = moved(*(torch.cat([out[..., :9, :], out[..., 13:, :]], -2) for out in (after, before)))
+        sizes = [*(moved(x, y) for x, y in zip(*both, strict=True)), float("inf") if others else 0.0]
+        if max(sizes) > worst:
+            worst, at = max(sizes), f"is_causal={is_causal}" + (", a neighbour moved" if others else "")
+    return judged(worst, rounding(subject.dtype), at)
+
+
+def _with_gradients(function: Any, inputs: tuple[Tensor, ...], module: nn.Module) -> tuple[Tensor, ...]:
+    """Outputs, and gradients of inputs and weights."""
+    leaves = [*(x.clone().requires_grad_() for x in inputs), *module.parameters()]
+    out = function(*leaves[: len(inputs)])
+    return out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True, materialize_grads=True)
+
+
 @law("padding may hold anything")
 def poisoned(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     """Masked keys and values of NaN, infinity or 3e38 move no output, gradient or state; masked queries move no other

@@ -8,6 +8,7 @@ from typing import Any
 
 from fast_attention.conversion.outcome import Conversion as Conversion
 from fast_attention.conversion.settings import ConversionSettings as ConversionSettings
+from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.mechanism import Mechanism
 
 BatchOf = Callable[[int], Any]
@@ -24,6 +25,7 @@ def convert(
     keep: Sequence[int] = (),
     budget: float | None = None,
     choosing: Sequence[Any] = (),
+    exact_up_to: ExactUpTo | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
     watch: Watch = lambda line: None,
@@ -49,6 +51,10 @@ def convert(
             library in nats per target; any other model's is 2 - the mean cosine of its sentence embeddings to the
             original's, so that 1.02 asks for a cosine of 0.98.
         choosing: Held-out batches for that choice and for the loss with each layer put back; ``held_out`` if empty.
+        exact_up_to: Run exact attention in the converted layers for queries that see at most so many tokens;
+            ``"auto"`` measures from which length on the mechanism is faster on this machine, at the layers' own heads
+            and widths. Nothing but the mechanism's own weights is trained then, and by long and short passages alike,
+            so that a Hugging Face model gives for short inputs what it gave, to the bit.
         checkpoint: A file to which the state is written from time to time, whole or not at all.
         resume: Continue from that file, if it exists. With ``settings.steps`` and no minutes, the result equals that of
             an uninterrupted run to the bit.
@@ -62,13 +68,13 @@ def convert(
         Unsupported: No layer can run the mechanism, the model is of another library or both encoder and decoder, or
             nothing but the original's layers keeps the budget.
         ValueError: ``keep`` names no layer, the batches or the budget cannot be used, or the checkpoint is damaged or
-            another conversion's.
+            another conversion's, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
     """
     from fast_attention.conversion import converting
 
     return converting.run(
         model, mechanism, batches, held_out, settings=settings or ConversionSettings(), keep=keep, budget=budget,
-        choosing=choosing, checkpoint=checkpoint, resume=resume, watch=watch,
+        choosing=choosing, exact_up_to=exact_up_to, checkpoint=checkpoint, resume=resume, watch=watch,
     )  # fmt: skip
 
 

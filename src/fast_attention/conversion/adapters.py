@@ -40,6 +40,14 @@ class Adapter(Protocol):
         """Put the original's layers, weights included, in place of ``kept``; the other ``names`` stay as they are."""
         ...
 
+    def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> None:
+        """Let exact attention serve the queries of the layers ``names`` that see at most so many tokens."""
+        ...
+
+    def is_causal(self, model: Any, name: str) -> bool:
+        """Whether a layer is causal."""
+        ...
+
     def embeddings(self, model: Any) -> Iterable[nn.Parameter]:
         """The embeddings, which the fine-tune leaves as they are."""
         ...

@@ -19,6 +19,8 @@ from fast_attention.conversion.checkpoint import STAGES, Progress, Stage
 from fast_attention.conversion.goals import HeldOutBatch
 from fast_attention.conversion.outcome import Conversion, Figures
 from fast_attention.conversion.settings import ConversionSettings
+from fast_attention.integrations import crossover
+from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.mechanism import Unsupported
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
@@ -36,12 +38,17 @@ class _Stopped(Exception):
 def run(
     model: Any, mechanism: Any, batches: Callable[[int], Batch], held_out: Sequence[Batch], *,
     settings: ConversionSettings, keep: Sequence[int], budget: float | None, choosing: Sequence[Batch],
-    checkpoint: str | os.PathLike[str] | None, resume: bool, watch: Callable[[dict[str, Any]], None],
+    exact_up_to: ExactUpTo | None, checkpoint: str | os.PathLike[str] | None, resume: bool,
+    watch: Callable[[dict[str, Any]], None],
 ) -> Conversion:  # fmt: skip
     """See ``fast_attention.convert``."""
     _check(held_out, budget)
+    parsed = catalogue.parse(mechanism)
+    if exact_up_to is not None:
+        crossover.check(exact_up_to)
+        crossover.exact_below(parsed, 1)  # which refuses mechanisms that say it themselves
     path = None if checkpoint is None else Path(checkpoint)
-    conversion = _Run(model, catalogue.parse(mechanism), batches, settings, keep, budget, path, watch)
+    conversion = _Run(model, parsed, batches, settings, keep, budget, exact_up_to, path, watch)
     with Signals() as signals:
         conversion.signals = signals
         return conversion.run(held_out, choosing or held_out, resume)
@@ -59,10 +66,12 @@ class _Run:
 
     def __init__(
         self, model: Any, mechanism: Any, batches: Callable[[int], Batch], settings: ConversionSettings,
-        keep: Sequence[int], budget: float | None, path: Path | None, watch: Callable[[dict[str, Any]], None],
+        keep: Sequence[int], budget: float | None, exact_up_to: ExactUpTo | None, path: Path | None,
+        watch: Callable[[dict[str, Any]], None],
     ) -> None:  # fmt: skip
         self.model, self.mechanism, self.batches = model, mechanism, batches
         self.settings, self.budget, self.path, self.watch = settings, budget, path, watch
+        self.exact_up_to: ExactUpTo | None = exact_up_to
         self.adapter = adapters.of(model)
         self.original = self.adapter.original(model)
         self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -81,7 +90,8 @@ class _Run:
         self.progress, self.optimiser = Progress(), None
         self.identity = {
             "model": f"{type(model).__name__} of {sum(p.numel() for p in self.original.parameters()):,} parameters",
-            "mechanism": repr(mechanism), "keep": repr(sorted(keep)), "budget": repr(budget),
+            "mechanism": repr(mechanism) + ("" if exact_up_to is None else f", exact up to {exact_up_to}"),
+            "keep": repr(sorted(keep)), "budget": repr(budget),
             "settings": repr(settings),
         }  # fmt: skip
 
@@ -106,6 +116,7 @@ class _Run:
             self._train_stage("fine-tune", self._tuned_groups())
             self._measure("tuned", prepared)
             self._save()
+            self._exact_below(prepared)
             self.result.status = "complete"
         except _Stopped:
             self.result.status = "interrupted"
@@ -149,9 +160,24 @@ class _Run:
             self.result.errors[when] = transfer.errors(self.model, self.original, self.result.converted, batches)
             self.result.figures[when] = figures
 
+    def _exact_below(self, prepared: Sequence[HeldOutBatch]) -> None:
+        """Let exact attention serve the queries that see few tokens, if that was asked for, and measure that."""
+        if self.exact_up_to is None:
+            return
+        tokens, names = self.exact_up_to, self.result.converted
+        if tokens == "auto":
+            self.watch({"measuring": "up to which length exact attention is faster"})
+            bound, is_causal = self.adapter.layers(self.model)[names[0]], self.adapter.is_causal(self.model, names[0])
+            like = next(self.model.parameters())
+            tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
+        self.adapter.exact_below(self.model, self.original, names, tokens)
+        self.result.mechanism = repr(crossover.exact_below(self.mechanism, tokens))
+        self._measure("exact", prepared)
+
     def _transfer_groups(self) -> list[dict[str, Any]]:
         maps, projections = transfer.weights(self.model, self.result.converted)
         rates = ((maps, self.settings.lr_maps), (projections, self.settings.lr_projections))
+        rates = rates if self.exact_up_to is None else rates[:1]
         return [{"params": params, "top": rate, "weight_decay": 0.0} for params, rate in rates if params and rate]
 
     def _tuned_groups(self) -> list[dict[str, Any]]:
@@ -159,6 +185,7 @@ class _Run:
         maps = transfer.weights(self.model, self.result.converted)[0]
         excluded |= {id(p) for p in maps}
         trainable = [p for p in self.model.parameters() if id(p) not in excluded]
+        trainable = trainable if self.exact_up_to is None else []
         matrices, others = [p for p in trainable if p.ndim == 2], [p for p in trainable if p.ndim != 2]
         decay, rate = self.settings.weight_decay, self.settings.lr
         groups = [

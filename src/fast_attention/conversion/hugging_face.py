@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.conversion import goals
-from fast_attention.integrations import swap, swap_back
+from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.attention import CHILD, layers_of
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
@@ -49,6 +49,16 @@ class HuggingFaceAdapter:
         for name in kept:
             state |= {f"{name}.{key}": x for key, x in original.get_submodule(name).state_dict().items()}
         model.load_state_dict(state)
+
+    def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> None:
+        """Put the layers' mechanisms, with their weights, behind exact attention."""
+        for name, swapped in layers_of(model).items():
+            if name in names:
+                swapped.bound = crossover.limited(swapped.bound, tokens, next(model.parameters()))
+
+    def is_causal(self, model: Any, name: str) -> bool:
+        """As transformers' attention modules say."""
+        return bool(getattr(model.get_submodule(name), "is_causal", False))
 
     def embeddings(self, model: Any) -> Iterable[nn.Parameter]:
         """The input embeddings."""

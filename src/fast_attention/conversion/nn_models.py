@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fast_attention.conversion.goals import HeldOutBatch
 from fast_attention.conversion.outcome import Figures
+from fast_attention.integrations import crossover
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.models import Model
@@ -50,6 +51,19 @@ class LibraryAdapter:
         for name in kept:
             model.set_submodule(name, copy.deepcopy(original.get_submodule(name)))
         _update_config(model)
+
+    def exact_below(self, model: Model, original: Model, names: Sequence[str], tokens: int) -> None:
+        """Copies of the original's token mixers, whose projections exact attention needs, with the layers' weights."""
+        for name in names:
+            bound = crossover.limited(_mixers(model)[name].attention, tokens, model.embedding.weight)
+            mixer = _mixers(original)[name].with_mechanism(bound.mechanism)
+            mixer.attention.adopt(bound.w)
+            model.set_submodule(name, mixer.train(model.training))
+        _update_config(model)
+
+    def is_causal(self, model: Model, name: str) -> bool:
+        """All layers are, or none."""
+        return model.config.causal
 
     def embeddings(self, model: Model) -> Iterable[nn.Parameter]:
         """The token embedding, which a head may share."""

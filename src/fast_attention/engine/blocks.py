@@ -11,13 +11,13 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, symbolic
 
 
 def pad_length(x: Tensor, multiple: int, *, axis: int = -2, value: bool | int | float = 0.0) -> Tensor:
     """``x`` with ``axis`` (-1 or -2) lengthened by ``value`` to the next multiple."""
     missing = -x.shape[axis] % multiple
-    if not torch.compiler.is_compiling() and missing == 0:  # a traced length is a symbol: never ask it
+    if not symbolic() and missing == 0:
         return x
     return F.pad(x, (0, 0, 0, missing) if axis == -2 else (0, missing), value=value)
 
@@ -63,7 +63,7 @@ def join(blocks: Tensor, length: int) -> Tensor:
 
 def narrow(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
     """``length`` entries of a weight along ``axis``; taken by position while exporting, where there may be too few."""
-    if not torch.compiler.is_compiling() and start == 0 and length == x.shape[axis]:
+    if not symbolic() and start == 0 and length == x.shape[axis]:
         return x  # the gradient of a view is a tensor as large as the weight, and a copy
     if not exporting():
         return x.narrow(axis, start, length)
@@ -73,7 +73,7 @@ def narrow(x: Tensor, length: int, *, axis: int, start: int = 0) -> Tensor:
 
 def smaller(size: int, limit: int) -> int:
     """The smaller of a setting and a limit that depends on the length; the setting itself where lengths are traced."""
-    return size if torch.compiler.is_compiling() else min(size, limit)
+    return size if symbolic() else min(size, limit)
 
 
 def slices(
@@ -95,7 +95,7 @@ def slices(
         padded = x.new_full((*x.shape[:-2], total, x.shape[-1]), outside)
     else:
         padded = F.pad(x, (0, 0, -first, total + first - length), value=outside)
-    if torch.compiler.is_compiling():  # until torch 2.14, gradients of a compiled unfold are wrong or written elsewhere
+    if symbolic():  # until torch 2.14, gradients of a compiled unfold are wrong or written elsewhere
         return _neighbours(padded, block, span, number)
     return padded.unfold(-2, span, block).transpose(-1, -2)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.bounds import at_most
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, symbolic
 
 STEPS = 16  # tokens per block of ``decayed_sums``, walked one by one
 GROUP = 32  # states per block of ``state_sums``, combined pair by pair
@@ -27,7 +27,7 @@ def decayed_sums(
     blocks of ``STEPS`` tokens, all blocks side by side, then over the blocks' ends. Time and memory O(length). Log
     scales of width 1 serve all channels; those of half the width of ``x`` serve both halves.
     """
-    return _decayed(x, log_scale, 3 if torch.compiler.is_compiling() else None)
+    return _decayed(x, log_scale, 3 if symbolic() else None)
 
 
 def spread(factor: Shaped[Tensor, "*batch weights"], width: int) -> Shaped[Tensor, "*batch wide"]:

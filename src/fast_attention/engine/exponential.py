@@ -15,11 +15,15 @@ def exp_(x: Tensor) -> Tensor:
 
     The relative error grows by ``|x|`` units in the last place, as much as an ``x`` of that size carries by itself.
     """
-    return x.mul_(LOG2E).exp2_() if x.dtype == torch.float32 and x.device.type == "cpu" else x.exp_()
+    return x.mul_(LOG2E).exp2_() if _by_two(x) else x.exp_()
 
 
 def exp(x: Tensor, out: Tensor) -> Tensor:
     """``e^x`` into ``out``, computed as ``exp_`` does, without a copy."""
-    if x.dtype == torch.float32 and x.device.type == "cpu":
+    if _by_two(x):
         return torch.mul(x, LOG2E, out=out).exp2_()
     return torch.exp(x, out=out)
+
+
+def _by_two(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32  # a property of torch's kernels, not of ours

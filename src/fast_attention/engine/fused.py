@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.bounds import no_less
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import exporting, traced, transformed
+from fast_attention.engine.tracing import exporting, transformed
 
 TINY = torch.finfo(torch.float32).tiny
 _FLASH = 1  # what torch._fused_sdp_choice calls the flash kernel: the one without second derivatives on a CPU
@@ -36,7 +36,7 @@ def fused_attention(
     if transformed() or (mask is not None and exporting()):
         return open_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    custom = wanted and q.is_cpu and dropout == 0.0 and (mask is None or not mask.requires_grad) and not traced()
+    custom = wanted and dropout == 0.0 and (mask is None or not mask.requires_grad) and not dispatch.obstacle(q)
     if custom and q.ndim < 4:  # from torch 2.15 on the flash kernel, for four axes only, is chosen for fewer as well
         mask = None if mask is None else mask[None]
         return fused_attention(q[None], k[None], v[None], mask, is_causal=is_causal, scale=scale)[0]
@@ -86,7 +86,7 @@ def takes_flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
 ) -> bool:
     """Whether torch would run the flash kernel on these shapes and dtypes."""
-    if transformed() or q.ndim != 4:
+    if transformed() or q.ndim != 4 or not q.is_cpu:  # another device's flash kernel is another function
         return False
     return torch.ops.aten._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale) == _FLASH
 

@@ -8,6 +8,17 @@ from torch import Tensor
 from fast_attention.engine.tracing import exporting
 
 
+def divide(heads: int, **grouped: Tensor) -> None:
+    """Raise a ``ValueError`` unless the heads of keys and values (..., G, S, E), given by name, divide ``heads``."""
+    for name, x in grouped.items():
+        count = x.shape[-3] if x.ndim > 2 else 0
+        if count < 1 or heads % count:
+            raise ValueError(
+                f"q has {heads} heads and {name} has shape {tuple(x.shape)}: its heads, the third size from the end, "
+                "must divide those of q"
+            )
+
+
 def repeated(heads: int, **grouped: Tensor) -> list[Tensor]:
     """Repeat the heads of keys and values (..., G, S, E) until there are H: query head h gets head h // (H / G).
 
@@ -18,16 +29,9 @@ def repeated(heads: int, **grouped: Tensor) -> list[Tensor]:
     Raises:
         ValueError: G does not divide H.
     """
-    repeated_heads = []
-    for name, x in grouped.items():
-        count = x.shape[-3] if x.ndim > 2 else 0
-        if count < 1 or heads % count:
-            raise ValueError(
-                f"q has {heads} heads and {name} has shape {tuple(x.shape)}: its heads, the third size from the end, "
-                "must divide those of q"
-            )
-        repeated_heads.append(x if count == heads else repeat(x, heads // count))
-    return repeated_heads
+    divide(heads, **grouped)
+    counts = [heads // x.shape[-3] for x in grouped.values()]
+    return [x if times == 1 else repeat(x, times) for x, times in zip(grouped.values(), counts, strict=True)]
 
 
 def repeat(x: Tensor, times: int) -> Tensor:

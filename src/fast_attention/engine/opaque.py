@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, library
 from torch._C import DispatchKey
 
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.dispatch import served
+from fast_attention.engine.tracing import exporting, symbolic
 
 Function = Callable[..., tuple[Tensor, ...]]
 Decorated = TypeVar("Decorated", bound=Callable[..., Tensor])
@@ -69,7 +70,7 @@ class Opaque:
         function: ``(*tensors, *numbers) -> outputs``: a tensor may be None; whole numbers come before others.
         empty: As ``function``, but what it returns is uninitialised: for the compiler, which asks for sizes only.
 
-    Exporting, transforms of functions and devices other than the CPU take the function itself.
+    Exporting, transforms of functions and devices without fast paths take the function itself.
     """
 
     def __init__(self, function: Function, empty: Function) -> None:
@@ -125,7 +126,7 @@ class Opaque:
 
 def _compiled(arguments: Sequence[Any]) -> bool:
     """Whether the operation serves; the first argument is a tensor."""
-    return torch.compiler.is_compiling() and not exporting() and arguments[0].is_cpu
+    return symbolic() and not exporting() and served(arguments[0])
 
 
 def _gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -13,9 +13,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.tracing import exporting, traced
+from fast_attention.engine.tracing import exporting, symbolic
 
 # The logarithm of a masked key's weight: below every other, yet finite, so that differences are numbers.
 FLOOR = -1e30
@@ -28,7 +29,7 @@ def prefix_sums(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = sum_{j <= t} x_j``, in float32 to a few units in the last place at any length."""
     if _simple(x):
         return x.cumsum(-2)
-    return _PREFIX(x) if x.device.type == "cpu" else _prefix_plain(x)
+    return _prefix_plain(x) if dispatch.obstacle(x) else _PREFIX(x)
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def running_max(x: Float[Tensor, "*batch length width"]) -> Float[Tensor, "*batc
     """``y_t = max_{j <= t} x_j``, at least ``FLOOR``, without a gradient: it is a log scale, which cancels."""
     if _simple(x):
         return x.cummax(-2).values
-    if not traced() and x.device.type == "cpu":
+    if not dispatch.obstacle(x):
         return accumulate_(x.clone(memory_format=torch.contiguous_format), combine=torch.maximum)
     inside = cummax(split(x, BLOCK))
     before = _shifted(cummax(inside[..., -1, :]), FLOOR)
@@ -104,7 +105,7 @@ def _walk_(rows: tuple[Tensor, ...], combine: Callable[..., Tensor]) -> None:
 
 def _simple(x: Tensor) -> bool:
     """Whether one operation does: few tokens or few channels; ``cumsum`` adds in float64 on a CPU."""
-    return not torch.compiler.is_compiling() and (x.shape[-2] <= ROWS or (x.shape[-2] * x.shape[-1] <= SMALL))
+    return not symbolic() and (x.shape[-2] <= ROWS or (x.shape[-2] * x.shape[-1] <= SMALL))
 
 
 def _prefix_plain(x: Tensor) -> Tensor:

@@ -20,12 +20,23 @@ def traced() -> bool:
     derivatives run: numbers may be unknown, and operations must be such as can be differentiated or mapped.
     """
     return (
-        torch.compiler.is_compiling()
+        symbolic()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._get_dispatch_mode(_FAKE) is not None
-        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and _recording())
     )
+
+
+def _recording() -> bool:
+    """Whether fake tensors or ``make_fx`` are among the dispatch modes."""
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in (_FAKE, _PROXY))
+
+
+def symbolic() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` records this code: numbers are unknown, and sizes may be symbols,
+    which no branch may compare.
+    """
+    return torch.compiler.is_compiling()
 
 
 def exporting() -> bool:
@@ -46,7 +57,7 @@ def transformed() -> bool:
 
     torch's fused attention has none of these; one gradient it has.
     """
-    if torch.compiler.is_compiling():
+    if symbolic():
         return False
     if forward_ad._current_level >= 0:
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine import masks
-from fast_attention.engine.heads import repeat
+from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, visible
+from fast_attention.integrations import calls, packed_rows, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Unsupported
@@ -118,11 +119,17 @@ def mask(
         return visible.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    ids = None if attention_mask is not None or q_length != kv_length else calls.position_ids()
     if compiling:
         window = settings.get("local_size")
         visibility = visible.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
-        return visibility if calls.positions() and attention_mask is None else visible.asserted(visibility)
-    return visible.read(mask_function, positions, tokens, dense)
+        return visibility if ids is not None and causal else visible.asserted(visibility)
+    visibility = visible.read(mask_function, positions, tokens, dense)
+    if q_length == 1 and not causal:  # of one query a mask says nothing of the order
+        visibility = replace(visibility, is_causal=False)
+    if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
+        visibility = replace(visibility, packing=packed_rows.begun_anew(ids, batch_size, q_length))
+    return visibility
 
 
 def attention(
@@ -137,8 +144,6 @@ def attention(
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (repeat(x, groups) if groups > 1 else x for x in (key, value))
     visibility = _visibility(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
     recording = None if torch.compiler.is_compiling() else _calls.get()
@@ -158,6 +163,9 @@ def attention(
     cache = None if call is None else call.cache
     if call is not None:
         call.attended = True
+    cached = key.shape[-2] - query.shape[-2] if visibility.is_causal else 0
+    texts = packed_rows.declared(query, key, extra, visibility, cached if cache is None else cache.length)
+    visibility = visibility if texts is None else replace(visibility, packing=texts)
     default_scale = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
@@ -217,7 +225,10 @@ def _run(
         if mechanism.traits.mask and cache is None:
             return _run_masked(bound, q, k, v, visibility, changes, dropout)
         visibility = visible.asserted(visibility)
+    texts = visibility.packing
     if changes or not visibility.complete or not within_window(mechanism, visibility.back, visibility.ahead):
+        if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
+            return packed_rows.run(bound, q, k, v, visibility, texts, dropout, windowed=True)
         if mechanism.traits.mask:
             return _run_masked(bound, q, k, v, visibility, changes, dropout)
         if changes:
@@ -225,11 +236,16 @@ def _run(
         if not visibility.complete:
             raise mechanism.refuse("a mask of the model's own", "mask")
         raise Unsupported(window_refusal(mechanism, visibility.back, visibility.ahead))
-    if visibility.sequences is not None:
-        return _run_packed(bound, q, k, v, visibility, dropout)
+    if texts is None and visibility.sequences is not None:
+        texts = packed_rows.numbered(visibility.sequences)
+    if texts is not None:
+        if cache is not None:
+            cache.pass_packed(q.shape[-2])
+        return packed_rows.run(bound, q, k, v, visibility, texts, dropout)
     if cache is not None:
+        k, v = repeated(q.shape[1], k=k, v=v)
         return cache.advance(q, k, v, key_mask)
-    return bound(q, k, v, is_causal=visibility.is_causal, key_mask=key_mask, dropout=dropout)
+    return bound(q, k, v, is_causal=visibility.is_causal, key_mask=key_mask, dropout=dropout, enable_gqa=True)
 
 
 def _run_masked(
@@ -239,28 +255,12 @@ def _run_masked(
     if unknown := [name for name in changes if name != "position_bias"]:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
     mask = visibility.dense()
+    if visibility.packing is not None:
+        mask = packed_rows.apart(mask, visibility.packing, len(q))
     if "position_bias" in changes:
         bias = changes["position_bias"].to(q.dtype)
         mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
-    return bound(q, k, v, attn_mask=mask, dropout=dropout)
-
-
-def _run_packed(bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
-    """Run each of the sequences that are packed in a row by itself: unpack and pad them, and pack the outputs."""
-    assert visibility.sequences is not None
-    ids = visibility.sequences
-    ids = ids + ids.new_tensor(range(len(q)))[:, None] * (int(ids.max()) + 1)  # different in every row
-    _, lengths = ids.flatten().unique_consecutive(return_counts=True)
-    is_token = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
-
-    def unpacked(x: Tensor) -> Tensor:
-        padded = x.new_zeros(*is_token.shape, *x.shape[1::2])
-        padded[is_token] = x.transpose(1, 2).flatten(0, 1)
-        return padded.transpose(1, 2)
-
-    q, k, v, batch = unpacked(q), unpacked(k), unpacked(v), len(q)
-    out = bound(q, k, v, is_causal=visibility.is_causal, key_mask=is_token, dropout=dropout)
-    return out.transpose(1, 2)[is_token].unflatten(0, (batch, -1)).transpose(1, 2)
+    return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True)
 
 
 def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:

@@ -23,6 +23,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, bound: Bound) -> None:
         super().__init__()
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
+        self.packed = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the state comes with the first tokens."""
@@ -35,10 +36,29 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Decode the new tokens (B, H, N, E): their outputs. The state then includes them."""
+        """Decode the new tokens (B, H, N, E): their outputs. The state then includes them.
+
+        Raises:
+            Unsupported: The tokens before were several packed texts.
+        """
+        if self.packed:
+            raise Unsupported(
+                f"{self.bound.mechanism!r} keeps no state of the packed texts that this cache began with, so that they "
+                "cannot be decoded. What would work: generate from a padded batch, one text in a row"
+            )
         out, self.state = self.bound.decode(q, k, v, self.state, key_mask=key_mask)
         self.length += q.shape[-2]
         return out
+
+    def pass_packed(self, tokens: int) -> None:
+        """Count the tokens of several packed texts, of which no state is kept: ``advance`` refuses from then on.
+
+        Raises:
+            Unsupported: There are tokens before them.
+        """
+        if self.length:
+            raise Unsupported(f"packed texts behind {self.length} tokens in a cache: pass use_cache=False")
+        self.packed, self.length = True, tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys in a mask: the new tokens only, after all before."""
@@ -56,7 +76,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.length = None, 0
+        self.state, self.length, self.packed = None, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences of the batch, for beam search."""

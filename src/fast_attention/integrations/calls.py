@@ -1,5 +1,5 @@
 """A stack of each thread's active module calls, for what an attention function needs and does not get as an argument:
-the cache, whether attention matrices were asked for, and whether the tokens' positions were given.
+the cache, whether attention matrices were asked for, the tokens' positions and the borders of packed rows.
 
 None of it is kept in modules, which several threads may call at once. The stack is a ``threading.local``, which
 ``torch.compile`` can trace, unlike a ``ContextVar``; a forward pass is never suspended for another in its thread.
@@ -8,10 +8,11 @@ None of it is kept in modules, which several threads may call at once. The stack
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass
@@ -21,7 +22,8 @@ class ActiveCall:
     module: nn.Module  # the model or attention module that is called
     outer: ActiveCall | None
     shown: tuple[nn.Module, ...] = ()  # layers that are asked for their attention matrices
-    positions: bool = False  # of a model: whether it was given position_ids, which may restart within a row
+    position_ids: Tensor | None = None  # of a model: as it was given them; they may begin anew within a row
+    packed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # of a model: the borders of a packed row
     cache: Any = None  # of an attention module: where its state is kept
     attended: bool = False  # of an attention module: whether its attention function was called
 
@@ -34,11 +36,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def begin(module: nn.Module, *, shown: tuple[nn.Module, ...] = (), positions: bool = False, cache: Any = None) -> None:
+def begin(
+    module: nn.Module, *, shown: tuple[nn.Module, ...] = (), position_ids: Tensor | None = None,
+    packed: dict[str, Tensor] | None = None, cache: Any = None,
+) -> None:  # fmt: skip
     """Push a call of ``module``. An earlier one that an interrupt left open is removed, with all inside it."""
     interrupted = _find(module)
     outer = _thread.innermost if interrupted is None else interrupted.outer
-    _thread.innermost = ActiveCall(module, outer, shown, positions, cache)
+    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, cache)
 
 
 def end(module: nn.Module) -> ActiveCall | None:
@@ -65,12 +70,21 @@ def shows(layer: nn.Module) -> bool:
     return False
 
 
-def positions() -> bool:
-    """Whether a call around this one was given ``position_ids``."""
+def position_ids() -> Tensor | None:
+    """The ``position_ids`` that the innermost call with some was given."""
     call = _thread.innermost
-    while call is not None and not call.positions:
+    while call is not None and call.position_ids is None:
         call = call.outer
-    return call is not None
+    return None if call is None else call.position_ids
+
+
+def packed() -> Iterator[dict[str, Tensor]]:
+    """The borders of packed rows that the calls around this one were given, the innermost first."""
+    call = _thread.innermost
+    while call is not None:
+        if call.packed:
+            yield call.packed
+        call = call.outer
 
 
 def _find(module: nn.Module) -> ActiveCall | None:

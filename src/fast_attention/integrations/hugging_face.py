@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fast_attention.integrations import attention, calls, probing, weights
+from fast_attention.integrations import attention, calls, probing, unpadding, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
@@ -24,12 +24,14 @@ EXACT = "_fast_attention_exact"  # the name of the exact model
 
 
 def swap(
-    model: PreTrainedModel, wanted: Any, max_len: int | None, probe: dict[str, Any] | None = None
-) -> tuple[Layer, ...]:
+    model: PreTrainedModel, wanted: Any, max_len: int | None, probe: dict[str, Any] | None = None,
+    skip_padding: bool = False,
+) -> tuple[Layer, ...]:  # fmt: skip
     """Replace the attention of every layer that ``wanted`` names; the model is unchanged if that fails.
 
     Raises:
-        Unsupported: The model does not call its attention through transformers' interface, or no layer can be swapped.
+        Unsupported: The model does not call its attention through transformers' interface, no layer can be swapped, or
+            the model cannot skip padding.
         ValueError: The model does not take the inputs of ``probe``.
     """
     _check(model)
@@ -48,11 +50,15 @@ def swap(
             if bound is not None:
                 _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
         _check_called(model, [layer.name for layer, _ in layers], forward)
+        settle(model, before, model.name_or_path)
+        if skip_padding:
+            _check_all_swapped([layer.name for layer, bound in uncalled if bound is None])
+            unpadding.tried(model)
     except BaseException:
+        model.__dict__.pop(BEFORE, None)
         _remove(model)
         model.set_attn_implementation(before)
         raise
-    settle(model, before, model.name_or_path)
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return tuple(layer for layer, _ in (*layers, *uncalled))
 
@@ -213,7 +219,15 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
+def _check_all_swapped(others: list[str]) -> None:
+    if others:
+        raise Unsupported(
+            f"skip_padding=True: {others[0]} keeps attention of its own, to which a packed row is one text"
+        )
+
+
 def _remove(model: PreTrainedModel) -> None:
+    unpadding.set_skipping(model, False)
     model.__dict__.pop("save_pretrained", None)
     model.name_or_path = model.__dict__.pop(EXACT, model.name_or_path)
     weights.remove_hooks(model)

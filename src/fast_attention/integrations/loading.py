@@ -40,6 +40,7 @@ class Record(QuantizationConfigMixin):
             raise ValueError(f"config.json lacks the {' and '.join(sorted(missing))} of a swapped model")
         self.quant_method: Any = NAME
         self.layers, self.sha256 = record["layers"], record["sha256"]
+        self.skip_padding = bool(record.get("skip_padding", False))
 
 
 @register_quantizer(NAME)
@@ -80,8 +81,9 @@ class Restoring(HfQuantizer):
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import hugging_face
+        from fast_attention.integrations import hugging_face, unpadding
 
+        skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
         del model.is_quantized
         hugging_face.settle(model, model.get_correct_attn_implementation(None), "")
@@ -94,6 +96,7 @@ class Restoring(HfQuantizer):
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
+        unpadding.set_skipping(model, skip_padding)
         return model
 
 

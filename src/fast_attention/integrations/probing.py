@@ -38,7 +38,7 @@ def find_layers(
     for part, inputs in attempts:
 
         def forward(part: Any = part, inputs: dict[str, Any] = inputs) -> None:
-            with torch.no_grad(), _evaluating(model):
+            with torch.no_grad(), evaluating(model):
                 part(**inputs)
 
         try:
@@ -147,7 +147,8 @@ def _pixels(model: PreTrainedModel) -> Tensor | None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set the model to evaluation in the block, and each of its modules back afterwards."""
     modes = {part: part.training for part in model.modules()}
     model.eval()
     try:

@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, files
+from fast_attention.integrations import unpadding
 from fast_attention.integrations.attention import NAME, Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
@@ -72,6 +73,7 @@ def save_pretrained(
             path for path in config_path.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
         )
         record = {"quant_method": NAME, "format": FORMAT, "version": __version__, "layers": _layer_records(layers)}
+        record |= {"skip_padding": True} if unpadding.skips(model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
         config = json.loads(config_path.read_text(encoding="utf-8"))
         config = {**config, "attn_implementation": NAME, RECORD: record}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from fast_attention import catalogue
-from fast_attention.integrations import timm, torch_nn
+from fast_attention.integrations import crossover, timm, torch_nn
+from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
 from fast_attention.integrations.report import Layer, Report, listed
 from fast_attention.mechanism import Mechanism, Unsupported
@@ -20,8 +22,9 @@ Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
 
 def swap(
-    model: nn.Module, mechanism: Wanted, *, max_len: int | None = None, probe: dict[str, Any] | None = None
-) -> Report:
+    model: nn.Module, mechanism: Wanted, *, exact_up_to: ExactUpTo | None = None, max_len: int | None = None,
+    probe: dict[str, Any] | None = None, skip_padding: bool = False,
+) -> Report:  # fmt: skip
     """Replace the attention of a model, in place: a Hugging Face model, ``nn.Transformer`` and its layers, any model
     with an ``nn.MultiheadAttention`` in it, or one of timm's vision transformers.
 
@@ -34,19 +37,27 @@ def swap(
         model: The model, or a module that holds some.
         mechanism: For all layers; or by patterns of layer names such as ``{"*layer.[0-3].*": "Local(window=64)"}``, of
             which the first that fits decides and layers that none fits stay exact.
+        exact_up_to: Run exact attention for queries that see at most so many tokens, and the mechanism for others:
+            ``ByLength`` of both. ``"auto"`` measures, at each layer's heads and widths, from which length on the
+            mechanism is faster here, which takes seconds.
         max_len: The longest sequence, for mechanisms with ``traits.bounded``; a Hugging Face model's own if not given.
         probe: Small inputs for the forward pass, by name, where a Hugging Face model is of a kind for which none are
             known (the error says so), or has layers that the known ones do not reach (the report does).
+        skip_padding: For Hugging Face's encoders: compute the tokens of a padded batch in one packed row, without the
+            padding, and pad the outputs again, with zeros. A forward pass checks that every text gets what it gets
+            alone. Saved and loaded with the model. Compiled models and calls for attention matrices stay padded.
 
     Returns:
         The report of every layer: print it.
 
     Raises:
         Unsupported: Nothing can be swapped. The message names the obstacles and what would work. The model then has
-            exact attention, also where it had been swapped before.
-        ValueError: ``mechanism`` names none, a pattern fits no layer, the model does not take ``probe``, or a mechanism
-            needs ``max_len``.
+            exact attention, also where it had been swapped before. Or padding cannot be skipped.
+        ValueError: ``mechanism`` names none, a pattern fits no layer, the model does not take ``probe``, a mechanism
+            needs ``max_len``, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
     """
+    if exact_up_to is not None:
+        crossover.check(exact_up_to)
     parsed: Any = mechanism
     if isinstance(mechanism, dict):
         parsed = {pattern: catalogue.parse(each) for pattern, each in mechanism.items()}
@@ -55,13 +66,16 @@ def swap(
     swap_back(model)
     try:
         with restored_generators(model):
-            return _swapped(model, parsed, max_len, probe)
+            return _swapped(model, parsed, exact_up_to, max_len, probe, skip_padding)
     except BaseException:
         swap_back(model)
         raise
 
 
-def _swapped(model: nn.Module, parsed: Any, max_len: int | None, probe: dict[str, Any] | None) -> Report:
+def _swapped(
+    model: nn.Module, parsed: Any, exact_up_to: ExactUpTo | None, max_len: int | None, probe: dict[str, Any] | None,
+    skip_padding: bool,
+) -> Report:  # fmt: skip
     """Swap Hugging Face models first, then torch's and timm's modules wherever they are."""
     layers: list[Layer] = []
     refused: list[str] = []
@@ -70,15 +84,28 @@ def _swapped(model: nn.Module, parsed: Any, max_len: int | None, probe: dict[str
         from fast_attention.integrations import hugging_face
 
         try:
-            swapped_layers = hugging_face.swap(submodel, parsed, max_len, probe)
+            swapped_layers = _exact_below(
+                parsed, exact_up_to, submodel,
+                lambda m, of=submodel: hugging_face.swap(of, m, max_len, probe, skip_padding),
+                lambda of=submodel: hugging_face.swap_back(of),
+            )  # fmt: skip
         except Unsupported as error:
+            if skip_padding:
+                raise
             refused.append(str(error))
         else:
             layers += [_renamed(layer, name) for layer in swapped_layers]
             names += [layer.name for layer in swapped_layers]
+    if skip_padding and not layers:
+        raise Unsupported(
+            f"skip_padding=True is for Hugging Face's encoders, of which {type(model).__name__} holds none"
+        )
     for library in (torch_nn, timm):
         try:
-            layers += library.swap(model, parsed, max_len)
+            layers += _exact_below(
+                parsed, exact_up_to, model, lambda m, by=library: by.swap(model, m, max_len),
+                lambda by=library: by.swap_back(model),
+            )  # fmt: skip
         except Unsupported as error:
             refused.append(str(error))
     if not any(layer.replaced for layer in layers):
@@ -87,6 +114,18 @@ def _swapped(model: nn.Module, parsed: Any, max_len: int | None, probe: dict[str
         if not any(fnmatchcase(name, pattern) for name in names + [layer.name for layer in layers]):
             raise ValueError(f"the pattern {pattern!r} fits no attention layer; {listed(layers)}")
     return Report(model, tuple(layers), tuple(refused))
+
+
+def _exact_below(
+    parsed: Any, exact_up_to: ExactUpTo | None, model: nn.Module, swap: Callable[[Any], Sequence[Layer]],
+    swap_back: Callable[[], Any],
+) -> Sequence[Layer]:  # fmt: skip
+    """Swap one library's layers, with exact attention up to a number of tokens if there is one."""
+    if exact_up_to is None:
+        return swap(parsed)
+    if exact_up_to != "auto":
+        return swap(crossover.exact_below(parsed, exact_up_to))
+    return crossover.measured(parsed, model, swap, swap_back)
 
 
 def swap_back(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fast_attention.mechanism import Unsupported
+from fast_attention.packed import Packing
 
 Sees = Callable[..., Tensor]  # (batch, head, query, key), positions that broadcast -> may the query see the key?
 
@@ -29,6 +30,7 @@ class Visibility:
     sequences: Int[Tensor, "batch keys"] | None = None  # of a packed row: each key's sequence; None: one in each row
     back: int | None = None  # earlier keys that a query sees; None: all
     ahead: int | None = None  # later keys; None: all, or none if causal
+    packing: Packing | None = None  # of rows whose borders were given beside the mask; texts run on from row to row
     complete: bool = True
     valid: Bool[Tensor, ""] | None = None  # in a compiled model: whether the fields hold, computed at each call
 
@@ -155,12 +157,24 @@ def declared(
 def asserted(visibility: Visibility) -> Visibility:
     """The visibility without its condition: a compiled graph fails at run time where that does not hold."""
     if visibility.valid is not None:
-        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-            visibility.valid,
-            "sequences packed in one row, or a mask of the model's own, in a compiled swapped model. What would work: "
-            "the model uncompiled, or with position_ids a mechanism that takes masks, as Softmax or ReLUAttention",
-        )
+        assert_unpacked(visibility.valid)
     return replace(visibility, valid=None)
+
+
+def assert_unpacked(valid: Bool[Tensor, ""]) -> None:
+    """Let a compiled graph fail at run time where ``valid`` is False."""
+    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+        valid,
+        "sequences packed in one row, or a mask of the model's own, in a compiled swapped model. What would work: "
+        "the model uncompiled, or with position_ids a mechanism that takes masks, as Softmax or ReLUAttention",
+    )
+
+
+def band(visibility: Visibility, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "queries keys"]:
+    """The order and the window of the fields as a mask of one text; its last query is at its last key."""
+    rows = torch.arange(keys - queries, keys, device=device)[:, None]
+    unpacked = replace(visibility, sequences=None)
+    return _predicted(unpacked, torch.arange(keys, device=device) - rows, 0)
 
 
 def _predicted(visibility: Visibility, distance: Tensor, row: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Makes ``output_attentions=True`` work in a swapped Hugging Face model.
+"""Makes ``output_attentions=True`` and packed rows work in a swapped Hugging Face model.
 
-Some models pass that argument to their attention function and others do not, so that hooks read it from the call of the
-model, or of a model inside it.
+Some models pass such arguments to their attention function and others do not, so that hooks read them from the call of
+the model, or of a model inside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fast_attention.integrations import calls
+from fast_attention.integrations import calls, packed_rows
 from fast_attention.integrations.attention import layers_of
 
 HOOKS = "_fast_attention_hooks"
@@ -37,7 +37,8 @@ def _enter(model: Any, args: Any, kwargs: Any) -> None:
     argument = kwargs.get("output_attentions")
     wanted = model.config.output_attentions if argument is None else argument
     shown = tuple(layers_of(model).values()) if wanted else ()
-    calls.begin(model, shown=shown, positions=kwargs.get("position_ids") is not None)
+    position_ids = kwargs.get("position_ids")
+    calls.begin(model, shown=shown, position_ids=position_ids, packed=packed_rows.given(kwargs))
 
 
 def _leave(model: Any, args: Any, output: Any) -> None:

@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue
 from fast_attention.lab.capture import Layer
+from fast_attention.lab.comparison import Error
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.records import Error
 from fast_attention.lab.refusals import first_line
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.nn.bound import Bound
+
+SAMPLED_KEYS = 512  # of which it is counted how many queries weigh them
 
 
 def measurable(mechanism: Any) -> bool:
@@ -54,6 +56,7 @@ class Scene:
         try:
             for ours, truth in zip(self.ours(mechanism), self.truths(against), strict=True):
                 error.output += relative_rms(ours, truth)
+            error.visible_fraction = self.visible_fraction(mechanism)
             if matrix and mechanism.traits.matrix:
                 pairs = zip(self.ours(mechanism, matrix=True), self.truths(against, matrix=True), strict=True)
                 error.matrix = [row for ours, truth in pairs for row in relative_rms(ours, truth)]
@@ -72,6 +75,24 @@ class Scene:
             bound.to(self.setting.device, self.setting.dtype)
             outputs.append(bound(*inputs, is_causal=self.setting.is_causal))
         return outputs
+
+    @torch.no_grad()
+    def visible_fraction(self, mechanism: Any) -> float | None:
+        """The fraction of the visible pairs of a query and a key that it weighs, in the first head, by sampled keys.
+
+        None where the mechanism has no weights of pairs.
+        """
+        if not mechanism.traits.matrix:
+            return None
+        torch.manual_seed(self.setting.seed)
+        q, k = (x[:1, :1].to(self.setting.device, torch.float64) for x in self.batches[0][:2])
+        sampled = torch.arange(0, self.length, max(self.length // SAMPLED_KEYS, 1))
+        one_hot = torch.zeros(self.length, len(sampled), dtype=torch.float64)
+        one_hot[sampled, torch.arange(len(sampled))] = 1.0
+        bound = Bound(mechanism, Shape(1, q.shape[-1], max_len=self.length)).to(q)
+        weights = bound(q, k, one_hot[None, None].to(q), is_causal=self.setting.is_causal)
+        pairs = int((self.length - sampled).sum()) if self.setting.is_causal else weights.numel()
+        return int((weights != 0).sum()) / pairs
 
     @torch.no_grad()
     def truths(self, against: str = "Softmax", *, matrix: bool = False) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.attention_maps import attention_rows
+from fast_attention.engine import heads
 from fast_attention.mechanism import Attention
 from fast_attention.nn.bound import Bound
 
@@ -42,7 +43,9 @@ def calls_during(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
             chosen = {x: options[x] for x in ("is_causal", "key_mask", "attn_mask") if options.get(x) is not None}
             before = sum(call.bound is part for call in calls)  # some models run one layer several times
             again = f", time {before + 1}" if before else ""
-            calls.append(Call(layer + again, part, inputs[0], inputs[1], inputs[2], chosen))
+            q, k, v = inputs[:3]
+            k, v = heads.repeated(q.shape[-3], k=k, v=v)
+            calls.append(Call(layer + again, part, q, k, v, chosen))
 
         return part.register_forward_pre_hook(keep, with_kwargs=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.integrations.extending import extend
 from fast_attention.lab import loading
 from fast_attention.lab.calls import Call, reading
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.refusals import first_line
+from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
 
 GAUSSIAN = "gaussian"
@@ -38,6 +41,7 @@ class Source(Protocol):
     heads: int
     head_dim: int
     context: int | None  # the longest sequence it can read; None: any
+    extension: str  # how it reads beyond its own positions, or why it cannot; "" where nobody asked
     is_causal: bool
 
     def layers(self, length: int) -> tuple[list[Layer], str]:
@@ -50,6 +54,7 @@ class Gaussian:
 
     scales = (0.5, 1.0, 2.0)
     context: int | None = None
+    extension = ""
     is_causal = False
 
     def __init__(self, heads: int = 4, head_dim: int = 64, seed: int = 0) -> None:
@@ -67,9 +72,16 @@ class Gaussian:
 
 
 class HuggingFace:
-    """An encoder or decoder from a folder or from the hub, reading a corpus with its own tokenizer."""
+    """An encoder or decoder from a folder or from the hub, reading a corpus with its own tokenizer.
 
-    def __init__(self, name: str, corpus: Corpus) -> None:
+    Args:
+        name: The folder, or the name on the hub.
+        corpus: What it reads.
+        longest: Tokens that it shall read: where it has fewer positions, longer texts are read by a copy of it whose
+            positions are extended, if they can be.
+    """
+
+    def __init__(self, name: str, corpus: Corpus, longest: int = 0) -> None:
         self.name, self.corpus = name, corpus
         self.model = loading.load(name, head="none").float()
         try:
@@ -78,7 +90,8 @@ class HuggingFace:
             raise InputError(f"{error}, or take the model gaussian, which reads nothing") from error
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
-        self.context = context(self.model.config, self.tokenizer)
+        self.own_context = self.context = context(self.model.config, self.tokenizer)
+        self.extended, self.extension = self.model, ""
         layers, _ = self.layers(min(8, self.context or 8))
         self.heads, self.head_dim = layers[0].q.shape[1], layers[0].q.shape[3]
         self.is_causal = layers[0].is_causal
@@ -87,6 +100,19 @@ class HuggingFace:
             f"{type(self.model).__name__} {_short(name)} ({kind}, {count} layers, {self.heads} heads of width "
             f"{self.head_dim}) reading {corpus.name}"
         )
+        if self.context is not None and self.context < longest:
+            self._extend(longest)
+
+    def _extend(self, longest: int) -> None:
+        """Make a copy that reads ``longest`` tokens; ``extension`` says how, or why there is none."""
+        model = copy.deepcopy(self.model)
+        try:
+            done = extend(model, longest)
+        except (Unsupported, ValueError) as error:
+            self.extension = f"nothing longer was read: {first_line(error)}"
+        else:
+            self.context, self.extended = longest, model
+            self.extension = f"{done.kind} positions extended from {done.before:,} tokens ({done.method}), untrained"
 
     @torch.no_grad()
     def layers(self, length: int) -> tuple[list[Layer], str]:
@@ -96,9 +122,11 @@ class HuggingFace:
             InputError: The model fails at this length, or its attention is more than q, k and v.
         """
         ids, read = self.corpus.tokens(self.tokenizer, length)
-        swapped = any(isinstance(part, Bound) for part in self.model.modules())
+        beyond = self.own_context is not None and ids.shape[1] > self.own_context
+        model = self.extended if beyond else self.model
+        swapped = any(isinstance(part, Bound) for part in model.modules())
         try:
-            layers = bound_layers(reading(self.model, ids)) if swapped else self._exact(ids)
+            layers = bound_layers(reading(model, ids)) if swapped else _exact(model, ids)
         except InputError:
             raise
         except Exception as error:  # a model's own complaint, in its own type
@@ -106,19 +134,20 @@ class HuggingFace:
             raise InputError(f"{self.name}: fails on {ids.shape[1]} tokens: {reason}") from error
         if not layers:
             raise InputError(f"{self.name}: {type(self.model).__name__} does not let its attention be replaced")
-        return layers, read
+        return layers, f"{read}, {self.extension}" if beyond else read
 
-    def _exact(self, ids: Tensor) -> list[Layer]:
-        """What the layers of a model that was not swapped attend with."""
-        layers: list[Layer] = []
-        previous = self.model.config._attn_implementation
-        try:
-            _register(layers)
-            self.model.set_attn_implementation(_NAME)
-            self.model(input_ids=ids)
-        finally:
-            self.model.set_attn_implementation(previous)
-        return layers
+
+def _exact(model: Any, ids: Tensor) -> list[Layer]:
+    """What the layers of a model that was not swapped attend with."""
+    layers: list[Layer] = []
+    previous = model.config._attn_implementation
+    try:
+        _register(layers)
+        model.set_attn_implementation(_NAME)
+        model(input_ids=ids)
+    finally:
+        model.set_attn_implementation(previous)
+    return layers
 
 
 def bound_layers(calls: list[Call]) -> list[Layer]:

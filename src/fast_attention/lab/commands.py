@@ -18,8 +18,8 @@ if TYPE_CHECKING or at_work():
     from fast_attention.known_names import known
     from fast_attention.lab import compare, inputs, measure, progress, report, sources, tables, verdicts
     from fast_attention.lab.command_line import run as run
+    from fast_attention.lab.comparison import Comparison
     from fast_attention.lab.measure import Setting
-    from fast_attention.lab.records import Comparison
     from fast_attention.lab.surroundings import begun
     from fast_attention.mechanism import Mixer
 
@@ -52,7 +52,7 @@ def compare_command(
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
     sizes, drawn = inputs.lengths(lengths or list(compare.LENGTHS)), inputs.head(head)
     inputs.folder(out)
-    source = sources.source(model, text, fasta, seed)
+    source = sources.source(model, text, fasta, seed, min(max(sizes), compare.LONGEST_ERROR))
     is_causal = source.is_causal if causal is None else causal
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
     plan = compare.Plan(source, chosen, sizes, setting, budget, drawn)

@@ -12,17 +12,19 @@ from fast_attention import catalogue
 from fast_attention.lab import inputs
 from fast_attention.lab.accuracy import Scene, measurable, one
 from fast_attention.lab.capture import Source
+from fast_attention.lab.comparison import Comparison, Error, Matrices
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting, against_exact
 from fast_attention.lab.progress import nothing
-from fast_attention.lab.records import EXACT, Comparison, Error, Matrices
+from fast_attention.lab.records import EXACT
 from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
 from fast_attention.mechanism import Unsupported
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
 LOOK = 256  # tokens of the matrices to look at, at most
 LONGEST_MATRIX = 512  # tokens of the matrices to measure, at most
-FOR_ERRORS = 0.3  # fraction of the budget
+LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
+FOR_ERRORS = 0.35  # fraction of the budget
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 VARIANTS = (
     "FavorPlus(num_features=64)",
@@ -56,8 +58,8 @@ class Plan:
 
     @property
     def error_lengths(self) -> list[int]:
-        """The lengths that the model can read."""
-        longest = self.source.context or 1024
+        """The lengths to measure errors at: those that are timed, as far as the model can read."""
+        longest = min(self.source.context or LONGEST_ERROR, LONGEST_ERROR)
         return sorted({min(length, longest) for length in self.lengths})
 
 
@@ -92,6 +94,8 @@ def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until:
     """Errors at every length the model can read, the greatest first; what the time does not allow says so."""
     read: dict[int, str] = {}
     record.meta["error_tensors"] = read
+    if plan.source.extension:
+        record.meta["extension"] = plan.source.extension
     with_matrix = max((length for length in plan.error_lengths if length <= LONGEST_MATRIX), default=0)
     for length in reversed(plan.error_lengths):
         layers, what = plan.source.layers(length)
@@ -103,7 +107,7 @@ def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until:
             watch(f"error at {scene.length:,} tokens: {mechanism!r}")
             if not (measurable(mechanism) and fresh):
                 continue
-            if time.perf_counter() > until and length != plan.error_lengths[-1]:
+            if time.perf_counter() > until and LONGEST_MATRIX < length < plan.error_lengths[-1]:
                 note = "over budget: the time for errors was spent"
                 record.errors.append(Error(repr(mechanism), scene.length, mechanism.traits.approximates, note=note))
             else:

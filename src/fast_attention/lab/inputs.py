@@ -125,6 +125,19 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def tokens_or_auto(option: str, text: str | None) -> Any:
+    """``"512"`` as a number of tokens, ``"auto"`` as it is, None for nothing.
+
+    Raises:
+        InputError: The text is something else.
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"{option} {text}: write a number of tokens, at least 1, or auto")
+    return int(text)
+
+
 def run_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of training and of a model, from the arguments of a command: its options go before its ``config``."""
     training, model = ({}, {}) if given["config"] is None else from_toml(given["config"])

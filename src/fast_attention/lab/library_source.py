@@ -24,6 +24,8 @@ from fast_attention.tasks.proteins import encoded
 class LibrarySource:
     """A model of this library reading proteins or text, residue by residue or byte by byte."""
 
+    extension = ""
+
     def __init__(self, folder: Path, name: str, text: str | None = None, fasta: str | None = None) -> None:
         self.model = loading.load(folder)
         self.name, config = name, self.model.config

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.drawing import (
     COLOURS,
     GOOD,
@@ -29,7 +30,7 @@ from fast_attention.lab.drawing import (
     picture,
 )
 from fast_attention.lab.numbers import factor, percent
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
+from fast_attention.lab.records import EXACT, Cell, Pass
 from fast_attention.lab.tradeoff import FLOOR, TOP, Point, Tradeoff
 from fast_attention.lab.verdicts import crossing
 

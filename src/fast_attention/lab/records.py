@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
-from torch import Tensor
-
 from fast_attention import files
 from fast_attention.lab.refusals import InputError
 from fast_attention.lab.surroundings import load_average, timestamp
@@ -215,36 +213,6 @@ class Cell:
 
 
 @dataclass
-class Error:
-    """Error of one mechanism on real tensors of one length: a row per layer, a number per head."""
-
-    mechanism: str
-    length: int
-    against: str
-    output: list[list[float]] = field(default_factory=list)  # relative RMS of the outputs
-    matrix: list[list[float]] | None = None  # relative Frobenius norm of the attention matrix
-    note: str = ""
-
-    def __post_init__(self) -> None:
-        for rows in (self.output, self.matrix or []):  # JSON knows no infinity
-            rows[:] = [[math.inf if value is None else value for value in row] for row in rows]
-
-    def summary(self, which: Literal["output", "matrix"] = "output") -> tuple[float, float] | None:
-        """Median and worst over all heads of all layers; None where nothing was measured."""
-        rows = self.output if which == "output" else self.matrix
-        values = sorted(value if math.isfinite(value) else math.inf for row in rows or [] for value in row)
-        return (values[len(values) // 2], values[-1]) if values else None
-
-
-class Matrices(NamedTuple):
-    """Attention matrices (L, L) of one head, to draw; not part of the JSON."""
-
-    where: str
-    exact: Tensor
-    approximate: dict[str, Tensor]
-
-
-@dataclass
 class Timed(Record):
     """A record of times and memory."""
 
@@ -280,19 +248,3 @@ class Timed(Record):
         for cell in self.cells:
             if cell.status == "not reached":
                 cell.note = reason
-
-
-@dataclass
-class Comparison(Timed):
-    """All of one comparison with exact attention."""
-
-    kind, noun, keys = "compare", "comparison", {"cells": "rows", "matrices": ""}
-    data, page = "records.json", "report.html"
-
-    errors: list[Error] = field(default_factory=list)
-    matrices: Matrices | None = None
-
-    def error(self, mechanism: str) -> Error | None:
-        """The error at the greatest length at which it was measured."""
-        errors = [error for error in self.errors if error.mechanism == mechanism and error.output]
-        return max(errors, key=lambda error: error.length, default=None)

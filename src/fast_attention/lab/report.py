@@ -6,9 +6,10 @@ from typing import Any
 
 from fast_attention import catalogue
 from fast_attention.lab import pages, pictures, verdicts
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.numbers import amount, bytes_of, digits, factor, milliseconds, percent
 from fast_attention.lab.pages import Figure, Listing, Section, Words
-from fast_attention.lab.records import EXACT, PASSES, Cell, Comparison
+from fast_attention.lab.records import EXACT, PASSES, Cell
 from fast_attention.lab.tables import Row, Table, Value
 from fast_attention.lab.tradeoff import tradeoff
 from fast_attention.mechanism import Mixer
@@ -16,9 +17,10 @@ from fast_attention.mechanism import Mixer
 _READING = """The fastest at the greatest length stand first, exact attention where its own time puts it. Speed is exact
 attention's time divided by the mechanism's, forward pass, median over interleaved rounds, and below it the middle half
 of the rounds: above 1 is faster (green), below 1 slower (red), and grey is about equal, within noise. Errors are
-relative RMS against exact attention, at the greatest length the model reads. A whole-token mixer has no queries, keys
-and values: it is timed on tokens of the same width against the same exact attention, whose projections are not counted.
-Hover over what is no number for its reason, over a speed for its time."""
+relative RMS against exact attention on the model's own tensors. "Pairs read" are the visible pairs of a query and a key
+that the mechanism weighs at that length: where nearly all are read, a small error says little. A whole-token mixer has
+no queries, keys and values: it is timed on tokens of the same width against the same exact attention, whose projections
+are not counted. Hover over what is no number for its reason, over a speed for its time."""
 _TRADEOFF = """a forward pass. The green line joins the Pareto front: whatever lies off it is beaten in both by
 something on it. What must be trained first has no error to show."""
 _LINE = "The dark line is exact attention; green is where the mechanism beats it."
@@ -45,6 +47,7 @@ def html(record: Comparison) -> str:
         Section("Error and speed", [Words(_READING), _speeds(record)]),
         _costs(record),
         *_growth(record),
+        _errors_by_length(record),
         _errors(record),
         _matrices(record),
         Section("Each in a sentence", [Listing(sentences, "each")]),
@@ -66,15 +69,15 @@ def summary(record: Comparison) -> Table:
     """The comparison on the terminal."""
     lengths = record.meta["lengths"]
     shown, last = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]}), lengths[-1]
-    heads = ["mechanism", "error: median / worst", *(f"speed at {length:,}" for length in shown)]
+    at = f" at {record.length:,}" if record.length else ""
+    heads = ["mechanism", f"error{at}: median / worst", "pairs read", *(f"speed at {length:,}" for length in shown)]
     rows = []
     for name in verdicts.order(record):
         cell = record.cell(name, last) or Cell(name, last)
         wins = [verdicts.wins(record, name, which) if name != EXACT else "" for which in PASSES]
         speeds = [_speed(record.cell(name, length)) for length in shown]
-        rows.append(
-            [name, _short_error(record, name), *speeds, *wins, bytes_of(cell.peak_bytes), bytes_of(cell.state_bytes)]
-        )
+        error, memory = [_short_error(record, name), _reads(record, name)], [cell.peak_bytes, cell.state_bytes]
+        rows.append([name, *error, *speeds, *wins, *map(bytes_of, memory)])
     return Table([*heads, "wins", "wins training", f"memory at {last:,}", "state"], rows)
 
 
@@ -84,6 +87,8 @@ def _warnings(meta: dict[str, Any]) -> list[Words]:
     if load > meta["cores"] + 0.5:
         busy = f"The machine was busy with other work (load {load} on {meta['cores']} cores): times are uncertain."
         warnings.append(Words(busy, "warn"))
+    if extension := meta.get("extension"):
+        warnings.append(Words(f"Beyond the model's own context: {extension}."))
     return [*warnings, Words(f"{meta['source']}; {meta['hardware']}, {meta['threads']} threads.")]
 
 
@@ -97,12 +102,14 @@ def _verdict(record: Comparison) -> Section:
 
 def _speeds(record: Comparison) -> Table:
     lengths = record.meta["lengths"]
-    heads = ["mechanism", "error, median head", "error, worst head", *(f"speed at {length:,}" for length in lengths)]
+    at = f"error at {record.length:,}" if record.length else "error"
+    speeds = (f"speed at {length:,}" for length in lengths)
+    heads = ["mechanism", f"{at}, median head", f"{at}, worst head", "pairs read", *speeds]
     rows = []
     for name in verdicts.order(record):
         cells = [_speed(record.cell(name, length)) for length in lengths]
         if name == EXACT:
-            rows.append(Row([EXACT, Value("the reference", span=2), *cells, "", ""], "exact"))
+            rows.append(Row([EXACT, Value("the reference", span=3), *cells, "", ""], "exact"))
         else:
             wins = [Value(verdicts.wins(record, name, which), "words") for which in PASSES]
             rows.append(Row([name, *_both_errors(record, name), *cells, *wins]))
@@ -139,11 +146,18 @@ def _both_errors(record: Comparison, name: str) -> list[Value]:
     error = record.error(name)
     output = error.summary() if error else None
     if mechanism.traits.approximates is None:
-        return [Value(verdicts.kind(mechanism), "none", span=2)]
+        return [Value(verdicts.kind(mechanism), "none", span=3)]
     if error is None or output is None:
-        return [Value("not measured", "none", span=2)]
+        return [Value("not measured", "none", span=3)]
     against = "" if error.against == "Softmax" else f" vs {error.against}"
-    return [Value(percent(output[0]) + against), Value(percent(output[1]))]
+    return [Value(percent(output[0]) + against), Value(percent(output[1])), _reads(record, name)]
+
+
+def _reads(record: Comparison, name: str) -> Value:
+    """The fraction of the visible pairs that it weighs at the length of its error."""
+    error = record.error(name)
+    share = error.visible_fraction if error else None
+    return Value("-", "none") if share is None else Value("all" if share == 1.0 else percent(share))
 
 
 def _short_error(record: Comparison, name: str) -> Value:
@@ -189,11 +203,32 @@ def _growth(record: Comparison) -> list[Section]:
     return [Section("Time against length", times), Section("Memory against length", [memory])]
 
 
+def _errors_by_length(record: Comparison) -> Section:
+    """Every error beside its length and the pairs that are read there."""
+    lengths = sorted({error.length for error in record.errors if error.output})
+    rows = []
+    for name in verdicts.order(record):
+        errors = [record.error(name, length) for length in lengths]
+        if any(errors):
+            rows.append([name, *map(_error_and_pairs, errors)])
+    title = "Error against length"
+    words = Words("Median head, and below it the visible pairs that are read: speed counts at the same length only.")
+    return Section(title, [words, Table(["mechanism", *(f"{n:,} tokens" for n in lengths)], rows)] if rows else [])
+
+
+def _error_and_pairs(error: Error | None) -> Value:
+    summary = error.summary() if error else None
+    if error is None or summary is None:
+        return Value("-", "none")
+    share = error.visible_fraction
+    pairs = "" if share is None else "all pairs" if share == 1.0 else f"{percent(share)} of pairs"
+    return Value(percent(summary[0]), small=pairs)
+
+
 def _errors(record: Comparison) -> Section:
     shown = [error for name in record.mechanisms if (error := record.error(name)) is not None]
-    length = max((error.length for error in shown), default=0)
-    shown = [error for error in shown if error.length == length]
-    caption = f"Relative RMS error of every head's output at {length:,} tokens; on the right median and worst."
+    where = f"at {record.length or 0:,} tokens"
+    caption = f"Relative RMS error of every head's output {where}; on the right median and worst."
     return Section(
         "Error of every head", [Figure(pictures.head_errors(shown, record.meta["layers"]), caption)] if shown else []
     )

@@ -10,8 +10,10 @@ from fast_attention.lab.inputs import InputError
 _SHAPES = re.compile(r"(\d+)x(\d+)")
 
 
-def source(model: str | None, text: str | None, fasta: str | None, seed: int) -> capture.Source:
+def source(model: str | None, text: str | None, fasta: str | None, seed: int, longest: int = 0) -> capture.Source:
     """The source called ``model``: what ``loading.find`` knows, ``gaussian``, or ``HEADSxWIDTH`` (such tensors).
+
+    A Hugging Face model's positions are extended to ``longest`` tokens where it has fewer.
 
     Raises:
         InputError: It cannot be read, or does not read what was given.
@@ -29,4 +31,4 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int) ->
     location = loading.find(model or loading.default_model())
     if location.ours:
         return library_source.LibrarySource(location.folder, location.name, text, fasta)
-    return capture.HuggingFace(location.name, corpus.read(text, fasta))
+    return capture.HuggingFace(location.name, corpus.read(text, fasta), longest)

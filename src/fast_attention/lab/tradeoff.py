@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-from fast_attention.lab.records import EXACT, Comparison
-from fast_attention.lab.verdicts import longest
+from fast_attention.lab.comparison import Comparison
+from fast_attention.lab.records import EXACT
 
 FLOOR, TOP = 1e-3, 3.0  # of the errors that are drawn apart: 0.1 % to 300 %
 
@@ -38,18 +38,15 @@ class Point(NamedTuple):
 
 
 class Tradeoff(NamedTuple):
-    """Points at the greatest length at which both are known; at two lengths, where there is no such one."""
+    """Points at the greatest length at which both error and speed are known."""
 
     points: list[Point]
-    error_length: int
-    speed_length: int
+    length: int
 
     @property
     def where(self) -> str:
-        """The length, or both."""
-        if self.error_length == self.speed_length:
-            return f"at {self.speed_length:,} tokens"
-        return f"error at {self.error_length:,} tokens, speed at {self.speed_length:,}"
+        """The length."""
+        return f"at {self.length:,} tokens"
 
     @property
     def best(self) -> list[Point]:
@@ -58,19 +55,14 @@ class Tradeoff(NamedTuple):
 
 
 def tradeoff(record: Comparison) -> Tradeoff | None:
-    """The points of a record; None where no approximation has both an error and a time."""
-    errors = {(error.mechanism, error.length): error for error in record.errors if error.output}
-    known = sorted({length for _, length in errors}, reverse=True)
-    last = longest(record)
-    pairs = [(length, length) for length in known if record.cell(EXACT, length) is not None]
-    pairs += [(length, last) for length in known if last is not None]
-    for error_length, speed_length in pairs:
-        points = [Point(EXACT, 1.0, 0.0)]
-        for name in record.mechanisms:
-            cell, error = record.cell(name, speed_length), errors.get((name, error_length))
-            summary = error.summary() if error else None
-            if cell is not None and cell.forward_ratio is not None and summary is not None:
-                points.append(Point(name, 1 / cell.forward_ratio, summary[0]))
-        if len(points) > 1:
-            return Tradeoff(points, error_length, speed_length)
-    return None
+    """The points of a record; None where no approximation has both an error and a time at one length."""
+    length = record.length
+    if length is None:
+        return None
+    points = [Point(EXACT, 1.0, 0.0)]
+    for name in record.mechanisms:
+        ratio, error = record.ratios(name).get(length), record.error(name)
+        summary = error.summary() if error else None
+        if ratio is not None and summary is not None:
+            points.append(Point(name, 1 / ratio, summary[0]))
+    return Tradeoff(points, length) if len(points) > 1 else None

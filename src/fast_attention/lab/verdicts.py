@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.numbers import bytes_of, digits, percent
-from fast_attention.lab.records import EXACT, Cell, Comparison, Pass
+from fast_attention.lab.records import EXACT, Cell, Pass
 from fast_attention.mechanism import Mixer
 
 TRAIN_IT = "not an approximation: train it"
@@ -114,8 +115,7 @@ def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
 
 def sentence(record: Comparison, mechanism: Any) -> str:
     """One sentence: from which length on it is faster, and what it costs in accuracy."""
-    name, error = repr(mechanism), record.error(repr(mechanism))
-    return f"{_speed(record, name)}; {_accuracy(mechanism, error.summary() if error else None)}."
+    return f"{_speed(record, repr(mechanism))}; {_accuracy(record, mechanism)}."
 
 
 def _speed(record: Comparison, name: str) -> str:
@@ -139,12 +139,23 @@ def speed(ratio: float) -> str:
     return f"{digits(1 / ratio)} times as fast" if ratio < 1 else f"{digits(ratio)} times as slow"
 
 
-def _accuracy(mechanism: Any, summary: tuple[float, float] | None) -> str:
+def _accuracy(record: Comparison, mechanism: Any) -> str:
+    name = repr(mechanism)
+    error, ratio = record.error(name), record.ratios(name).get(record.length or 0)
+    summary = error.summary() if error else None
     if mechanism.traits.approximates is None:
         return kind(mechanism)
-    if summary is None:
-        return "its error was not measured"
-    return f"output error {percent(summary[0])} in the median head and {percent(summary[1])} in the worst"
+    if error is None or summary is None:
+        return "its error was not measured" + (f" at {record.length:,} tokens" if record.length else "")
+    words = f"output error {percent(summary[0])} in the median head and {percent(summary[1])} in the worst"
+    there = f", {speed(ratio)} there" if ratio is not None and error.length != longest(record) else ""
+    return f"at {error.length:,} tokens {words}{reads(error)}{there}"
+
+
+def reads(error: Error) -> str:
+    """How many of the visible pairs a mechanism weighs, where it leaves any out."""
+    share = error.visible_fraction
+    return "" if share is None or share == 1.0 else f", from {percent(share)} of the visible pairs"
 
 
 def headline(record: Comparison) -> list[str]:
@@ -156,7 +167,6 @@ def headline(record: Comparison) -> list[str]:
 
 
 def _fastest(record: Comparison, end: int) -> list[str]:
-    approximate = [name for name in record.mechanisms if record.error(name) is not None]
     firsts = {name: crossover(record, name) for name in record.mechanisms}
     won = {name: length for name, length in firsts.items() if length is not None}
     if not won:
@@ -167,18 +177,27 @@ def _fastest(record: Comparison, end: int) -> list[str]:
     ratios = {name: record.ratios(name)[end] for name in won}
     fastest = min(won, key=lambda name: ratios[name])
     sentences.append(f"At {end:,} tokens {fastest} is fastest: {speed(ratios[fastest])} as exact attention.")
-    accurate = [name for name in approximate if name in won]
-    if accurate:
-        errors = {name: error for name in accurate if (error := record.error(name)) is not None}
-        medians = {name: (error.summary() or (math.inf,))[0] for name, error in errors.items()}
-        best = min(medians, key=lambda name: medians[name])
-        sentences.append(
-            f"Of the approximations that are faster there, {best} is the most accurate: median error "
-            f"{percent(medians[best])} at {errors[best].length:,} tokens, {speed(ratios[best])} at {end:,}."
-        )
-    elif approximate:
-        sentences.append("No approximation that needs no training is faster than exact attention at these lengths.")
-    return sentences
+    return [*sentences, *_most_accurate(record)]
+
+
+def _most_accurate(record: Comparison) -> list[str]:
+    """The approximation of the least error among those that are faster, error and speed at one length."""
+    at = record.length
+    errors = {name: error for name in record.mechanisms if (error := record.error(name)) is not None}
+    ratios = {name: record.ratios(name).get(at or 0, math.inf) for name in errors}
+    faster = [name for name in errors if ratios[name] < 1.0 and not even(_cell(record, name, at or 0))]
+    if not faster:
+        return [f"No approximation that needs no training is faster at {at:,} tokens."] if errors else []
+    medians = {name: (errors[name].summary() or (math.inf,))[0] for name in faster}
+    best = min(medians, key=lambda name: medians[name])
+    return [
+        f"At {at:,} tokens, of the approximations that are faster there, {best} is the most accurate: median error "
+        f"{percent(medians[best])}{reads(errors[best])}, {speed(ratios[best])}."
+    ]
+
+
+def _cell(record: Comparison, name: str, length: int) -> Cell:
+    return record.cell(name, length) or Cell(name, length)
 
 
 def _leanest(record: Comparison, end: int) -> list[str]:

@@ -13,7 +13,7 @@ from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as Fa
 from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.sparse.local import Local as Local
-from fast_attention.mechanisms.sparse.local import BlockLocal as BlockLocal
+from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
 from fast_attention.mechanisms.lsh.lsh import LSH as LSH
 from fast_attention.mechanisms.sinkhorn.sinkhorn import Sinkhorn as Sinkhorn
@@ -31,6 +31,7 @@ from fast_attention.mechanisms.mixers.fnet import FNet as FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP as GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer as MLPMixer
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid as Hybrid
+from fast_attention.mechanisms.hybrid.by_length import ByLength as ByLength
 
 # Settings that are mathematics are values of their own.
 from fast_attention.mechanisms.dense.synthesizer import DotProduct as DotProduct
@@ -40,7 +41,7 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "DecayedLinearAttention",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "ByLength", "DecayedLinearAttention",
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",

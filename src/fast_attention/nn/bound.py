@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fast_attention import catalogue
+from fast_attention import catalogue, grouped, packed
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
+from fast_attention.packed import CuSeqlens, Lengths
 from fast_attention.value import one_of
 
 
@@ -18,7 +21,8 @@ class Bound(nn.Module):
     """A mechanism and its weights as a module: learned weights are parameters, drawn or fixed ones are buffers.
 
     Both are in the ``state_dict``, so a saved model keeps its random features. Call it as the mechanism itself:
-    ``bound(q, k, v, is_causal=, key_mask=)`` for an attention, ``bound(x, is_causal=, key_mask=)`` for a mixer.
+    ``bound(q, k, v, is_causal=, key_mask=)`` for an attention, ``bound(x, is_causal=, key_mask=)`` for a mixer; also on
+    packed sequences, with ``cu_seqlens=`` or ``lengths=``.
 
     Args:
         mechanism: A mechanism, or its name or repr.
@@ -50,6 +54,7 @@ class Bound(nn.Module):
             raise ValueError(f"tied weights are of {tied.mechanism!r}, {tied.shape}; not {self.mechanism!r}, {shape}")
         weights: Any = self.mechanism.weights(shape) if tied is None else tied.w
         self._layout = _layout(weights)
+        self._is_weightless = not any(True for _ in _leaves(weights))
         for name, tensor in _leaves(weights):
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
@@ -59,7 +64,7 @@ class Bound(nn.Module):
     @property
     def w(self) -> Any:
         """The weights as the mechanism takes them."""
-        return self._assemble(self._layout, "")
+        return () if self._is_weightless else self._assemble(self._layout, "")
 
     def _assemble(self, layout: Any, prefix: str) -> Any:
         if layout is None:
@@ -89,7 +94,7 @@ class Bound(nn.Module):
         """
         current, given = dict(_leaves(self.w)), dict(_leaves(weights))
         sizes, given_sizes = ({name: tuple(t.shape) for name, t in tree.items()} for tree in (current, given))
-        if type(weights) is not type(self.w) or sizes != given_sizes:
+        if (type(weights) is not type(self.w) and current) or sizes != given_sizes:
             raise ValueError(f"{self.mechanism!r}, {self.shape} has weights {sizes}; got {given_sizes}")
         for name, tensor in given.items():
             current[name].copy_(tensor)
@@ -101,32 +106,58 @@ class Bound(nn.Module):
         key_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         dropout: float = 0.0,
+        cu_seqlens: CuSeqlens | None = None,
+        lengths: Lengths | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
         """Call the mechanism with these weights: ``(q, k, v)`` for an attention, ``(x)`` for a mixer.
 
+        Args:
+            inputs: Queries (..., H, L, E), keys (..., H, S, E) and values (..., H, S, Ev), or tokens (..., N, E).
+            is_causal: As in the mechanism's call, and so are ``key_mask``, ``attn_mask`` and ``dropout``.
+            key_mask: Boolean (..., S), True = may be seen.
+            attn_mask: Boolean or additive, for mechanisms with ``traits.mask``.
+            dropout: Probability with which an attention weight is dropped.
+            cu_seqlens: The tokens are several sequences one after another, which do not see each other: where each
+                begins and the last one ends, or a pair for queries and keys, as in ``fast_attention.attention``.
+            lengths: Instead of it the number of tokens of each sequence, or a pair.
+            enable_gqa: Let keys and values have fewer heads, as in ``fast_attention.attention``.
+
         Raises:
-            ValueError: Sizes disagree with the shape this module was built for.
+            ValueError: Sizes disagree with the shape this module was built for, or ``cu_seqlens`` do not rise from 0 to
+                the number of tokens.
             Unsupported: The mechanism's traits deny what was asked.
         """
-        self._check(inputs)
-        if self.fusion == "off" or torch.compiler.is_compiling():
-            return self._call(inputs, is_causal, key_mask, attn_mask, dropout)
-        with fusing(self.fusion):
-            return self._call(inputs, is_causal, key_mask, attn_mask, dropout)
+        self._check(inputs, enable_gqa)
+        run = partial(self._call, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout, enable_gqa=enable_gqa)
+        with nullcontext() if self.fusion == "off" or torch.compiler.is_compiling() else fusing(self.fusion):
+            if cu_seqlens is None and lengths is None:
+                return run(*inputs, key_mask=key_mask)
+            return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask)
 
     def _call(
-        self, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None,
-        dropout: float,
+        self, *inputs: Tensor, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
+        enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
         mechanism = self.mechanism
         if isinstance(mechanism, Attention):
-            q, k, v = inputs
-            return mechanism(
-                q, k, v, self.w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
-            )
+            (q, k, v), run = inputs, partial(grouped.attend, mechanism) if enable_gqa else mechanism
+            return run(q, k, v, self.w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
         if attn_mask is not None or dropout != 0.0:
             raise mechanism.refuse("an arbitrary attn_mask or attention dropout", "mask")
         return mechanism(inputs[0], self.w, is_causal=is_causal, key_mask=key_mask)
+
+    def _call_packed(
+        self, run: packed.Call, inputs: tuple[Tensor, ...], key_mask: Tensor | None, cu_seqlens: CuSeqlens | None,
+        lengths: Lengths | None, attn_mask: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        tokens, keys = inputs[0].shape[-2], inputs[-1].shape[-2]
+        sequences = packed.packing(cu_seqlens, lengths, tokens, keys, attn_mask)
+        assert sequences is not None
+        if len(inputs) == 1:
+            return packed.mix(run, inputs[0], sequences, key_mask)
+        q, k, v = inputs
+        return packed.attend(run, q, k, v, sequences, key_mask)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
@@ -152,27 +183,26 @@ class Bound(nn.Module):
         """The mechanism and its shape."""
         return f"{self.mechanism!r}, {self.shape}"
 
-    def _check(self, inputs: tuple[Tensor, ...]) -> None:
+    def _check(self, inputs: tuple[Tensor, ...], enable_gqa: bool = False) -> None:
         first, shape, wanted = inputs[0], self.shape, 3 if isinstance(self.mechanism, Attention) else 1
         if len(inputs) != wanted:
             raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
         if wanted == 3:
-            self._check_heads(inputs)
+            self._check_heads(inputs[:1] if enable_gqa else inputs)
         elif isinstance(first, Tensor) and first.ndim > 1 and first.shape[-1] != shape.width:
             raise ValueError(f"x has width {first.shape[-1]} and this module was built for {shape.width} ({shape})")
 
     def _check_heads(self, inputs: tuple[Tensor, ...]) -> None:
         """Raise unless q, k and v have the weights' heads, and q and k, where they are read, the weights' width."""
         heads, width, reads = self.shape.heads, self.shape.head_dim, self.mechanism.traits.reads
-        for name, x in zip("qkv", inputs, strict=True):
-            if not isinstance(x, Tensor) or x.ndim < 3:
+        for name, x in zip("qkv", inputs, strict=False):
+            if not isinstance(x, Tensor) or len(shape := x.shape) < 3:
                 continue  # the mechanism's validation says what is wrong
-            got = (x.shape[-3], x.shape[-1] if name in reads and name != "v" else width)
-            if got != (heads, width):
-                transposed = x.shape[-2] == heads and x.shape[-3] != heads
+            if shape[-3] != heads or (name != "v" and name in reads and shape[-1] != width):
+                transposed = shape[-2] == heads and shape[-3] != heads
                 raise ValueError(
-                    f"{name} has (heads, width) {(x.shape[-3], x.shape[-1])} and this module was built for {self.shape}"
-                    + (f": its shape is {tuple(x.shape)}, did you mean {name}.transpose(1, 2)?" if transposed else "")
+                    f"{name} has (heads, width) {(shape[-3], shape[-1])} and this module was built for {self.shape}"
+                    + (f": its shape is {tuple(shape)}, did you mean {name}.transpose(1, 2)?" if transposed else "")
                 )
 
 

@@ -14,8 +14,9 @@ from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, check_positions, rotary_for, rotate_by
+from fast_attention.nn.positions import Rotary, packed_positions, rotary_for, rotate_both
 from fast_attention.nn.torch_masks import Masks
+from fast_attention.packed import CuSeqlens, Lengths, Packing, packing
 
 
 class MultiheadAttention(nn.Module):
@@ -44,7 +45,7 @@ class MultiheadAttention(nn.Module):
         mechanism: An attention, or its name or repr.
         max_len: Longest sequence, for mechanisms with ``traits.bounded``.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads`` (grouped queries); None means ``num_heads``.
-            Each serves as many queries' heads in a row; the mechanism sees it repeated.
+            Each serves as many queries' heads in a row (``enable_gqa`` of ``fast_attention.attention``).
         rotary: Rotate queries and keys by their positions (mechanisms with ``traits.rotary``): True for
             ``nn.positions.Rotary()``, or one with another base or scaling.
         compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
@@ -143,6 +144,8 @@ class MultiheadAttention(nn.Module):
         *,
         positions: Tensor | None = None,
         key_positions: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+        lengths: Lengths | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with torch's arguments: in both masks True (or -inf) means *ignore*.
 
@@ -160,6 +163,10 @@ class MultiheadAttention(nn.Module):
             positions: With ``rotary``: positions of the queries, (L) or (N, L); None for S - L, S - L + 1, ...: the
                 last query has the last key's position.
             key_positions: Those of the keys, (S) or (N, S); None for 0, 1, ..., or for ``positions`` where L = S.
+            cu_seqlens: The L tokens are several sequences one after another, which do not see each other: where each
+                begins and the last one ends, or a pair for queries and keys, as in ``fast_attention.attention``. Rotary
+                positions begin anew in each. Goes with ``need_weights=False`` and without ``attn_mask``.
+            lengths: Instead of it the number of tokens of each sequence, or a pair.
 
         Returns:
             Outputs in the shape of ``query``, and the attention matrix (N, L, S), or (N, num_heads, L, S) if not
@@ -172,7 +179,7 @@ class MultiheadAttention(nn.Module):
         key_is_query, one_tensor = query is key, query is key and key is value
         if query.is_nested:
             unmasked = one_tensor and attn_mask is None and key_padding_mask is None
-            unmasked = unmasked and positions is None and key_positions is None
+            unmasked = unmasked and all(x is None for x in (positions, key_positions, cu_seqlens, lengths))
             return self._nested(query, unmasked, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched = query.dim() == 3
@@ -181,14 +188,16 @@ class MultiheadAttention(nn.Module):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         q, k, v = self._project(*torch_masks.zero_padding(query, key, value, key_padding_mask))
-        q, k = self._rotate(q, k, positions, key_positions)
+        sequences = self._packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask, need_weights)
+        if sequences is not None and positions is None and key_positions is None and self.rotary is not None:
+            positions, key_positions = packed_positions(self.rotary, sequences, q.device)
+        q, k = rotate_both(self.rotary, q, k, positions, key_positions)
         mechanism = self.attention.mechanism
         visible = torch_masks.convert(q, k.shape[-2], attn_mask, key_padding_mask, is_causal, mechanism)
         if self.appended:
             visible = torch_masks.append_keys(visible, q.shape[-2], k.shape[-2], self.appended, like=q)
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
-        k, v = heads.repeated(self.num_heads, k=k, v=v)
-        out, weights = self._attend(q, k, v, visible, need_weights)
+        out, weights = self._attend(q, k, v, visible, need_weights, sequences)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -216,31 +225,6 @@ class MultiheadAttention(nn.Module):
             parts = (q, k, v)
         return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in parts)
 
-    def _rotate(self, q: Tensor, k: Tensor, at: Tensor | None, keys_at: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys rotated by their positions, where the module has rotary positions."""
-        batch, length, keys = q.shape[0], q.shape[-2], k.shape[-2]
-        if self.rotary is None:
-            if at is not None or keys_at is not None:
-                raise ValueError("positions are given and this module has no use for them: build it with rotary=True")
-            return q, k
-        if length != keys and (at is None) != (keys_at is None):
-            raise ValueError(f"give both: positions of the {length} queries and key_positions of the {keys} keys")
-        if at is None and keys_at is None:
-            at = torch.arange(keys - length, keys, device=q.device)
-            keys_at = at if length == keys else torch.arange(keys, device=q.device)
-        at, keys_at = keys_at if at is None else at, at if keys_at is None else keys_at
-        assert at is not None
-        assert keys_at is not None
-        check_positions(at, "positions", (batch,), length)
-        check_positions(keys_at, "key_positions", (batch,), keys)
-        if at is keys_at:
-            sin_cos = self.rotary.sin_cos(at, self.head_dim)
-            return rotate_by(q, sin_cos), rotate_by(k, sin_cos)
-        # Angles of both in one call: a scaling may depend on the largest position of all.
-        both = [x.expand(batch, -1) for x in (at, keys_at)] if at.ndim != keys_at.ndim else [at, keys_at]
-        sine, cosine = (x.split((length, keys), -2) for x in self.rotary.sin_cos(torch.cat(both, -1), self.head_dim))
-        return rotate_by(q, (sine[0], cosine[0])), rotate_by(k, (sine[1], cosine[1]))
-
     def _append(self, x: Tensor, learned: Tensor | None) -> Tensor:
         """The sequence (N, H, S, E) with the learned key or value and then one of zeros appended."""
         if learned is not None:
@@ -248,8 +232,19 @@ class MultiheadAttention(nn.Module):
             x = torch.cat([x, row.expand(x.shape[0], -1, -1, -1)], -2)
         return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
+    def _packing(
+        self, cu_seqlens: CuSeqlens | None, lengths: Lengths | None, queries: int, keys: int, attn_mask: Tensor | None,
+        need_weights: bool,
+    ) -> Packing | None:  # fmt: skip
+        sequences = packing(cu_seqlens, lengths, queries, keys, attn_mask)
+        if sequences is not None and need_weights:
+            raise ValueError("packed sequences have no attention matrix in common: pass need_weights=False")
+        if sequences is not None and self.appended:
+            raise Unsupported("add_bias_kv and add_zero_attn append keys to one sequence, not to packed ones")
+        return sequences
+
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Masks, need_weights: bool
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Masks, need_weights: bool, sequences: Packing | None
     ) -> tuple[Tensor, Tensor | None]:
         mechanism, width, weights = self.attention.mechanism, v.shape[-1], None
         if need_weights:
@@ -258,7 +253,9 @@ class MultiheadAttention(nn.Module):
             # A [v, I] = [A v, A]: outputs and matrix of one pass, hence of the same dropped weights.
             identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
             v = torch.cat([v, identity.expand(*v.shape[:-1], -1)], -1)
-        out = self.attention(q, k, v, **visible._asdict(), dropout=self.dropout if self.training else 0.0)
+        lengths = None if sequences is None else (sequences.queries, sequences.keys)
+        dropout = self.dropout if self.training else 0.0
+        out = self.attention(q, k, v, **visible._asdict(), dropout=dropout, lengths=lengths, enable_gqa=True)
         if need_weights:
             out, weights = out[..., :width], out[..., width:]
         return self.out_proj(out.transpose(1, 2).flatten(-2)), weights
@@ -266,7 +263,9 @@ class MultiheadAttention(nn.Module):
     def _nested(self, x: Tensor, plain: bool, *options: bool) -> tuple[Tensor, Tensor | None]:
         """Attend in a nested tensor, into which torch's ``TransformerEncoder`` packs padded batches in evaluation."""
         if not plain or not self.batch_first:
-            raise ValueError("nested tensors are taken as query = key = value, with batch_first=True, without masks")
+            raise ValueError(
+                "nested tensors are taken as query = key = value, with batch_first=True, without masks and cu_seqlens"
+            )
         need_weights, average, is_causal = options
         padded, lengths = x.to_padded_tensor(0.0), [len(row) for row in x.unbind()]
         ends = torch.tensor(lengths, device=x.device)[:, None]

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.packed import Packing
 from fast_attention.value import Value, at_least, one_of
 
 Positions = Literal["learned", "sinusoidal", "rotary", "none"]
@@ -179,6 +180,65 @@ def check_positions(positions: Tensor, name: str, lead: tuple[int, ...], length:
             f"{name} has shape {shape}; it must be {(*lead, length)} or {(length,)}: a position for each token"
         )
     return positions
+
+
+def rotate_both(
+    rotary: Rotary | None, q: Tensor, k: Tensor, at: Tensor | None, keys_at: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Queries (N, H, L, E) and keys (N, H, S, E) rotated by their positions, where a module has rotary positions.
+
+    Args:
+        rotary: The positions' settings, or None: q and k stay as they are.
+        q, k: Queries and keys.
+        at: Positions of the queries, (L) or (N, L); None for S - L, S - L + 1, ...
+        keys_at: Those of the keys, (S) or (N, S); None for 0, 1, ..., or for ``at`` where L = S.
+
+    Raises:
+        ValueError: Positions are given and not used, of one side alone where L != S, or of another shape.
+    """
+    batch, length, keys = q.shape[0], q.shape[-2], k.shape[-2]
+    if rotary is None:
+        if at is not None or keys_at is not None:
+            raise ValueError("positions are given and this module has no use for them: build it with rotary=True")
+        return q, k
+    if length != keys and (at is None) != (keys_at is None):
+        raise ValueError(f"give both: positions of the {length} queries and key_positions of the {keys} keys")
+    if at is None and keys_at is None:
+        at = torch.arange(keys - length, keys, device=q.device)
+        keys_at = at if length == keys else torch.arange(keys, device=q.device)
+    at, keys_at = keys_at if at is None else at, at if keys_at is None else keys_at
+    assert at is not None
+    assert keys_at is not None
+    check_positions(at, "positions", (batch,), length)
+    check_positions(keys_at, "key_positions", (batch,), keys)
+    if at is keys_at:
+        sin_cos = rotary.sin_cos(at, q.shape[-1])
+        return rotate_by(q, sin_cos), rotate_by(k, sin_cos)
+    # Angles of both in one call: a scaling may depend on the largest position of all.
+    both = [x.expand(batch, -1) for x in (at, keys_at)] if at.ndim != keys_at.ndim else [at, keys_at]
+    sine, cosine = (x.split((length, keys), -2) for x in rotary.sin_cos(torch.cat(both, -1), q.shape[-1]))
+    return rotate_by(q, (sine[0], cosine[0])), rotate_by(k, (sine[1], cosine[1]))
+
+
+def packed_positions(
+    rotary: Rotary, sequences: Packing, device: torch.device
+) -> tuple[Int[Tensor, "length"], Int[Tensor, "keys"]]:
+    """The position of each packed query and key in its own sequence; the last query has the last key's.
+
+    Raises:
+        Unsupported: The rotation depends on the length, and one sequence is longer than those of training.
+    """
+    if rotary.rope_type == "dynamic" and sequences.longest > rotary.original_max_position_embeddings:
+        raise Unsupported(
+            f"{rotary!r} rotates each sequence by its length, and packed ones together: one has {sequences.longest} "
+            "tokens. What would work: rope_type 'yarn' or 'linear', or one call for each sequence"
+        )
+    ends = zip(sequences.queries, sequences.keys, strict=True)
+    empty = torch.arange(0, device=device)
+    at = torch.cat([empty, *(torch.arange(keys - length, keys, device=device) for length, keys in ends)])
+    if sequences.queries == sequences.keys:
+        return at, at
+    return at, torch.cat([empty, *(torch.arange(keys, device=device) for keys in sequences.keys)])
 
 
 class PositionTable(nn.Module):

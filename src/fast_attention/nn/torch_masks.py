@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import masks
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention
 
 
@@ -45,7 +46,7 @@ def convert(
         return Masks(is_causal, ~padding_mask, attn_mask)
     key_mask = padding_mask != float("-inf")
     bias = padding_mask.masked_fill(~key_mask, 0.0)[:, None, None].to(q.dtype)
-    if torch.compiler.is_compiling():
+    if symbolic():
         torch.ops.aten._assert_async.msg((bias == 0).all(), "compiled, key_padding_mask may hold 0 and -inf only")
     elif bias.any():
         if not traits.mask:
@@ -101,7 +102,7 @@ def _invert(attn_mask: Tensor, batch: int) -> Tensor:
 def _equals_causal(attn_mask: Tensor, hint: bool) -> bool:
     """Whether torch's mask is the causal one: query i sees keys up to i + S - L, unchanged."""
     length, keys = attn_mask.shape[-2:]
-    if torch.compiler.is_compiling():
+    if symbolic():
         return hint and length == keys
     causal = masks.causal(length, keys, attn_mask.device)
     if attn_mask.dtype == torch.bool:

@@ -17,10 +17,11 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.advice.measuring import Plan, investigate
     from fast_attention.lab.advice.ranking import Question, Row, advice, furthest, ranked
     from fast_attention.lab.advice.transferring import candidates, transfer
+    from fast_attention.lab.comparison import Comparison
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.numbers import bytes_of, factor, milliseconds, percent
-    from fast_attention.lab.records import Comparison, plain
+    from fast_attention.lab.records import plain
     from fast_attention.lab.surroundings import begun
     from fast_attention.lab.tables import Row as Line
     from fast_attention.lab.tables import Table, show
@@ -59,7 +60,7 @@ def advise_command(
     inputs.threads(threads or measure.useful_threads())
     where, kind = inputs.device(device), inputs.dtype(dtype)
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
-    source = sources.source(model, text, fasta, seed)
+    source = sources.source(model, text, fasta, seed, length)
     is_causal = source.is_causal if causal is None else causal
     if source.is_causal and not is_causal:
         raise InputError("--no-causal: the model is a decoder, whose attention is causal")

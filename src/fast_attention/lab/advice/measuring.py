@@ -11,8 +11,9 @@ from fast_attention.lab import measure
 from fast_attention.lab.accuracy import Scene, measurable
 from fast_attention.lab.advice.ranking import Question, ranked
 from fast_attention.lab.capture import Source
+from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.measure import Setting, against_exact
-from fast_attention.lab.records import EXACT, Comparison
+from fast_attention.lab.records import EXACT
 from fast_attention.lab.timing import MOST_ROUNDS, PASSES, TimingGroup, predicted
 
 FRACTIONS = (0.25, 0.6)  # of the time: for errors, and for times at the length asked for; the rest is for greater ones

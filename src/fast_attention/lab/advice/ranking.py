@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fast_attention.lab import verdicts
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.numbers import percent
-from fast_attention.lab.records import EXACT, Cell, Comparison, Error, Pass
+from fast_attention.lab.records import EXACT, Cell, Pass
 
 Kind = Literal["use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
 ORDER: tuple[Kind, ...] = ("use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot")

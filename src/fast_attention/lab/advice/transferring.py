@@ -12,8 +12,8 @@ from fast_attention import catalogue
 from fast_attention.conversion import ConversionSettings, convert
 from fast_attention.lab.advice.ranking import FASTER, Row
 from fast_attention.lab.capture import HuggingFace
+from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.converting.reading import Reading
-from fast_attention.lab.records import Comparison
 from fast_attention.lab.refusals import first_line
 from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.training.loop import Diverged

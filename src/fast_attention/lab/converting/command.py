@@ -36,6 +36,12 @@ def convert_command(
     budget: Annotated[
         float | None, typer.Option(min=1.0, help="Put as few layers back as keep the loss within this multiple.")
     ] = None,
+    exact_up_to: Annotated[
+        str | None,
+        typer.Option(
+            help="Exact attention up to so many tokens, or 'auto': up to where it is faster. Trains maps only."
+        ),
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512 or less, or the run's.")] = None,
     positions: Annotated[
         int | None, typer.Option(min=2, help="Let a Hugging Face model read so many tokens, by more positions.")
@@ -70,11 +76,12 @@ def convert_command(
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(minutes=minutes, seed=seed, **given)
         kind = inputs.mechanisms([mechanism])[0]
+        exact = inputs.tokens_or_auto("--exact-up-to", exact_up_to)
         data = Data(text, fasta, length, batch_size, positions, seed)
         source = opened(model, inputs.device(device), data, out)
         held = Converted(_meta(model, source, settings, budget), Conversion("", repr(kind), [], {}))
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
-        held.conversion = _carry_out(source, kind, settings, keep, budget, out, resume)
+        held.conversion = _carry_out(source, kind, settings, keep, budget, exact, out, resume)
         source.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
@@ -103,7 +110,7 @@ def _meta(name: str, source: ModelAndData, settings: ConversionSettings, budget:
 
 def _carry_out(
     source: ModelAndData, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None,
-    out: Path, resume: bool,
+    exact_up_to: Any, out: Path, resume: bool,
 ) -> Conversion:  # fmt: skip
     """Convert under a progress bar, with a line for everything that is measured."""
     with progress.measured() as (update, say):
@@ -122,7 +129,7 @@ def _carry_out(
 
         return convert(
             source.model, mechanism, source.batch, source.held_out, settings=settings, keep=keep, budget=budget,
-            choosing=source.choosing, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
+            choosing=source.choosing, exact_up_to=exact_up_to, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ STAGES = {
     "swapped": "swapped, untrained",
     "transferred": "after the transfer",
     "tuned": "after the fine-tune",
+    "exact": "exact for short inputs",
 }
 FIGURES = {
     "nats_per_token": "nats per token",

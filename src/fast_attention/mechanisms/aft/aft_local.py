@@ -14,7 +14,7 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.aft import fast_window, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
@@ -80,7 +80,7 @@ def advanced(
     else:
         scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
         position = state.position
-    if not traced() and length == 1:
+    if not symbolic() and length == 1:
         dispatch.record("one token against its window", "decoding token by token", window=window)
         sums = one_row(band[..., :window], scores, both, strict=strict)
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.aft import fast, fast_causal, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
@@ -71,7 +71,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
         scores, both = reference.terms(k, v, key_mask)
-        if not traced() and k.shape[-2] == 1:
+        if not symbolic() and k.shape[-2] == 1:
             dispatch.record("one key added to the sums", "decoding token by token")
             row = Pool(scores, both) if state is None else reference.combined(state, Pool(scores, both))
             return q.sigmoid() * reference.mean(row.sums, v.shape[-1]), row

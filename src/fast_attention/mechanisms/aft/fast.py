@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.chunks import RunningSum, chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.exponential import exp_
 from fast_attention.engine.scan import FLOOR
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.aft.reference import gated_mean, gated_running_means
 
 NUMBERS = 1 << 19  # of one operand that are worked on at a time: a few such operands fit the caches
@@ -130,7 +130,7 @@ noncausal = CustomGradient(_plain, _forward, _backward)
 
 def is_short(k: Tensor) -> bool:
     """Whether the keys (..., S, D) are few, and the first of every channel lies within ``RANGE`` of the largest."""
-    if not 0 < k.shape[-2] <= SHORT or not k.numel() or traced():
+    if dispatch.obstacle(k, anywhere=True) or k.shape[-2] > SHORT:
         return False
     return bool((k.detach().amax(-2) - k.detach()[..., 0, :]).amax() <= RANGE)
 

@@ -17,7 +17,6 @@ from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.exponential import exp_
 from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.aft import fast, reference, reference_biased
 
 ROWS = 256  # queries per product
@@ -107,9 +106,11 @@ def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, any_
 
     ``longest`` as in ``reference_biased.full_causal``.
     """
-    if is_causal and not traced() and not in_range(k, bias, any_masked=any_masked):
+    why = dispatch.obstacle(q, k, v, anywhere=True)
+    if not why and is_causal and not in_range(k, bias, any_masked=any_masked):
         why = "causal, and keys or biases lie too far apart for one log scale"
-        dispatch.record("triangles of products by halving", why)
-        return _plain(q, k, v, bias, is_causal=True, any_masked=any_masked, longest=longest)
+    if why:
+        dispatch.record("triangles of products by halving" if is_causal else "products of all pairs", why)
+        return _plain(q, k, v, bias, is_causal=is_causal, any_masked=any_masked, longest=longest)
     dispatch.record("products of chunks of queries with all that they see", "every pair has a bias", rows=ROWS)
     return _RULE(q, k, v, bias, is_causal=is_causal, any_masked=any_masked, longest=longest)

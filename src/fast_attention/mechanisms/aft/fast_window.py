@@ -16,7 +16,6 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.aft import fast, reference, reference_biased, window_blocks
 from fast_attention.mechanisms.aft.window_blocks import PaddedRows, Plan, Weights, far, grouped
 
@@ -143,18 +142,16 @@ def windowed(
     shared = band.shape[0] == 1 and (band.shape[1] > 1 or heads > 1)
     size = next((size for size in (16, 32) if reach <= size), 64)
     plan = Plan(shared, size, -(-reach // size) * size, is_causal, strict, any_masked)
-    halving = "triangles of products by halving"
-    if traced():
-        dispatch.record(halving, "traced, or under a function transform: keys cannot be looked at", window=reach + 1)
-        return _plain(q, k, v, band, plan=plan)
-    near = min(reach, max(length - 1, 0))
-    plan = plan._replace(reach=-(-near // size) * size)
-    why = "no token" if length == 0 else "keys or biases lie too far apart for one log scale"
-    if unshared := not (shared or band.shape[1] == 1):
+    why = dispatch.obstacle(q, k, v, anywhere=True)
+    if not why and not (shared or band.shape[1] == 1):
         why = "every head has biases of its own for every position: blocks could share them neither way"
-    if length == 0 or unshared or not in_range(k, band, plan):
-        dispatch.record(halving, why, window=reach + 1)
+    if not why and not in_range(k, band, plan):
+        why = "keys or biases lie too far apart for one log scale"
+    if why:
+        dispatch.record("triangles of products by halving", why, window=reach + 1)
         return _plain(q, k, v, band, plan=plan)
+    near = min(reach, length - 1)
+    plan = plan._replace(reach=-(-near // size) * size)
     why = "all heads share each position's biases" if shared else "a head's biases are the same at all positions"
     dispatch.record("products of blocks of queries with their neighbours", why, block=size, keys=plan.keys)
     band = band[..., reach - near : reach + near + 1]

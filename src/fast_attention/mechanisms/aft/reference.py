@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, running_max
+from fast_attention.engine.tracing import symbolic
 
 
 class Pool(NamedTuple):
@@ -118,7 +119,7 @@ def gated_running_means(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def last_rows(rows: Float[Tensor, "*batch keys values"], length: int) -> Float[Tensor, "*batch length values"]:
     """The last ``length`` rows, as causal queries end where the keys end; zeros in front where there are fewer."""
-    if not torch.compiler.is_compiling() and rows.shape[-2] == length:
+    if not symbolic() and rows.shape[-2] == length:
         return rows
     return F.pad(rows, (0, 0, length - rows.shape[-2], 0))
 

@@ -14,14 +14,13 @@ from torch.nn.functional import pad
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
-from fast_attention.engine.tracing import traced
 
 _MULTIPLE = 8  # of the wider columns
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
-    if traced() or not (q.is_cpu and q.ndim == 4):
+    if dispatch.obstacle(q, k, v) or q.ndim != 4:
         return False
     if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
         return False

@@ -40,15 +40,16 @@ def attend(
     how: How,
 ) -> Float[Tensor, "*batch length values"]:
     """``A V`` with ``A_ij = relu(q_i . k_j scale)^power / n_i``; a row without a positive score gives zeros."""
-    if traced():
-        dispatch.record("all scores at once", "traced")
-        return masked(q, k, v, key_mask, how=how)
-    several = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-2] > 1 and v.numel() > 0
-    path = _RULE if several else whole
-    if several:
-        dispatch.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+    why = dispatch.obstacle(q, k, v, even=True, anywhere=True)
+    if not why and q.shape[-2] == 1:
+        why = "one query"
+    path = whole if why else _RULE
+    if why:
+        dispatch.record("all scores at once", why)
     else:
-        dispatch.record("all scores at once", "one query")
+        dispatch.record("tiles of scores, added up", "relu needs no maximum over the row", queries=QUERIES, keys=KEYS)
+    if traced():  # nobody may look whether the outputs are finite
+        return masked(q, k, v, key_mask, how=how)
     out = path(q, k, v, key_mask, how=how)
     if how.norm != "sum" or overflow.finite(out):
         return out

@@ -69,6 +69,7 @@ class ReLUAttention(MaskedAttention[tuple[()], KVCache]):
     scale: float | None = None
     eps: float = 1e-6
 
+    unordered = True
     traits = Traits(
         paper="Wortsman et al. 2023, arXiv 2309.08586",
         formula="relu(q k^T / sqrt(d)) v / sum",

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.dense.scores import Scores, spread
 
 PAYING = 1 << 16  # scores of one head from which blocks pay
@@ -57,11 +56,9 @@ def attend(
     return out.reshape(*batch, *out.shape[-3:])
 
 
-def pays(v: Tensor, length: int, at_least: int = PAYING) -> bool:
-    """Whether this is a device on which blocks are faster, and the scores of one head are ``at_least`` as many."""
-    if traced() or v.device.type != "cpu":
-        return False
-    return length * v.shape[-2] >= at_least
+def against(v: Tensor, length: int, at_least: int = PAYING) -> str:
+    """Why blocks would not do; empty where they do, from ``at_least`` scores of one head on."""
+    return dispatch.obstacle(v) or ("" if length * v.shape[-2] >= at_least else "few scores")
 
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.scores import Scores
@@ -33,7 +32,7 @@ def softmax_attention(
     Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
     every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros.
     """
-    if q.device.type == "cpu" and q.dtype == torch.float16:  # whose kernel is slower there than both casts
+    if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
         out = softmax_attention(
             q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask,
             attn_mask=attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.float(),
@@ -41,30 +40,30 @@ def softmax_attention(
         )  # fmt: skip
         return out.to(q.dtype)
     length, keys = q.shape[-2], k.shape[-2]
-    is_causal, key_mask = _needed(length, q.device, is_causal, key_mask)
+    is_causal, key_mask = _needed(q, is_causal, key_mask)
     if is_causal and key_mask is None and attn_mask is None and length == keys:
         dispatch.record("torch's fused kernel", "causal without a mask")
         return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)
-    by_keywords = attn_mask is None and dropout == 0.0 and (is_causal or key_mask is not None)
-    if by_keywords and q.dtype.itemsize >= 4 and rows.pays(v, length, at_least=2**18):
-        scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
-        return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
+    why = "an attn_mask, dropout or low precision"
+    if attn_mask is None and dropout == 0.0 and q.dtype.itemsize >= 4 and (is_causal or key_mask is not None):
+        why = rows.against(v, length, at_least=2**18)
+        if not why:
+            scores = Scores(Q=q * (q.shape[-1] ** -0.5 if scale is None else scale), K=k)
+            return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
     mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:
         mask = masks.merge(attn_mask, mask, q.dtype)
-    if mask is not None:
+    if mask is not None and not mask.ndim == q.ndim == 4:  # one for all heads: the kernel would copy it for each
         mask = mask.expand(*q.shape[:-1], keys)
-    dispatch.record(
-        "torch's fused kernel", "no mask" if mask is None else "with a mask: short, traced, or one that was given"
-    )
+    dispatch.record("torch's fused kernel", "no mask" if mask is None else f"with a mask: {why}")
     return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
 
 
-def _needed(length: int, device: torch.device, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
+def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """``is_causal`` and ``key_mask`` where they hide anything: one query sees all keys, and a mask may be all True."""
-    if traced() or device.type != "cpu":
+    if dispatch.obstacle(q):
         return is_causal, key_mask
-    return is_causal and length != 1, None if key_mask is None or bool(key_mask.all()) else key_mask
+    return is_causal and q.shape[-2] != 1, None if key_mask is None or bool(key_mask.all()) else key_mask
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,6 +76,7 @@ class Softmax(MaskedAttention[tuple[()], KVCache]):
 
     scale: float | None = None
 
+    unordered = True
     traits = Traits(
         paper="Vaswani et al. 2017, arXiv 1706.03762",
         formula="softmax(q k^T / sqrt(d)) v",

@@ -27,11 +27,11 @@ def attend(
 ) -> Float[Tensor, "*batch length values"]:
     """``synthesizer_attention`` for scores in summands: a block of queries at a time where long, else all at once."""
     keys = v.shape[-2]
-    if attn_mask is None and dropout == 0.0 and rows.pays(v, scores.length()):
+    given = attn_mask is not None or dropout > 0.0
+    why = "an attn_mask or dropout" if given else rows.against(v, scores.length())
+    if not why:
         return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
-    dispatch.record(
-        "all scores at once", "short, traced, on another device, or under an attn_mask or dropout", keys=keys
-    )
+    dispatch.record("all scores at once", why, keys=keys)
     return synthesizer_attention(
         v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
     )
@@ -104,7 +104,7 @@ def dense_attention(
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(relu(q_i) W + b) v``: long and without a mask by torch's fused kernel."""
-    if key_mask is None and rows.pays(v, q.shape[-2]):
+    if key_mask is None and not rows.against(v, q.shape[-2]):
         k, b = narrow(w.W, v.shape[-2], axis=-1).mT, narrow(w.b, v.shape[-2], axis=-1)
         k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
         if biased_keys.serves(q, k, v, is_causal=is_causal):

@@ -9,13 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import slices
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.decay import state_sums
 from fast_attention.engine.scan import FLOOR, cummax
+from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.linear.linear_state import LinearState
+
+FEW = 96  # blocks of which sums are products with a matrix of weights
 
 
 class FarSums(NamedTuple):
@@ -32,13 +36,6 @@ class FarSums(NamedTuple):
     def narrow(self, start: int, number: int) -> FarSums:
         """The sums of ``number`` blocks from block ``start`` on."""
         return FarSums(self.sums.narrow(-3, start, number), self.log_scale.narrow(-1, start, number))
-
-    def new_empty(self, number: int) -> FarSums:
-        """Uninitialised sums of ``number`` blocks."""
-        (*batch, _, features, values), scales = self.sums.shape, self.log_scale.shape
-        return FarSums(
-            self.sums.new_empty(*batch, number, features, values), self.log_scale.new_empty(*scales[:-1], number)
-        )
 
     def flip(self) -> FarSums:
         """The last block first."""
@@ -68,7 +65,8 @@ def sums_outside(blocks: FarSums, earlier: FarSums, plan: Plan) -> FarSums:
 
     ``blocks`` are the sums of the blocks of keys, ``earlier`` is the sum of all keys before the first block.
     """
-    path = _CARRIED if blocks.sums.is_cpu else _plain
+    few = not symbolic() and blocks.sums.shape[-3] <= FEW
+    path = _weighed if few else _plain if dispatch.obstacle(blocks.sums) else _CARRIED
     log_scale = LogScales.of(blocks.log_scale, earlier.log_scale, plan).outside
     return FarSums(path(*blocks, *earlier, plan=plan), log_scale)
 
@@ -100,6 +98,19 @@ def _plain(sums: Tensor, log_scale: Tensor, first: Tensor, first_scale: Tensor, 
         parts.append(suffix.narrow(plan.before + plan.span_blocks, plan.query_blocks))
     rescaled = [part.sums * (part.log_scale - scales.outside).exp()[..., None, None] for part in parts]
     return rescaled[0] if len(rescaled) == 1 else rescaled[0] + rescaled[1]
+
+
+def _weighed(sums: Tensor, log_scale: Tensor, first: Tensor, first_scale: Tensor, *, plan: Plan) -> Tensor:
+    """By one product with the weight of every block in every sum."""
+    outside = LogScales.of(log_scale, first_scale, plan).outside
+    index = torch.arange(sums.shape[-3], device=sums.device) - plan.before
+    number = torch.arange(plan.query_blocks, device=sums.device)[:, None]
+    inside = (index >= number) if plan.is_causal else (index >= number) & (index < number + plan.span_blocks)
+    weights = (log_scale[..., None, :] - outside[..., None]).masked_fill(inside, float("-inf")).exp()
+    results = (weights @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+    if not traced() and not bool(first.any()):
+        return results
+    return results + first * (first_scale - outside).exp()[..., None, None]
 
 
 def _prefix_sums(first: FarSums, blocks: FarSums) -> FarSums:

@@ -1,13 +1,11 @@
-"""Near and far keys, some blocks of queries at a time: their features stay in the cache, scores are made head by head.
+"""Near keys by torch's fused kernel, far ones by products with sums of features, under one normaliser.
 
-A single head reads overlapping spans of its keys in place, where all heads at once would need copies of them. Beside
-inputs and outputs nothing is kept but the sums of the blocks of keys; the backward pass computes scores and features
-again, chunk by chunk, with autograd inside each. Short sequences are one chunk, of which autograd keeps what it needs.
+Beside inputs and outputs nothing is kept but the sums of the blocks of keys and a normaliser for each query; features
+are made again, chunk by chunk, in the backward pass, whose other parts are written by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +13,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fast_attention.engine.chunks import add_gradients
+from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.tracing import replaced
-from fast_attention.mechanisms.hybrid import reference
-from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
-from fast_attention.mechanisms.hybrid.positions import Chunk, Plan, SinkTokens
-from fast_attention.mechanisms.hybrid.reference import Arguments, Inputs, Maps, Sight, attend_spans
+from fast_attention.engine.scan import FLOOR
+from fast_attention.mechanisms.hybrid import far, key_sums, near, reference
+from fast_attention.mechanisms.hybrid.call import Call, Gradients
+from fast_attention.mechanisms.hybrid.far_sums import FarSums, sums_outside
+from fast_attention.mechanisms.hybrid.pairs import OutOfRange
+from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
+from fast_attention.mechanisms.hybrid.reference import Maps
+from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear.kernelised import Kernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState, empty
-from fast_attention.mechanisms.linear.reference import masked_keys
 
 
 def near_far_attention(
@@ -35,109 +35,138 @@ def near_far_attention(
     sinks: SinkTokens,
     far: Kernelised[Any],
     w: Any,
+    plan: Plan,
     *,
-    left: int,
-    right: int,
-    is_causal: bool,
-    start: int,
     earlier: LinearState | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """Outputs over the ``visible`` keys, the sink tokens and the sums of all ``earlier`` keys.
-
-    Query i stands at position ``start + i``, counted from the first key, and weighs keys from ``left`` positions before
-    it to ``right`` after it exactly. ``w`` are the weights of ``far``.
+    """Outputs over the ``visible`` keys, the sink tokens and the sums of all ``earlier`` keys; ``w`` are the weights of
+    ``far``.
     """
     leaves, layout = tree_flatten(w)
 
     def maps(*weights: Any) -> tuple[TokenMap, TokenMap]:
         return far.per_token(tree_unflatten(weights, layout))
 
-    queries, keys = maps(*leaves)
     one = k[..., :1, :].detach()
-    sums, log_scale = FarSums.of(earlier or empty(keys(one), v))
-    if not torch.compiler.is_compiling() and is_causal and q.shape[-2] == 1 and k.shape[-2] <= left + 1:
-        return reference.attend_near(q, k, v, visible, sinks, queries(q), FarSums(sums, log_scale))
-    plan = Plan.of(q.shape[-2], left, right, is_causal, start)
-    path = _CHUNKS if q.is_cpu and plan.is_long(q) and _complete(maps, leaves, one) else reference.near_far
+    pair = [phi(one) for phi in maps(*(x if x is None else x.detach() for x in leaves))]
+    sums, log_scale = FarSums.of(earlier or empty(pair[1], v))
     tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), *leaves)
-    return path(*tensors, maps=maps, plan=plan)
-
-
-def _complete(maps: Maps, weights: list[Any], one: Tensor) -> bool:
-    """Whether the maps of a key have no other parameters than ``weights``: a user's own may hold some."""
-    pair = maps(*(x if x is None else x.detach() for x in weights))
-    return not any(x.requires_grad for phi in pair for x in phi(one) if x is not None)
-
-
-def _outputs(chunk: Chunk, x: Arguments, log_scale: Tensor, maps: Maps, plan: Plan) -> Callable[..., Tensor]:
-    """The outputs of a chunk of queries, as a function of what ``_read_by`` gives and the weights."""
-    local = replaced(plan, start=chunk.start, query_blocks=chunk.number)
-    visible, sight = _unless_all(x.visible[..., chunk.keys]), Sight.of(local, x.q.device)
-
-    def function(q: Tensor, k: Tensor, v: Tensor, sk: Tensor, sv: Tensor, sums: Tensor, *w: Any) -> Tensor:
-        sinks = SinkTokens(sk, sv, x.sinks.position - chunk.keys.start)
-        outside, (queries, keys) = FarSums(sums, log_scale[..., chunk.blocks]), maps(*w)
-        whole = Inputs(q, k, v, visible, sinks, queries(q), masked_keys(keys, k, visible), outside)
-        return torch.stack([attend_spans(head, sight, local) for head in whole.heads()]).unflatten(0, q.shape[:-2])
-
-    return function
-
-
-def _read_by(chunk: Chunk, x: Arguments, sums: Tensor) -> list[Tensor]:
-    """The tensors, or their gradients, that a chunk of queries reads; ``sums`` are those outside all spans."""
-    k, v = x.k[..., chunk.keys, :], x.v[..., chunk.keys, :]
-    return [x.q[..., chunk.queries, :], k, v, x.sinks.k, x.sinks.v, sums[..., chunk.blocks, :, :]]
-
-
-def _block_sums(chunk: Chunk, x: Arguments, maps: Maps, plan: Plan) -> Callable[..., FarSums]:
-    """The sums of a chunk of key blocks, as a function of its keys, its values and the weights."""
-    visible = _unless_all(x.visible[..., chunk.keys])
-
-    def function(k: Tensor, v: Tensor, *w: Any) -> FarSums:
-        keys = masked_keys(maps(*w)[1], k, visible)
-        return block_sums(keys, v, start=chunk.start, block=plan.block, number=chunk.number)
-
-    return function
-
-
-def _unless_all(visible: Tensor) -> Tensor | None:
-    return None if bool(visible.all()) else visible
+    learned_elsewhere = any(x.requires_grad for features in pair for x in features if x is not None)  # in a user's map
+    if dispatch.obstacle(q, k, v) or learned_elsewhere:
+        return reference.near_far(*tensors, maps=maps, plan=plan)
+    if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.left:
+        return reference.attend_near(q, k, v, visible, sinks, maps(*leaves)[0](q), FarSums(sums, log_scale))
+    return _TILES(*tensors, maps=maps, plan=plan)
 
 
 def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    x = Arguments.of(tensors)
-    blocks = x.earlier.new_empty(plan.key_blocks)
-    for chunk in plan.key_chunks(x.q, x.k):
-        results = _block_sums(chunk, x, maps, plan)(x.k[..., chunk.keys, :], x.v[..., chunk.keys, :], *x.weights)
-        blocks.sums[..., chunk.blocks, :, :], blocks.log_scale[..., chunk.blocks] = results
-    outside = sums_outside(blocks, x.earlier, plan)
-    out = x.q.new_empty(*x.q.shape[:-1], x.v.shape[-1])
-    for chunk in plan.query_chunks(x.q, x.k):
-        outputs = _outputs(chunk, x, outside.log_scale, maps, plan)
-        out[..., chunk.queries, :] = outputs(*_read_by(chunk, x, outside.sums), *x.weights)
-    return out, tuple(blocks) if keep else ()
+    call, sight = Call.of(tensors, maps, plan), near.Sight.of(plan, tensors[0].device)
+    if call.few:
+        keys = call.maps.features(1, slice(0, tensors[1].shape[-2]))
+        call = call._replace(maps=call.maps.holding(keys))
+    blocks = key_sums.block_sums(call)
+    outside = sums_outside(blocks, call.earlier, plan)
+    q, k = call.tokens[:2]
+    out, logs = torch.empty_like(q), q.new_empty(len(q), 2, q.shape[1])
+    try:
+        for chunk in plan.query_chunks(q, k):
+            _write(call, chunk, outside, sight, out[:, chunk.queries], logs[..., chunk.queries])
+    except OutOfRange:
+        return reference.near_far(*tensors, maps=maps, plan=plan), ()
+    return call.unflattened(out, 1), (*blocks, out, logs) if keep else ()
+
+
+def _write(call: Call, chunk: Chunk, outside: FarSums, sight: near.Sight, out: Tensor, logs: Tensor) -> None:
+    """Write the outputs of a chunk of queries, the logarithms of their normalisers and of the units of far sums."""
+    tokens = call.tokens.part(chunk)
+    sums, log_scale = far.products(call, chunk, outside, sight)
+    denominator = sums[..., -1].contiguous()
+    negligible = denominator < reference.least(sums)
+    denominator.masked_fill_(negligible, 1.0)
+    logits = call.logits(chunk)
+    torch.log(denominator, out=logits[:, 1]).add_(log_scale).masked_fill_(negligible, FLOOR)  # finite: if alone
+    parts = []
+    for group in near.groups(call.plan, sight, chunk, tokens):
+        part, log_sum = near.outputs(tokens, group, call.scale)
+        group.queries.read(logits[:, 0, :, None])[..., 0] = log_sum
+        parts.append((group.queries, part))
+    logs[:, 0] = log_sums = logits.logsumexp(1)
+    logs[:, 1] = (log_scale + torch.zeros_like(denominator)).masked_fill_(negligible, float("-inf"))
+    weights = logits.sub_(log_sums[:, None]).exp_()
+    if sum(rows.size * rows.number for rows, _ in parts) < out.shape[1]:
+        out.zero_()
+    for rows, part in parts:
+        torch.mul(part, rows.read(weights[:, 0, :, None]), out=rows.read(out))
+    far_weight = weights[:, 1].masked_fill_(negligible, 0.0).div_(denominator)
+    out[..., : call.widths[1]].addcmul_(sums[..., :-1], far_weight[..., None])
+    out.baddbmm_(weights[:, 2:].mT, call.sinks.v)
 
 
 def _backward(
-    inputs: Tensors, outputs: Tensors, kept: tuple[Tensor, ...], grad_out: tuple[Tensor, ...], *, maps: Maps, plan: Plan
+    inputs: tuple[Any, ...],
+    outputs: Tensors,
+    kept: tuple[Tensor, ...],
+    grad_out: tuple[Tensor, ...],
+    *,
+    maps: Maps,
+    plan: Plan,
 ) -> Tensors:
-    x = Arguments.of(inputs)
-    d = Arguments.of(tuple(torch.zeros_like(t) if t is not None and t.is_floating_point() else None for t in inputs))
-    d_weights = [g if w is not None and w.requires_grad else None for w, g in zip(x.weights, d.weights, strict=True)]
-    leaves = [sums.detach().requires_grad_() for sums in (kept[0], x.earlier.sums)]
+    if not kept:
+        return _of_reference(inputs, grad_out[0], maps, plan)
+    call, sight = Call.of(inputs, maps, plan), near.Sight.of(plan, grad_out[0].device)
+    d, pull, d_keys = call.zeros(inputs[9:]), None, ()
+    if call.few:
+        keys, pull = call.maps.differentiable(1, slice(0, d.k.shape[-2]), d.k, d.weights)
+        d_keys = torch.zeros_like(keys.values), torch.zeros_like(keys.values[..., 0])
+        call = call._replace(maps=call.maps.holding(keys, d_keys))
+    out, logs, gradient = kept[2], kept[3], call.wide(grad_out[0])
+    leaves = [sums.detach().requires_grad_() for sums in (kept[0], call.earlier.sums)]
     with torch.enable_grad():
-        outside = sums_outside(FarSums(leaves[0], kept[1]), FarSums(leaves[1], x.earlier.log_scale), plan)
-    d_outside = torch.zeros_like(outside.sums)
-    for chunk in plan.query_chunks(x.q, x.k):
-        function = _outputs(chunk, x, outside.log_scale, maps, plan)
-        held, into = _read_by(chunk, x, outside.sums), _read_by(chunk, d, d_outside)
-        add_gradients(function, held, x.weights, [grad_out[0][..., chunk.queries, :]], into, d_weights)
-    d_blocks, d_earlier = torch.autograd.grad(outside.sums, leaves, d_outside)
-    for chunk in plan.key_chunks(x.q, x.k):
-        held, into = ([t.k[..., chunk.keys, :], t.v[..., chunk.keys, :]] for t in (x, d))
-        above = [d_blocks[..., chunk.blocks, :, :]]
-        add_gradients(_block_sums(chunk, x, maps, plan), held, x.weights, above, into, d_weights)
-    return d.q, d.k, d.v, None, d.sinks.k, d.sinks.v, None, d_earlier, None, *d_weights
+        outside = sums_outside(FarSums(leaves[0], kept[1]), FarSums(leaves[1], call.earlier.log_scale), plan)
+    fixed, d_outside = FarSums(outside.sums.detach(), outside.log_scale), torch.zeros_like(outside.sums)
+    for chunk in plan.query_chunks(*call.tokens[:2]):
+        tokens = chunk.queries
+        above = _add_gradients(call, chunk, sight, out[:, tokens], logs[..., tokens], gradient[:, tokens], d)
+        far.add_gradients(call, chunk, fixed, sight, above, d, d_outside)
+    d_blocks, d_earlier = torch.autograd.grad(outside.sums, leaves, d_outside, allow_unused=True)
+    key_sums.add_block_gradients(call, d_blocks, d)
+    if pull is not None:
+        pull(*d_keys)
+    d_sinks = call.unflattened(d.sinks.k, 0), call.unflattened(d.sinks.v, 1)
+    d_earlier = None if d_earlier is None else d_earlier.view(inputs[7].shape)
+    return d.q, d.k, d.v, None, *d_sinks, None, d_earlier, None, *d.weights
 
 
-_CHUNKS = CustomGradient(reference.near_far, _forward, _backward)
+def _add_gradients(
+    call: Call, chunk: Chunk, sight: near.Sight, out: Tensor, logs: Tensor, gradient: Tensor, d: Gradients
+) -> Tensor:
+    """Add the gradients of near keys and sink tokens for a chunk of queries; that of the sums of far keys.
+
+    A weight w over ``gradient * out``'s sum D: its logit has the gradient ``w (gradient v - D)``.
+    """
+    tokens, into, log_sums = call.tokens.part(chunk), d.tokens.part(chunk), logs[:, :1]
+    for group in near.groups(call.plan, sight, chunk, tokens):
+        near.add_gradients(tokens, into, group, out, log_sums, gradient, call.scale)
+    total = torch.linalg.vecdot(gradient, out)[..., None]
+    weights = call.logits(chunk)[:, 2:].sub_(log_sums).exp_()
+    d.sinks.v.baddbmm_(weights, gradient)
+    d_logits = torch.baddbmm(total.mT, call.sinks.v, gradient.mT, beta=-1).mul_(weights)
+    into.q.baddbmm_(d_logits.mT, call.sinks.k, alpha=call.scale)
+    d.sinks.k.baddbmm_(d_logits, tokens.q, alpha=call.scale)
+    factors = (logs[:, 1] - log_sums[:, 0]).exp_()[..., None]
+    above = gradient.new_empty(*gradient.shape[:-1], call.widths[1] + 1)
+    torch.mul(gradient[..., : call.widths[1]], factors, out=above[..., :-1])
+    torch.mul(total, -factors, out=above[..., -1:])
+    return above
+
+
+def _of_reference(inputs: Tensors, gradient: Tensor, maps: Maps, plan: Plan) -> Tensors:
+    with torch.enable_grad():
+        twins = [x.detach().requires_grad_() if x is not None and x.requires_grad else x for x in inputs]
+        out = reference.near_far(*twins, maps=maps, plan=plan)
+    wanted = [x for x in twins if x is not None and x.requires_grad]
+    gradients = iter(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+    return tuple(next(gradients) if x is not None and x.requires_grad else None for x in twins)
+
+
+_TILES = CustomGradient(reference.near_far, _forward, _backward)

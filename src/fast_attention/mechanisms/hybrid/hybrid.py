@@ -10,23 +10,25 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tracing import replaced
+from fast_attention.engine.tracing import replaced, symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
-from fast_attention.mechanisms.hybrid.positions import SinkTokens
+from fast_attention.mechanisms.hybrid.positions import SHORT, Plan
+from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.value import at_least
 
@@ -43,21 +45,22 @@ class HybridState(NamedTuple):
 class Hybrid(Attention[Any, HybridState]):
     """Exact weights for near keys and for the first and last ones, estimated weights for all others, one normaliser.
 
-    ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where key j lies in the window of
-    ``near`` or is one of the first and last keys (sink tokens), and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the feature
-    maps of ``far`` for the others that query i may see. A ``far`` that estimates or learns softmax has weights of the
-    size of the exact ones; the kernels of ``LinearAttention``, such as elu + 1, have a size of their own. A window over
-    everything is softmax.
+    ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where query i sees key j through
+    ``near`` or key j is one of the first and last keys (sink tokens), and ``a_ij = phi_q(q_i) . phi_k(k_j)`` with the
+    feature maps of ``far`` for the others that query i may see. A ``far`` that estimates or learns softmax has weights
+    of the size of the exact ones; the kernels of ``LinearAttention``, such as elu + 1, have a size of their own. A
+    window over everything is softmax.
 
     Args:
-        near: The window; its ``scale`` serves both parts.
+        near: The window, or the neighbouring blocks: with ``BlockLocal`` the far keys are whole blocks, which takes
+            less time. Its ``scale`` serves both parts.
         far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
             mechanism.
         first: Visible keys at the beginning that every query weighs exactly.
         last: Visible keys at the end that every query weighs exactly; none where causal.
     """
 
-    near: Local = Local(window=64)  # noqa: RUF009
+    near: Local | BlockLocal = Local(window=64)  # noqa: RUF009
     far: Kernelised[Any] = FavorPlus()  # noqa: RUF009
     first: int = 1
     last: int = 1
@@ -88,8 +91,8 @@ class Hybrid(Attention[Any, HybridState]):
             ValueError: ``near`` is no window, ``far`` is not linear or its weights may be negative.
         """
         message = f"Hybrid(near={self.near!r}, far={self.far!r})"
-        if not isinstance(self.near, Local):
-            raise ValueError(f"{message}: near must be a window such as Local(window=64)")
+        if not isinstance(self.near, Local | BlockLocal):
+            raise ValueError(f"{message}: near must be a window such as Local(window=64), or BlockLocal()")
         if not isinstance(self.far, Kernelised):
             raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
         if self.far.signed:
@@ -111,38 +114,50 @@ class Hybrid(Attention[Any, HybridState]):
 
     def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
         """The weights of ``far`` suited to these queries and keys."""
-        return self.far.calibrated(self._scaled(q), k, w, key_mask=key_mask)
+        scaled = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+        return self.far.calibrated(scaled, k, w, key_mask=key_mask)
 
-    @property
-    def _sides(self) -> tuple[int, int]:
-        window = self.near.window
-        return window if isinstance(window, tuple) else (window, window)
+    def _plan(self, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
+        """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
+        if isinstance(self.near, BlockLocal):
+            size = self.near.block_size
+            before, after = smaller(self.near.before, keys // size), smaller(self.near.after, length // size + 1)
+            return Plan.of_blocks(length, size, before, after, is_causal, start)
+        left, right = self.near.sides
+        left, right = smaller(left, keys - 1), smaller(right, length - 1)
+        if not symbolic() and keys <= SHORT:
+            return Plan.dense(length, left, right, is_causal, start)
+        return Plan.of(length, left, right, is_causal, start)
 
-    def _scaled(self, q: Tensor) -> Tensor:
-        return q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+    def _reads(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, w: Any, **how: Any) -> Tensor:
+        """``near_far_attention`` of queries that are the last tokens, in front of which whole blocks are padded."""
+        length, keys = q.shape[-2], k.shape[-2]
+        start = keys - length
+        front = start % self.near.block_size if isinstance(self.near, BlockLocal) else 0
+        q = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+        if symbolic() or front:
+            q = pad(q, (0, 0, front, 0))
+        plan = self._plan(length + front, keys, start - front, is_causal=how.pop("is_causal"))
+        out = near_far_attention(q, k, v, visible, sinks, self.far, w, plan, **how)
+        return out[..., front:, :] if symbolic() or front else out
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
-        """``near_far_attention``, or exact attention where the window covers everything."""
-        (left, right), length, keys = self._sides, q.shape[-2], k.shape[-2]
-        if not torch.compiler.is_compiling() and left >= keys - 1 and (is_causal or right >= length - 1):
-            dispatch.record("exact attention", "the window covers everything", left=left, right=right)
+        """``near_far_attention``, or exact attention where the near part covers everything."""
+        if not symbolic() and self.near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
+            dispatch.record("exact attention", f"{self.near!r} covers everything")
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
-        path = "near keys exact, far ones as sums of features"
-        dispatch.record(path, "the window leaves keys out", left=left, right=right)
+        dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
-        return near_far_attention(
-            self._scaled(q), k, v, others, sinks, self.far, w,
-            left=smaller(left, keys - 1), right=smaller(right, length - 1), is_causal=is_causal, start=keys - length,
-        )  # fmt: skip
+        return self._reads(q, k, v, others, sinks, w, is_causal=is_causal)
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HybridState]:
-        """Attend to sink tokens, sums of far keys, window and new tokens; keys that leave the window join the sums."""
-        phi, left = self.far.per_token(w)[1], self._sides[0]
+        """Attend to sink tokens, sums of far keys, near and new tokens; keys that leave ``near`` join the sums."""
+        phi = self.far.per_token(w)[1]
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)
@@ -152,12 +167,9 @@ class Hybrid(Attention[Any, HybridState]):
         sinks = replaced(sinks, position=sinks.position + start)
         if state is not None:
             sinks = state.sinks.append(sinks, self.first)
-        out = near_far_attention(
-            self._scaled(q), near.k, near.v, near.visible, sinks, self.far, w, earlier=far,
-            left=left, right=0, is_causal=True, start=start,
-        )  # fmt: skip
-        if leaving := max(keys - left, 0):
+        out = self._reads(q, near.k, near.v, near.visible, sinks, w, is_causal=True, earlier=far)
+        if leaving := self.near.leaving(keys):
             features = masked_keys(phi, near.k[..., :leaving, :], near.visible[..., :leaving])
             far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))
         sinks = replaced(sinks, position=sinks.position.masked_fill(sinks.present, -1))
-        return out, HybridState(far, last(near, left), sinks)
+        return out, HybridState(far, last(near, keys - leaving), sinks)

@@ -1,67 +1,18 @@
-"""Positions in the sequence: of sink tokens, blocks of queries, the spans of keys around them, blocks of far keys."""
+"""Positions in the sequence: of blocks of queries, the spans of keys around them, blocks of far keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from fast_attention.engine.blocks import count, smaller
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, symbolic
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
-CHUNK_SCORES = 2**18  # scores of one head in a chunk: 1 MiB in float32
-CHUNK_TOKENS = 2**14  # tokens of a chunk, all heads together: a few MiB of features
-SHORT_SCORES = 2**20  # scores of all heads up to which one chunk is fastest
-MISSING = 2**62  # the position of a sink token that does not exist
-
-
-class SinkTokens(NamedTuple):
-    """The first and last visible keys, which every query weighs exactly, with values and positions.
-
-    Positions (..., 1, G) count keys from the first one given; those of missing tokens are ``MISSING``.
-    """
-
-    k: Float[Tensor, "*batch sinks width"]
-    v: Float[Tensor, "*batch sinks values"]
-    position: Int[Tensor, "*#batch sinks"]
-
-    @property
-    def present(self) -> Bool[Tensor, "*#batch sinks"]:
-        """Whether each of them exists."""
-        return self.position < MISSING // 2
-
-    @staticmethod
-    def of(
-        k: Tensor, v: Tensor, visible: Bool[Tensor, "*#batch keys"], *, first: int, last: int, before: int | Tensor = 0
-    ) -> tuple[SinkTokens, Bool[Tensor, "*#batch keys"]]:
-        """The first and last visible keys, each once, and which keys are visible beside them.
-
-        ``before`` counts the visible keys of an earlier part of the sequence (..., 1, 1).
-        """
-        length, number = visible.shape[-1], first + last
-        rank = visible.cumsum(-1)
-        chosen = visible & ((rank + before <= first) | (rank > rank[..., -1:] - last))
-        position = torch.where(chosen, torch.arange(length, device=k.device), MISSING)
-        position = F.pad(position, (0, number), value=MISSING).sort(-1).values[..., :number]
-        index = position.clamp(max=length - 1)
-        return SinkTokens(_take(k, index), _take(v, index), position), visible & ~chosen
-
-    def append(self, later: SinkTokens, number: int) -> SinkTokens:
-        """The ``number`` earliest of these and later ones."""
-        position, order = torch.cat([self.position, later.position], -1).sort(dim=-1, stable=True)
-        order = order[..., :number]
-        k, v = torch.cat([self.k, later.k], -2), torch.cat([self.v, later.v], -2)
-        return SinkTokens(_take(k, order), _take(v, order), position[..., :number])
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens at positions (..., 1, G), for all heads; ``take_along_dim`` would fix a traced length."""
-    return x.gather(-2, index[..., None].expand(*x.shape[:-2], index.shape[-1], x.shape[-1]))
+CHUNK_TOKENS = 2**13  # tokens of a chunk, all heads together: a few MiB of features
+SHORT = 192  # keys up to which all of them are one span of all queries, in a window
 
 
 class Plan(NamedTuple):
@@ -73,28 +24,53 @@ class Plan(NamedTuple):
     start: int  # the position of the first query
     block: int  # tokens of a block
     query_blocks: int
-    ahead: int  # keys of a span after its block
+    behind: int  # keys of a span before its block
+    ahead: int  # and after it
     first: int  # the position of the first block of keys
     before: int  # blocks of keys before the first span
 
     @staticmethod
     def of(length: int, left: int, right: int, is_causal: bool, start: int) -> Plan:
-        """For ``length`` queries, the first at position ``start``. Unless causal, spans are whole blocks."""
+        """A window around each of ``length`` queries, the first at position ``start``. Spans are whole blocks, unless
+        causal.
+        """
         block = smaller(BLOCK, length)
-        number, span_start = count(length, block), start - left
         ahead = 0 if is_causal else right + -(left + right) % block
-        before = max(0, -(-span_start // block))
-        return Plan(left, right, is_causal, start, block, number, ahead, span_start - before * block, before)
+        return Plan._of(length, left, right, is_causal, start, block, left, ahead)
+
+    @staticmethod
+    def dense(length: int, left: int, right: int, is_causal: bool, start: int) -> Plan:
+        """A window, where all keys are the span of one block of all queries: the best for short sequences."""
+        return Plan._of(length, left, right, is_causal, start, length, start, 0)
+
+    @staticmethod
+    def of_blocks(length: int, block: int, before: int, after: int, is_causal: bool, start: int) -> Plan:
+        """Whole blocks, counted from the first key: ``before`` and ``after`` that of a query, and its own.
+
+        ``start`` begins a block.
+        """
+        behind, ahead = before * block, 0 if is_causal else after * block
+        return Plan._of(length, behind + block, block + ahead, is_causal, start, block, behind, ahead)
+
+    @staticmethod
+    def _of(
+        length: int, left: int, right: int, is_causal: bool, start: int, block: int, behind: int, ahead: int
+    ) -> Plan:
+        first = start - behind
+        before = max(0, -(-first // block))
+        number = count(length, block)
+        return Plan(left, right, is_causal, start, block, number, behind, ahead, first - before * block, before)
 
     @property
     def span(self) -> int:
         """Keys that a block of queries reads."""
-        return self.left + self.block + self.ahead
+        return self.behind + self.block + self.ahead
 
     @property
     def span_blocks(self) -> int:
         """Blocks of keys in a span; 0 where causal, since nothing after a span is visible."""
-        return 0 if self.is_causal else self.span // self.block
+        single = not symbolic() and self.query_blocks == 1  # its last query is the last token
+        return 0 if self.is_causal or single else self.span // self.block
 
     @property
     def key_blocks(self) -> int:
@@ -102,17 +78,23 @@ class Plan(NamedTuple):
         steps = self.query_blocks if exporting() else self.query_blocks - 1  # the last of a traced length is
         return self.before + steps + self.span_blocks  # padding: see blocks.py
 
-    def is_long(self, q: Tensor) -> bool:
-        """Whether chunks pay for the queries ``q``; never where lengths are traced."""
-        return not torch.compiler.is_compiling() and q[..., 0].numel() * self.span > SHORT_SCORES
+    @property
+    def mixed(self) -> list[slice]:
+        """The columns of a span in which some queries of the block are far from a key that they see."""
+        if self.left >= self.behind + self.block - 1 and (self.is_causal or self.right >= self.block - 1 + self.ahead):
+            return []
+        if not symbolic() and self.behind == self.start and self.query_blocks == 1:
+            return [slice(0, self.span)]
+        end = self.span if self.is_causal else max(self.block, self.left + self.right + 1)
+        return [columns for columns in (slice(0, self.block), slice(end, self.span)) if columns.stop > columns.start]
 
     def inside(self, keys: int) -> bool:
         """Whether all spans lie inside a sequence of ``keys`` tokens."""
-        return self.start >= self.left and self.start + self.query_blocks * self.block + self.ahead <= keys
+        return self.start >= self.behind and self.start + self.query_blocks * self.block + self.ahead <= keys
 
     def query_chunks(self, q: Tensor, k: Tensor) -> Iterator[Chunk]:
         """The blocks of queries, some at a time."""
-        return self._chunks(q, k, self.query_blocks, self.start, self.left, self.ahead)
+        return self._chunks(q, k, self.query_blocks, self.start, self.behind, self.ahead)
 
     def key_chunks(self, q: Tensor, k: Tensor) -> Iterator[Chunk]:
         """The blocks of keys that are summed up, some at a time."""
@@ -120,7 +102,7 @@ class Plan(NamedTuple):
 
     def _chunks(self, q: Tensor, k: Tensor, number: int, first: int, behind: int, ahead: int) -> Iterator[Chunk]:
         heads, length, keys, block = q[..., 0, 0].numel(), q.shape[-2], k.shape[-2], self.block
-        size = max(1, min(CHUNK_SCORES // (block * self.span), CHUNK_TOKENS // (heads * block)))
+        size = max(1, CHUNK_TOKENS // (heads * block))
         for n in range(0, number, size):
             end = min(n + size, number)
             begin = first + n * block

@@ -9,6 +9,7 @@ So one softmax normalises everything, and the exponential of a large number is n
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import exporting, replaced
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
-from fast_attention.mechanisms.hybrid.positions import Plan, SinkTokens
+from fast_attention.mechanisms.hybrid.positions import Plan
+from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear.kernelised import TokenMap
 from fast_attention.mechanisms.linear.reference import masked_keys
 
@@ -61,15 +63,6 @@ class Inputs(NamedTuple):
     keys: Features
     outside: FarSums
 
-    def heads(self) -> list[Inputs]:
-        """Every head of every sequence by itself."""
-        batch = self.q.shape[:-2]
-        parts = []
-        for x, rank in zip(self.flat(), RANKS, strict=True):
-            x = x if x is None else x.expand(*batch, *x.shape[x.ndim - rank :]).flatten(0, len(batch) - 1)
-            parts.append([None] * batch.numel() if x is None else x.unbind())
-        return [Inputs.of(*tensors) for tensors in zip(*parts, strict=True)]
-
     def flat(self) -> tuple[Tensor | None, ...]:
         """All tensors in a flat tuple."""
         return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside)
@@ -80,7 +73,7 @@ class Inputs(NamedTuple):
         return Inputs(q, k, v, visible, SinkTokens(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), FarSums(*t[7:]))
 
 
-RANKS = (2, 2, 2, 1, 2, 2, 1, 2, 1, 2, 1, 3, 1)  # axes of one head in each tensor of ``Inputs``
+INPUTS = 13  # tensors of ``Inputs``
 
 
 class Sight(NamedTuple):
@@ -93,9 +86,9 @@ class Sight(NamedTuple):
     @staticmethod
     def of(plan: Plan, device: torch.device) -> Sight:
         """From where the blocks lie."""
-        left, right, block, ahead = plan.left, plan.right, plan.block, plan.ahead
-        near = masks.band(block, left, ahead, left=left, right=right, device=device)
-        later = ~masks.band(block, left, ahead, left=None, right=0, device=device) if plan.is_causal else None
+        block, behind, ahead = plan.block, plan.behind, plan.ahead
+        near = masks.band(block, behind, ahead, left=plan.left, right=plan.right, device=device)
+        later = ~masks.band(block, behind, ahead, left=None, right=0, device=device) if plan.is_causal else None
         first = torch.arange(plan.query_blocks, device=device)[:, None] * block + plan.start
         return Sight(near, later, first + torch.arange(block, device=device))
 
@@ -110,7 +103,7 @@ def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch len
 
 def _near_and_far(*arguments: Any) -> tuple[Tensor]:
     """Outputs from ``Inputs`` that hold the sums of all earlier keys in place of those outside every span."""
-    x, plan = Inputs.of(*arguments[: len(RANKS)]), Plan(*arguments[len(RANKS) :])
+    x, plan = Inputs.of(*arguments[:INPUTS]), Plan(*arguments[INPUTS:])
     blocks = x.outside.narrow(0, 0)
     if exporting() or plan.key_blocks:
         blocks = block_sums(x.keys, x.v, start=plan.first, block=plan.block, number=plan.key_blocks)
@@ -126,7 +119,7 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
     block, span, q = plan.block, plan.span, x.q * x.q.shape[-1] ** -0.5
 
     def around(x: Tensor) -> Tensor:
-        return slices(x, block=block, behind=plan.left, ahead=plan.ahead, number=plan.query_blocks, start=plan.start)
+        return slices(x, block=block, behind=plan.behind, ahead=plan.ahead, number=plan.query_blocks, start=plan.start)
 
     def row(x: Tensor | None, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
         return None if x is None else cut(x[..., None])[..., 0]
@@ -143,10 +136,10 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
     queries = Features(split(x.queries.values, block), row(x.queries.log_scale, lambda t: split(t, block)))
     keys = Features(around(x.keys.values), row(x.keys.log_scale, around))
     exact, logits = split(q, block) @ around(x.k).mT, []
-    end = span if plan.is_causal else max(block, plan.left + plan.right + 1)  # some queries are far from later keys
-    for columns, mixed in ((slice(0, block), block > 1), (slice(block, end), False), (slice(end, span), end < span)):
+    ends = sorted({0, span, *(end for columns in plan.mixed for end in (columns.start, columns.stop))})
+    for columns in (slice(*pair) for pair in pairwise(ends)):
         part = exact[..., columns]
-        if mixed:
+        if columns in plan.mixed:
             part = torch.where(sight.near[:, columns], part, _estimated(queries, keys, columns))
         logits.append(part if masked is None else torch.where(masked[..., columns], float("-inf"), part))
     logits.append(sink_logits.masked_fill(unknown, float("-inf")))
@@ -169,7 +162,7 @@ def _softmax(logits: list[Tensor], v: Tensor, queries: Features, outside: FarSum
     """Outputs over the keys with values ``v`` and those ``outside``; the weights of all other logits."""
     sums, keys = queries.values @ outside.sums, v.shape[-2]
     denominator = sums[..., -1]
-    negligible = denominator < _least(denominator)
+    negligible = denominator < least(denominator)
     total = no_less(_log(denominator, queries.log_scale, outside.log_scale[..., None]), FLOOR)  # finite: if alone
     weights = torch.cat([*logits, total[..., None]], -1).softmax(-1)
     mean = sums[..., :-1] / denominator.masked_fill(negligible, 1.0)[..., None]  # first: a weight may be far larger
@@ -186,14 +179,14 @@ def _estimated(queries: Features, keys: Features, columns: slice) -> Tensor:
 
 def _log(product: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """``a + b + log(product)``; minus infinity, without a gradient, where the product is too small to mean anything."""
-    least = _least(product)
-    negligible = product < least
-    logs = product.masked_fill(negligible, least).log().masked_fill_(negligible, float("-inf"))
+    floor = least(product)
+    negligible = product < floor
+    logs = product.masked_fill(negligible, floor).log().masked_fill_(negligible, float("-inf"))
     logs = logs if a is None else logs.add_(a)
     return logs if b is None else logs.add_(b)
 
 
-def _least(product: Tensor) -> float:
+def least(product: Tensor) -> float:
     """Below this a product means nothing; rounded, that of a kernel that is never negative may even be."""
     info = torch.finfo(product.dtype)
     return info.tiny / info.eps

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, overflow
-from fast_attention.engine.blocks import join, split, split_row
+from fast_attention.engine.blocks import join, smaller, split, split_row
 from fast_attention.engine.chunked import Step, scan
-from fast_attention.engine.tracing import replaced, traced
+from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.mechanisms.linear import in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
@@ -91,18 +91,14 @@ def _directed(
     """Numerators and denominators (..., L, 1) over the tokens up to each; ``strict``: before each."""
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
     tokens, step = [q, k, v, log_decay[..., None], mask], _step(phi, normalize, eps, strict)
-    size = max(LEAST, NUMBERS // max(state.k.numel(), 1))
-    if traced() or not q.is_cpu or q.shape[-2] <= size or not _alike(*tokens):
-        dispatch.record("blocks side by side", "traced, short, or not on a CPU", block=BLOCK)
+    size, why = max(LEAST, NUMBERS // max(state.k.numel(), 1)), dispatch.obstacle(q, k, v, even=True)
+    if why or q.shape[-2] <= size:
+        dispatch.record("blocks side by side", why or "short", block=BLOCK)
         (numerator, denominator), after = step(tokens, (), state)
     else:
         dispatch.record("chunks that hand on a state", "a long sequence", chunk=size, block=BLOCK)
         (numerator, denominator), after = scan(step, tokens, (), state, size=size)
     return (numerator, denominator), DecayedState(*after)
-
-
-def _alike(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    return all(x is None or x.shape[:-2] == v.shape[:-2] for x in (q, k, *others))
 
 
 def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
@@ -129,7 +125,7 @@ def _advance(
 ) -> tuple[Sums, DecayedState]:
     """Of features and values in blocks: pairs inside each, the states before them across."""
     length = v.shape[-2]
-    size = BLOCK if torch.compiler.is_compiling() else min(BLOCK, length)
+    size = smaller(BLOCK, length)
     q, k, v, steps = split(q, size), split(k, size), split(v, size), split_row(log_decay.double(), size)
     reached = steps.cumsum(-1)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(0 if strict else 1)

@@ -12,7 +12,6 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.recurrence import flat
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.linear import fast_favor_causal, fast_favor_chunks, fast_favor_noncausal, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
@@ -81,10 +80,8 @@ def _step(
 
 def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, *, is_causal: bool) -> str:
     """Why chunks would not do; empty where they do."""
-    if traced():
-        return "traced"
-    if q.device.type != "cpu":
-        return "not on a CPU"
+    if why := dispatch.obstacle(q, k):
+        return why
     if is_causal and not phi.exponential:  # sums that cancel would show by which scale a later key makes them go
         return "causal sums of features of either sign"
     return f"at most {SHORT} tokens" if max(q.shape[-2], k.shape[-2]) <= SHORT else ""

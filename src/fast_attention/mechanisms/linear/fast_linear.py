@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, overflow
-from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features, Logs
 from fast_attention.feature_maps.features import Identity
 from fast_attention.mechanisms.linear import (
@@ -30,12 +29,13 @@ def attend(
     v: Float[Tensor, "*batch keys values"], key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool,
 ) -> Float[Tensor, "*batch length values"]:  # fmt: skip
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
-    if _fast(q, k, v):
+    why = dispatch.obstacle(q, k, v, even=True)
+    if not why:
         out = _attend(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
         if overflow.finite(out):
             return out
-    else:
-        dispatch.record("plain sums", "traced, or not on a CPU")
+        why = "outputs that are not finite in one scale"
+    dispatch.record("plain sums", why)
     keys = reference.masked_keys(phi.features, k, key_mask)
     return in_range.attend(phi.features(q), keys, v, is_causal=is_causal, eps=eps)
 
@@ -77,11 +77,12 @@ def advance(
     key_mask: Tensor | None, state: LinearState | None, *, phi: FeatureMap, eps: float,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Outputs of new tokens behind ``state``, and the state after them."""
-    if _fast(q, k, v) and (state is None or state.log_scale.count_nonzero().item() == 0):
+    why = dispatch.obstacle(q, k, v, even=True)
+    if not why and (state is None or state.log_scale.count_nonzero().item() == 0):
         out, after = _advance(q, k, v, key_mask, state, phi=phi, eps=eps)
         if overflow.finite(out):
             return out, after
-    dispatch.record("plain sums", "traced, not on a CPU, or large keys that need rescaling", chunk=reference.CHUNK)
+    dispatch.record("plain sums", why or "large keys that need rescaling", chunk=reference.CHUNK)
     return in_range.advance(
         phi.features(q), reference.masked_keys(phi.features, k, key_mask), v, state, eps=eps
     )  # fmt: skip
@@ -108,17 +109,9 @@ def _advance(
     return out, LinearState(kv, z, torch.zeros_like(z[..., :1]))
 
 
-def _fast(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether fast paths take these tensors."""
-    if traced():
-        return False
-    same = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.dtype == k.dtype == v.dtype
-    return same and q.device.type == "cpu" and min(q.numel(), k.numel(), v.numel()) > 0
-
-
 def _features(phi: FeatureMap, x: Tensor) -> Features | Logs:
     """``phi.features(x)``, in place where no gradient is asked for."""
-    if traced() or not isinstance(phi, Elementwise) or (x.requires_grad and torch.is_grad_enabled()):
+    if not isinstance(phi, Elementwise) or (x.requires_grad and torch.is_grad_enabled()):
         return phi.features(x)
     features = torch.empty_like(x)
     phi.fill(x, features, torch.empty_like(x))

@@ -14,7 +14,7 @@ from fast_attention.feature_maps.features import FeatureMap, as_feature_map
 from fast_attention.feature_maps.random_features import draw, generalised
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor, feature_chunks
-from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised
+from fast_attention.mechanisms.linear.kernelised import Map, RandomKernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.value import at_least, one_of
@@ -144,6 +144,10 @@ class FavorPlus(RandomKernelised[Projection]):
             return super().maps(w)
         phi = _generalised_map(w.projection, self.kernel, self.kernel_epsilon)
         return phi, phi
+
+    def per_token(self, w: Projection) -> tuple[TokenMap, TokenMap]:
+        """``maps`` with one log scale for each token."""
+        return super().per_token(w) if self.kernel is None else super(RandomKernelised, self).per_token(w)
 
     @property
     def signed(self) -> bool:

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.chunked import Step, scan
-from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features, Logs, Map
 from fast_attention.mechanisms.linear import in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -50,10 +49,8 @@ def against(
     maps: Maps, weights: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, *, numbers: int = SEVERAL * NUMBERS
 ) -> str:
     """Why chunks would not do; empty where they do, from as many features of all tokens on as ``numbers``."""
-    if traced():
-        return "traced"
-    if not q.is_cpu or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        return "not on a CPU, or sizes that differ"
+    if why := dispatch.obstacle(q, k, v, even=True):
+        return why
     if min(q.shape[-2], k.shape[-2]) < SEVERAL * LEAST:
         return f"fewer than {SEVERAL * LEAST} tokens"
     with torch.no_grad():

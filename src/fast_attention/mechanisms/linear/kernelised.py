@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
 from fast_attention.mechanisms.linear import fast_favor, feature_chunks, in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
+from fast_attention.mechanisms.linear.token_features import token_features
 
 TokenMap = Callable[[Tensor], Features]
 
@@ -83,6 +86,18 @@ class RandomKernelised(Kernelised[W]):
         """The maps of queries and of keys; the factors that the normaliser cancels are with the queries."""
         phi, heads = self.features_of(w)
         return (lambda x: phi.unbiased(x, heads)), (lambda x: phi.plain(x, heads.keys))
+
+    def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
+        """``maps`` with one log scale for each token."""
+        phi, heads = self.features_of(w)
+        if traced() or not phi.exponential:
+            return super().per_token(w)
+        form = {"hyperbolic": phi.pairs}
+        log_count = math.log(phi.width(heads.rows))
+        return (
+            lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form),
+            lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form),
+        )
 
     @in_float32
     def advance(

@@ -60,6 +60,7 @@ class LinearAttention(Kernelised[tuple[()]]):
     feature_map: FeatureMap | Callable[[Tensor], Tensor] = EluPlusOne()  # noqa: RUF009
     eps: float = 1e-6
 
+    unordered = True
     traits = Traits(
         paper="Katharopoulos et al. 2020, arXiv 2006.16236",
         formula="phi(q) (sum_j phi(k_j) v_j^T) / (phi(q) . sum_j phi(k_j) + eps)",

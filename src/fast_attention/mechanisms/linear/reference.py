@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import join, split, split_row
 from fast_attention.engine.scan import FLOOR, cummax
-from fast_attention.engine.tracing import traced
+from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.mechanisms.linear import log_features
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, empty, prefixes, read, summarise
@@ -66,7 +66,7 @@ def advance(
     O(n C Ev / chunk + n chunk); the result does not depend on ``chunk``.
     """
     length = v.shape[-2]
-    if not torch.compiler.is_compiling():
+    if not symbolic():
         chunk = min(chunk, length)
         if length == 1 and state is not None:
             return step(q, keys, v, state)

@@ -21,10 +21,10 @@ def log_attention(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, settings: LogSettings, *, fixed: bool
 ) -> Tensor:
     """``reference.log_sums``; ``fixed`` scores hold nothing to learn, so that the backward pass may map again."""
-    even = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and (not settings.is_causal or q.shape[-2] == k.shape[-2])
-    fast = fixed and even and q.device.type == "cpu" and min(q.numel(), v.numel()) > 0
-    if torch.compiler.is_compiling() or not fast:
-        why = "no CPU, unequal lengths when causal, or a map with something to learn"
+    why = dispatch.obstacle(q, k, v, even=True) if fixed else "a map with something to learn"
+    if not why and settings.is_causal and q.shape[-2] != k.shape[-2]:
+        why = "causal, and not as many queries as keys"
+    if why:
         dispatch.record("whole tensors at a time", why)
         return log_sums(q, k, v, key_mask, settings=settings)
     summed.record(v, is_causal=settings.is_causal)

@@ -22,9 +22,9 @@ from fast_attention.mechanisms.log_manhattan.reference import ManhattanSettings,
 
 def manhattan(k: Tensor, v: Tensor, key_mask: Tensor | None, settings: ManhattanSettings, *, fixed: bool) -> Tensor:
     """``reference.manhattan_sums``, ``fixed`` as for ``log_attention``."""
-    fast = fixed and k.shape[:-2] == v.shape[:-2] and v.device.type == "cpu" and min(k.numel(), v.numel()) > 0
-    if torch.compiler.is_compiling() or not fast:
-        dispatch.record("whole tensors at a time", "no CPU, or a map with something to learn")
+    why = dispatch.obstacle(k, v, even=True) if fixed else "a map with something to learn"
+    if why:
+        dispatch.record("whole tensors at a time", why)
         return manhattan_sums(k, v, key_mask, settings=settings)
     summed.record(v, is_causal=settings.is_causal)
     return _RULE(k, v, key_mask, settings=settings)

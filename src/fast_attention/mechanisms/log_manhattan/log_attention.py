@@ -85,6 +85,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
     feature_map: Positive = PositiveSoftplus()  # noqa: RUF009
     temperature: float = 1.0
 
+    unordered = True
+
     def __post_init__(self) -> None:
         one_of(self, "score", self.score, Score)
         one_of(self, "normalize", self.normalize, Normalize)

@@ -21,7 +21,6 @@ from fast_attention.engine.blocks import join, split
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import prefix_sums
-from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.log_manhattan import fast_sorted, reference
 
 Sums = Callable[[Tensor, Tensor], Tensor]
@@ -107,18 +106,20 @@ def pair_sums(
 
 
 def _over_all(l: Tensor, x: Tensor, sums: Sums) -> Tensor:
-    if _closed_form(l, x, sums):
+    why = _against(l, x, sums)
+    if not why:
         dispatch.record("one sort of each channel, sums along it, scattered back", "closed form in sorted order")
         return (_ABSOLUTE if sums is absolute else _LAPLACIAN)(l, x)
-    why = "no CPU, causal, or log keys so far apart that sums need a running log scale"
     dispatch.record("sorted and sorted back", why)
     return _plain(l, x, sums)
 
 
-def _closed_form(l: Tensor, x: Tensor, sums: Sums) -> bool:
-    if traced() or l.device.type != "cpu" or x.numel() == 0 or l.shape[:-2] != x.shape[:-2]:
-        return False
-    return sums is absolute or (sums is laplacian and fast_sorted.in_range(l))
+def _against(l: Tensor, x: Tensor, sums: Sums) -> str:
+    """Why there is no closed form; empty where there is one."""
+    why = dispatch.obstacle(l, x, even=True)
+    if why or sums is absolute or fast_sorted.in_range(l):
+        return why
+    return "log keys so far apart that sums need a running log scale"
 
 
 def _plain(l: Tensor, x: Tensor, sums: Sums) -> Tensor:

@@ -30,10 +30,10 @@ def hashed_attention(
     ``Rules``.
     """
     rules = Rules(number, size, ranked, across, is_causal, distinct, scale)
-    if q.device.type != "cpu":
-        dispatch.record("banded products over sorted tokens", "one call for all of a round", chunk=size)
+    if why := dispatch.obstacle(q, v):
+        dispatch.record("banded products over sorted tokens", why, chunk=size)
         return hashed_softmax(q, v, bucket, rules=rules)
-    why = "on a CPU, where they stay in cache"
+    why = "tokens of one bucket stay in cache"
     dispatch.record("chunks of hashed tokens, gathered once a round", why, chunk=size, rounds=bucket.shape[-2])
     return _HASHED(q, v, bucket, rules=rules)
 

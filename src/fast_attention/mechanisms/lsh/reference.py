@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import count, join, slices, smaller
 from fast_attention.engine.scan import cummax
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, symbolic
 
 Tokens = Float[Tensor, "*batch heads length width"]
 Codes = Int[Tensor, "*batch heads rounds length"]
@@ -54,7 +54,7 @@ def hashed_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Toke
 def buckets(x: Tokens, rotations: Float[Tensor, "heads rounds width halves"], sizes: tuple[int, ...]) -> Codes:
     """``h(x) = argmax [x R; -x R]`` for each round; several factors make ``h_1 + b_1 h_2 + b_1 b_2 h_3 ...``."""
     heads, rounds, width, halves = rotations.shape
-    if not torch.compiler.is_compiling() and heads > 1 and x.numel() // width * rounds * halves > ROTATED:
+    if not symbolic() and heads > 1 and x.numel() // width * rounds * halves > ROTATED:
         by_head = zip(x.split(1, -3), rotations.split(1), strict=True)
         return torch.cat([buckets(tokens, rotation, sizes) for tokens, rotation in by_head], -3)
     flat = rotations.to(x.dtype).permute(0, 1, 3, 2).reshape(heads, rounds * halves, width)

@@ -18,13 +18,10 @@ def affine(
     W: Float[Tensor, "rows length"], x: Float[Tensor, "*batch length width"], b: Float[Tensor, "rows"]
 ) -> Float[Tensor, "*batch rows width"]:
     """``W x + b`` along the tokens, in one pass over the result."""
-    if not torch.compiler.is_compiling():
-        dispatch.record(
-            "one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0]
-        )
-        if x.device.type == "cpu":  # one product for each sequence: no gradient of W per sequence, to be summed
-            return _AFFINE(W, x, b)
-    return _affine_plain(W, x, b)
+    dispatch.record("one product over all tokens", "every token is mixed from all", tokens=W.shape[1], rows=W.shape[0])
+    if dispatch.obstacle(x):
+        return _affine_plain(W, x, b)
+    return _AFFINE(W, x, b)  # one product for each sequence: no gradient of W per sequence, to be summed
 
 
 def _affine_plain(W: Tensor, x: Tensor, b: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ def _affine_backward(
 ) -> tuple[Tensor | None, ...]:
     W, x, b = inputs
     grads = _sequences(gradients[0])
-    dW = W.new_empty(W.shape) if x.numel() else W.new_zeros(W.shape)
+    dW = W.new_empty(W.shape)
     dx = x.new_empty(x.shape) if x.requires_grad else None
     for i, (tokens, grad) in enumerate(zip(_sequences(x), grads, strict=True)):
         if W.requires_grad:
@@ -59,13 +56,12 @@ def lower(
     W: Float[Tensor, "length length"], x: Float[Tensor, "*batch length width"]
 ) -> Float[Tensor, "*batch length width"]:
     """``tril(W) x``: token i is mixed out of tokens up to i."""
-    if not torch.compiler.is_compiling():
-        if W.shape[0] <= 2 * BLOCK or x.device.type != "cpu":
-            dispatch.record("the whole triangle in one product", "short, or not on a CPU")
-            return _lower_plain(W, x)
-        dispatch.record(
-            "the triangle in blocks of rows", "a row of blocks ends at the diagonal: half the work", block=BLOCK
-        )
+    why = dispatch.obstacle(x)
+    if why or W.shape[0] <= 2 * BLOCK:
+        dispatch.record("the whole triangle in one product", why or "short")
+        return _lower_plain(W, x)
+    why = "a row of blocks ends at the diagonal: half the work"
+    dispatch.record("the triangle in blocks of rows", why, block=BLOCK)
     return _LOWER(W, x)
 
 

@@ -29,7 +29,7 @@ def fourier_mix(
     Of the hidden axis only the first half is transformed along the sequence: x being real, ``Re Y[m, n] =
     Re Y[-m, -n]`` gives the rest.
     """
-    if _short(x):
+    if not dispatch.obstacle(x) and _short(x):
         dispatch.record("FFT over channels and tokens", "short: fewer steps save more than half of the spectrum")
     else:
         half = x.shape[-1] // 2 + 1
@@ -39,7 +39,7 @@ def fourier_mix(
 
 def _short(x: Tensor) -> bool:
     """Whether fewer operations save more time than fewer numbers."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu" and 0 < x.shape[-2] * x.shape[-1] <= SMALL
+    return x.shape[-2] * x.shape[-1] <= SMALL
 
 
 def _plain(x: Tensor, *, norm: str) -> Tensor:
@@ -51,10 +51,10 @@ def _plain(x: Tensor, *, norm: str) -> Tensor:
 def _forward(x: Tensor, *, norm: str, keep: bool) -> tuple[Tensor, tuple[()]]:
     """Transform channels and tokens; on a CPU sequence by sequence, as it transposes and flips whole matrices fast."""
     length, width = x.shape[-2:]
+    if dispatch.obstacle(x):
+        return _plain(x, norm=norm), ()
     if _short(x):
         return torch.fft.fft(torch.fft.fft(x, dim=-1, norm=norm), dim=-2, norm=norm).real, ()
-    if x.device.type != "cpu" or x.numel() == 0:
-        return _plain(x, norm=norm), ()
     out, half, end = torch.empty_like(x, memory_format=torch.contiguous_format), width // 2 + 1, (width + 1) // 2
     for tokens, mixed in zip(x.reshape(-1, length, width), out.view(-1, length, width), strict=True):
         columns = torch.fft.fft(torch.fft.rfft(tokens, dim=-1, norm=norm), dim=-2, norm=norm).mT  # as the FFT leaves it

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import masks, tiled
+from fast_attention.engine import dispatch, masks, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.tiling import Memory, Span, Tile, Tiling, bias_of
 from fast_attention.mechanisms.sinkhorn import reference
@@ -32,8 +32,13 @@ def sorted_softmax(
     is_causal: bool,
 ) -> Float[Tensor, "*batch rows size values"]:
     """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, all of them visible."""
-    attend = _tiled if q.is_cpu and 0 not in (*q.shape, *v.shape) else reference.sorted_softmax
-    return attend(q, S, k, v, first=first, is_causal=is_causal)
+    why = dispatch.obstacle(q, k, v)
+    if why:
+        dispatch.record("products over own and sorted block", why, block=q.shape[-2])
+        return reference.sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
+    why = "no sorted position is masked or padded"
+    dispatch.record("softmax in tiles over own and sorted block", why, block=q.shape[-2])
+    return _tiled(q, S, k, v, first=first, is_causal=is_causal)
 
 
 class _Keys(NamedTuple):

@@ -15,6 +15,7 @@ from fast_attention.engine.blocks import join, split
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.sinkhorn.fast import sorted_softmax
 from fast_attention.mechanisms.sinkhorn.reference import masked_softmax
@@ -52,14 +53,11 @@ def sinkhorn_attention(
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
     queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
-    plain = torch.compiler.is_compiling() or key_mask is not None  # a traced length is a symbol: never ask it
-    if not plain and (is_causal or k.shape[-2] % block_size == 0):
-        dispatch.record("softmax in tiles over own and sorted block", "no sorted place is masked", block=block_size)
+    if not symbolic() and key_mask is None and (is_causal or k.shape[-2] % block_size == 0):
         out = sorted_softmax(queries, S[..., first:, :], keys, values, first=first, is_causal=is_causal)
     else:
-        dispatch.record(
-            "products over own and sorted block", "masked places are sorted too, or tracing", block=block_size
-        )
+        why = "masked or padded positions are sorted too"
+        dispatch.record("products over own and sorted block", why, block=block_size)
         out = masked_softmax(queries, S[..., first:, :], keys, values, visible, first=first, is_causal=is_causal)
     return join(out, length + lead)[..., lead:, :]
 
@@ -87,17 +85,15 @@ def sortcut_attention(
     wanted = torch.arange(1, budget + 1, device=q.device)[:, None]
     S = ((some.cumsum(-1)[..., None, :] == wanted) & some[..., None, :]).to(S.dtype) @ S
     best = sort_blocks(S, keys, values, visible)
-    if not torch.compiler.is_compiling() and key_mask is None and k.shape[-2] % block_size == 0:
-        dispatch.record(
-            "fused softmax over the kept blocks", "no sorted place is masked", block=block_size, budget=budget
-        )
+    if not symbolic() and key_mask is None and k.shape[-2] % block_size == 0:
+        why = "no sorted position is masked or padded"
+        dispatch.record("fused softmax over the kept blocks", why, block=block_size, budget=budget)
         kept, content = (
             x.flatten(-3, -2)[..., : min(budget, keys.shape[-3]) * block_size, :] for x in (best.k, best.v)
         )
         return fused_attention(q, kept, content)
-    dispatch.record(
-        "products over the kept blocks", "masked places are sorted too, or tracing", block=block_size, budget=budget
-    )
+    why = "masked or padded positions are sorted too"
+    dispatch.record("products over the kept blocks", why, block=block_size, budget=budget)
     scores = q @ best.k.flatten(-3, -2).mT * q.shape[-1] ** -0.5 + best.log_fraction.flatten(-2)[..., None, :]
     weights = masks.masked_softmax(scores, best.visible.flatten(-2)[..., None, :])
     return weights @ best.v.flatten(-3, -2)

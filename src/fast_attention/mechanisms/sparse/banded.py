@@ -26,7 +26,7 @@ def covers_most(q: Tensor, keys: int, window: int) -> bool:
     A tile reads ``window + ROWS`` keys. On two threads a masked score costs the fused kernel about three quarters of
     what it costs a tile (8 heads of width 64, 192 to 640 keys); one tile alone, or low precision, stays with tiles.
     """
-    if torch.compiler.is_compiling() or not q.is_cpu or q.dtype.itemsize < 4:
+    if dispatch.obstacle(q) or q.dtype.itemsize < 4:
         return False
     return q.shape[-2] > ROWS and 3 * keys <= 4 * (window + ROWS)
 
@@ -51,11 +51,9 @@ def banded_softmax(
     one tile of scores is held at a time, else length * span of them, never length * keys.
     """
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    if attn_mask is None and dropout == 0.0 and q.is_cpu and 0 not in (*q.shape, *k.shape):
-        rows, why = min(len(band), ROWS), "only keys near a block of queries are seen"
-        dispatch.record("softmax in tiles", why, rows=rows, keys=band.shape[1])
+    if attn_mask is None and dropout == 0.0:
         return _banded(q, k, v, band, key_mask, behind=behind, front=front, scale=factor)
-    why = "a mask of the caller's, dropout or another device"
+    why = "dropout" if attn_mask is None else "a mask of the caller's"
     dispatch.record("softmax in blocks", why, rows=len(band), keys=band.shape[1])
     return reference.banded_softmax(
         q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor
@@ -66,6 +64,12 @@ def banded_softmax(
 def _banded(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, *, behind: int, front: int, scale: float
 ) -> Tensor:
+    why = dispatch.obstacle(q, k)
+    if why:
+        dispatch.record("softmax in blocks", why, rows=len(band), keys=band.shape[1])
+        return reference.banded_softmax(q, k, v, band, key_mask, behind=behind, front=front, scale=scale)
+    rows, why = min(len(band), ROWS), "only keys near a block of queries are seen"
+    dispatch.record("softmax in tiles", why, rows=rows, keys=band.shape[1])
     return _tiled(q, k, v, band, key_mask, behind=behind, front=front, scale=scale)
 
 

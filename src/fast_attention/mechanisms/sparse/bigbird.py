@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.blocks import count, join, split
 from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
@@ -53,7 +54,7 @@ def bigbird_attention(
     front = -num_global_tokens % block_size  # the prepended tokens fill whole blocks of their own
     first = (num_global_tokens + front) // block_size + (num_global_blocks + 1) // 2
     last = 0 if is_causal else num_global_blocks // 2
-    if not torch.compiler.is_compiling():
+    if not symbolic():
         blocks = (length + front + block_size - 1) // block_size
         left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
         if left - last <= num_random_blocks:
@@ -68,7 +69,7 @@ def bigbird_attention(
     settings = {"first": first, "last": last, "half": half, "draws": num_random_blocks, "is_causal": is_causal}
     blocks = pattern(seeds[:, None], total, number=number, **settings)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
-    if key_mask is None and front == 0 and not is_causal and not torch.compiler.is_compiling():
+    if key_mask is None and front == 0 and not is_causal and not symbolic():
         return gathered_softmax(
             q, k, v, table, visible, size=block_size, start=first, stop=number - last, scale=scale
         )  # fmt: skip

@@ -44,8 +44,8 @@ def _gathered(
     *, size: int, is_causal: bool, start: int, stop: int, scale: float,
 ) -> Tensor:  # fmt: skip
     sizes, number = {"rows": size, "choices": table.shape[-1]}, table.shape[-2]
-    if not q.is_cpu:
-        dispatch.record("softmax in blocks", "tiles are for the CPU", **sizes)
+    if why := dispatch.obstacle(q, k):
+        dispatch.record("softmax in blocks", why, **sizes)
         return reference.gathered_softmax(
             q, k, v, table, key_mask, size=size, is_causal=is_causal, scale=scale, start=start, stop=stop
         )

@@ -1,0 +1,85 @@
+"""Speed of a few mechanisms over exact attention's, length by length, in pairs of calls that take turns.
+
+``python -m benchmarks.against_exact "Hybrid()" "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=32))"``
+prints for every length the median over the pairs of exact attention's time over the mechanism's: above 1 the mechanism
+is the faster one. Exact attention is torch's own, causal where the mechanism is (``--causal``). ``--threads 1`` takes
+processor time instead of wall time, which other programs disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+
+from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds
+from fast_attention import Bound, Shape
+
+LENGTHS = (128, 512, 1024, 4096, 16384)
+
+
+def passes(attention: Callable[..., Any], inputs: list[Any], weights: list[Any], training: bool) -> Callable[[], Any]:
+    """A call forward, or forward and backward."""
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attention(*inputs)
+
+    def train() -> Any:
+        out = attention(*inputs)
+        return torch.autograd.grad(out, [*inputs, *weights], torch.ones_like(out), allow_unused=True)
+
+    return train if training else forward
+
+
+def measured(expression: str, row: Row, rounds: int, patience: float) -> Row:
+    """``row`` with the times of exact attention (old) and of the mechanism (new)."""
+    torch.manual_seed(0)
+    bound = Bound(expression, Shape(HEADS, WIDTH, row.length))
+    inputs = [torch.randn(1, HEADS, row.length, WIDTH).requires_grad_(row.training) for _ in range(3)]
+
+    def exact(*x: Any) -> Any:
+        return F.scaled_dot_product_attention(*x, is_causal=row.is_causal)
+
+    def ours(*x: Any) -> Any:
+        return bound(*x, is_causal=row.is_causal)
+
+    before = passes(exact, inputs, [], row.training)
+    after = passes(ours, inputs, list(bound.parameters()), row.training)
+    before(), after()
+    in_turns(row, before, after, min(seconds(before, 1), seconds(after, 1)), rounds, patience)
+    return row
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mechanisms", metavar="EXPRESSION", nargs="+", help="Such as Hybrid().")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="Tokens.")
+    parser.add_argument("--causal", action="store_true", help="Both causal.")
+    parser.add_argument("--threads", type=int, help="Of torch.")
+    parser.add_argument("--rounds", type=int, default=11, help="Pairs of samples, three at least.")
+    parser.add_argument("--patience", type=float, default=20.0, help="Seconds of rounds for each figure.")
+    asked = parser.parse_args(arguments)
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    table = Table("setting", "pass", *(f"{n:,}" for n in asked.lengths), box=None)
+    for expression in asked.mechanisms:
+        for training in (False, True):
+            cells = []
+            for length in asked.lengths:
+                row = Row(expression, asked.causal, length, training)
+                found = measured(expression, row, asked.rounds, asked.patience)
+                assert found.ratio is not None
+                cells.append(f"{1 / found.ratio:.2f}")
+            setting = expression + (", causal" if asked.causal else "")
+            table.add_row(setting, "training" if training else "forward", *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

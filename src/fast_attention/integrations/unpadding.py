@@ -1,0 +1,178 @@
+"""Encoders that skip padding: the tokens of a padded batch are computed in one packed row and its outputs padded again.
+
+The base model gets a ``forward`` that does it, so that whatever calls the model stays as it is. Hooks would not do:
+sentence-transformers calls ``forward`` itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fast_attention.engine.tracing import traced
+from fast_attention.integrations import calls, packed_rows, probing
+from fast_attention.mechanism import Unsupported
+
+TEXTS = (3, 9, 1, 5)  # tokens of the texts on which a model is tried
+NEEDED = ("input_ids", "attention_mask", "position_ids")
+
+
+class Row(NamedTuple):
+    """A padded batch as one row of packed texts."""
+
+    arguments: dict[str, Any]  # of the model's forward
+    is_token: Bool[Tensor, "batch length"]
+
+
+def skips(model: PreTrainedModel) -> bool:
+    """Whether the model skips padding."""
+    forward = model.base_model.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def set_skipping(model: PreTrainedModel, skipping: bool) -> None:
+    """Let a swapped model skip padding, or not."""
+    base: Any = model.base_model
+    if skips(model):
+        del base.forward
+    if skipping:
+        forward: Any = partial(_forward, base)
+        forward.__signature__ = inspect.signature(type(base).forward.__get__(base))  # which trainers read
+        base.forward = forward
+
+
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward pass without the padding in its inputs."""
+    forward = type(model).forward
+    row = flattened(model, args, kwargs)
+    if row is None:
+        return forward(model, *args, **kwargs)
+    borders, call = packed_rows.given(row.arguments), calls.present(model)
+    if call is None:
+        calls.begin(model, packed=borders)
+    else:
+        call.packed = borders
+    try:
+        output = forward(model, **row.arguments)
+    finally:
+        if call is None:
+            calls.end(model)
+    return padded(model, output, row.is_token)
+
+
+def tried(model: PreTrainedModel) -> None:
+    """Let a swapped model skip padding, if it then gives what it gives for each text alone.
+
+    Raises:
+        Unsupported: It has causal layers, takes no positions or no mask of tokens, or gives something else.
+    """
+    base: Any = model.base_model
+    name = type(base).__name__
+    if missing := [each for each in NEEDED if each not in _names(base)]:
+        raise Unsupported(f"skip_padding=True needs a model that takes {', '.join(NEEDED)}; {name} lacks {missing[0]}")
+    if model.config.is_encoder_decoder or any(getattr(part, "is_causal", False) for part in model.modules()):
+        raise Unsupported(
+            f"skip_padding=True is for encoders and {name} is causal, whose cache is laid out as its rows are. What "
+            "would work: rows packed by transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
+        )
+    vocabulary = base.config.get_text_config().vocab_size
+    ids = torch.arange(sum(TEXTS), device=base.device) % max(vocabulary - 4, 1) + min(4, vocabulary - 1)
+    texts = [x[None] for x in ids.split(TEXTS)]
+    batch = torch.zeros(len(TEXTS), max(TEXTS), dtype=torch.long, device=base.device)
+    mask = torch.zeros_like(batch)
+    padding = getattr(base.config, "pad_token_id", None) or 0
+    batch.fill_(padding)
+    for i, text in enumerate(texts):
+        batch[i, : text.shape[1]], mask[i, : text.shape[1]] = text, 1
+    with torch.no_grad(), probing.evaluating(model):
+        wanted = [base(text) for text in texts]
+        set_skipping(model, True)
+        try:
+            outputs = base(batch, attention_mask=mask)
+        finally:
+            set_skipping(model, False)
+    pairs = [(outputs.last_hidden_state[i, : len(x.last_hidden_state[0])], x.last_hidden_state[0])
+             for i, x in enumerate(wanted)]  # fmt: skip
+    if getattr(outputs, "pooler_output", None) is not None:
+        pairs += [(outputs.pooler_output[i], x.pooler_output[0]) for i, x in enumerate(wanted)]
+    off = max(float((got - x).abs().max() / x.abs().max()) for got, x in pairs)
+    if not off <= torch.finfo(base.dtype).eps ** 0.5:
+        raise Unsupported(
+            f"skip_padding=True: {name} gives other outputs for packed texts than for each alone (off by {off:.1%}), "
+            "for something in it depends on the row. What would work: padded batches"
+        )
+    set_skipping(model, True)
+
+
+def flattened(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row | None:
+    """The arguments of a call without the padding in them; None where the call stays as it is.
+
+    That is where nothing is padded, attention matrices or tuples are asked for, or code is traced.
+    """
+    if traced():
+        return None
+    arguments = {**dict(zip(_names(model), args, strict=False)), **kwargs}
+    mask = arguments.pop("attention_mask", None)
+    shown, as_object = (
+        getattr(model.config, name) if arguments.get(name) is None else arguments[name]
+        for name in ("output_attentions", "return_dict")
+    )
+    if shown or not as_object or not isinstance(mask, Tensor) or mask.ndim != 2 or "cu_seq_lens_q" in arguments:
+        return None
+    is_token = mask.bool()
+    if bool(is_token.all()) or not bool(is_token.any()):
+        return None
+    if arguments.get("position_ids") is None:
+        arguments["position_ids"] = _positions(model, arguments.get("input_ids"), is_token)
+    if "token_type_ids" in _names(model) and arguments.get("token_type_ids") is None:
+        arguments["token_type_ids"] = torch.zeros_like(is_token, dtype=torch.long)
+    for name, x in arguments.items():
+        if name == "position_ids" and x.shape != is_token.shape:
+            x = x.expand(is_token.shape)
+        if isinstance(x, Tensor) and x.shape[:2] == is_token.shape:
+            arguments[name] = x[is_token][None]
+    borders = torch.nn.functional.pad(is_token.sum(-1).cumsum(-1), (1, 0)).int()
+    return Row({**arguments, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}, is_token)
+
+
+def padded(model: Any, output: Any, is_token: Bool[Tensor, "batch length"]) -> Any:
+    """The model's output with the texts in rows again: zeros where there was padding, pooled from each text."""
+
+    def rows(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(rows, x))
+        padded_rows = x.new_zeros(*is_token.shape, *x.shape[2:])
+        padded_rows[is_token] = x[0]
+        return padded_rows
+
+    kept = {name: rows(output[name]) for name in ("last_hidden_state", "hidden_states") if name in output}
+    if "pooler_output" in output:
+        pooled, linear = kept["last_hidden_state"], isinstance(model.pooler, torch.nn.Linear)
+        kept["pooler_output"] = model.pooler_activation(model.pooler(pooled[:, 0])) if linear else model.pooler(pooled)
+    if others := [name for name in output if name not in kept]:
+        raise Unsupported(f"skip_padding=True: {type(model).__name__} also returns {', '.join(others)}")
+    return type(output)(**kept)
+
+
+def _names(model: Any) -> tuple[str, ...]:
+    """The arguments of a model's forward."""
+    return tuple(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def _positions(model: Any, ids: Tensor | None, is_token: Tensor) -> Tensor:
+    """The positions that the model gives to a padded batch.
+
+    They are those of the columns, or in RoBERTa and its kin counted from the number of the padding token on.
+    """
+    for module in model.modules():
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), torch.nn.Embedding):
+            visible = is_token if ids is None else ids != padding
+            return visible.cumsum(-1) * visible + padding
+    return torch.arange(is_token.shape[1], device=is_token.device).expand(is_token.shape)

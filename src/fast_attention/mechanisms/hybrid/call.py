@@ -1,0 +1,125 @@
+"""The tensors of a call as the fast path reads them: heads in a row, masks in the form that the kernel takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fast_attention.mechanisms.hybrid.far_sums import FarSums
+from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
+from fast_attention.mechanisms.hybrid.reference import Arguments, Maps
+from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens, hidden
+from fast_attention.mechanisms.hybrid.token_maps import FEW, TokenMaps
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values, and the keys that are masked."""
+
+    q: Float[Tensor, "heads length width"]
+    k: Float[Tensor, "heads keys width"]
+    v: Float[Tensor, "heads keys width"]
+    masked: Bool[Tensor, "#heads keys"] | None  # None: every key is visible
+
+    def part(self, chunk: Chunk) -> Tokens:
+        """The queries and keys of a chunk."""
+        keys = chunk.keys
+        masked = None if self.masked is None else self.masked[:, keys]
+        return Tokens(self.q[:, chunk.queries], self.k[:, keys], self.v[:, keys], masked)
+
+
+class Gradients(NamedTuple):
+    """The gradients of a call, with views of those of queries and keys that have the sizes of the call."""
+
+    tokens: Tokens
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: SinkTokens
+    weights: list[Tensor | None]
+
+
+class Call(NamedTuple):
+    """Tensors with one axis of heads; queries, keys and values padded to one width, as the fused kernel wants them."""
+
+    lead: torch.Size  # heads, as they came
+    widths: tuple[int, int]  # of queries and values, as they came
+    plan: Plan
+    maps: TokenMaps
+    tokens: Tokens
+    summed: Bool[Tensor, "#heads keys"]  # the visible keys without the sink tokens
+    sinks: SinkTokens
+    earlier: FarSums
+
+    @staticmethod
+    def of(tensors: tuple[Any, ...], maps: Maps, plan: Plan) -> Call:
+        """From the flat tuple of ``Arguments``."""
+        x = Arguments.of(tensors)
+        lead, widths = x.q.shape[:-2], (x.q.shape[-1], x.v.shape[-1])
+        summed, position = _rows(x.visible, lead), _rows(x.sinks.position, lead)
+        masked = _masked(summed, position)
+        token_maps = TokenMaps(maps, x.weights, (x.q, x.k), None if masked is None else x.visible)
+        q, k, v = (_wide(t, max(widths)) for t in x[:3])
+        tokens = Tokens(q, k, v, masked)
+        sinks = SinkTokens(_wide(x.sinks.k, max(widths)), _wide(x.sinks.v, max(widths)), position)
+        earlier = FarSums(x.earlier.sums.flatten(0, -4), x.earlier.log_scale.flatten(0, -2))
+        return Call(lead, widths, plan, token_maps, tokens, summed, sinks, earlier)
+
+    @property
+    def scale(self) -> float:
+        """The factor of dot products."""
+        return self.widths[0] ** -0.5
+
+    @property
+    def few(self) -> bool:
+        """Whether the features of all keys are few enough to be made once."""
+        return self.tokens.k[..., 0].numel() * self.earlier.sums.shape[-2] <= FEW
+
+    def zeros(self, weights: Any) -> Gradients:
+        """Gradients yet to be added to, also for those of the weights that want one."""
+        q, k, v = (torch.zeros_like(t) for t in self.tokens[:3])
+        sinks = SinkTokens(torch.zeros_like(self.sinks.k), torch.zeros_like(self.sinks.v), self.sinks.position)
+        wanted = [torch.zeros_like(w) if w is not None and w.requires_grad else None for w in weights]
+        views = self.unflattened(q, 0), self.unflattened(k, 0), self.unflattened(v, 1)
+        return Gradients(Tokens(q, k, v, None), *views, sinks, wanted)
+
+    def unflattened(self, x: Tensor, which: int) -> Tensor:
+        """With the sizes of the call: the width is that of queries (0) or values (1)."""
+        return x.view(*self.lead, *x.shape[1:])[..., : self.widths[which]]
+
+    def wide(self, x: Tensor) -> Tensor:
+        """Flattened and padded as queries, keys and values are."""
+        return _wide(x, max(self.widths))
+
+    def logits(self, chunk: Chunk) -> Float[Tensor, "heads two_and_sinks length"]:
+        """Two rows for the near and the far keys, yet minus infinity, and the logits of the sink tokens for a chunk of
+        queries, minus infinity where they are hidden.
+        """
+        q, sinks = self.tokens.q[:, chunk.queries], self.sinks.k
+        logits = q.new_full((len(q), 2 + sinks.shape[1], q.shape[1]), float("-inf"))
+        torch.mul(torch.bmm(sinks, q.mT), self.scale, out=logits[:, 2:])
+        logits[:, 2:].masked_fill_(hidden(self.plan, self.sinks, chunk.queries), float("-inf"))
+        return logits
+
+
+def _masked(summed: Bool[Tensor, "#heads keys"], sinks: Int[Tensor, "#heads sinks"]) -> Tensor | None:
+    """The keys that are masked: neither summed nor sink tokens; None if there are none."""
+    keys = summed.shape[-1]
+    inside = (sinks >= 0) & (sinks < keys)
+    if int(summed.sum()) + int(inside.sum()) == summed.numel():
+        return None
+    return ~(summed | (torch.arange(keys, device=sinks.device) == sinks[..., None]).any(-2))
+
+
+def _rows(x: Tensor, lead: torch.Size) -> Tensor:
+    """One row for all heads, or one for each."""
+    x = x if x.shape[:-1].numel() == 1 else x.expand(*lead, x.shape[-1])
+    return x.flatten(0, -2)
+
+
+def _wide(x: Tensor, width: int) -> Tensor:
+    x = x.flatten(0, -3)
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))

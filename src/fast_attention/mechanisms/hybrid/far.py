@@ -1,0 +1,61 @@
+"""What queries read of far keys: of the sums outside their spans, and of the pairs inside that are not near."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fast_attention.mechanisms.hybrid.call import Call, Gradients
+from fast_attention.mechanisms.hybrid.far_sums import FarSums
+from fast_attention.mechanisms.hybrid.near import Sight
+from fast_attention.mechanisms.hybrid.pairs import Pairs, add_pair_gradients, tiles
+from fast_attention.mechanisms.hybrid.positions import Chunk
+
+
+def units_of(call: Call, chunk: Chunk, outside: FarSums) -> Tensor:
+    """The log scale of the sums outside, for every query of a chunk."""
+    length = chunk.queries.stop - chunk.queries.start
+    return outside.log_scale[:, chunk.blocks].repeat_interleave(call.plan.block, -1)[:, :length]
+
+
+def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[Tensor, Tensor]:
+    """The sums that a chunk of queries reads of far keys, numerators and denominators (heads, L, Ev + 1), and their log
+    scales (heads, L).
+    """
+    queries, log_scale = call.maps.features(0, chunk.queries), units_of(call, chunk, outside)
+    sums = call.tokens.v.new_empty(*queries.values.shape[:-1], call.widths[1] + 1)
+    for n, rows in _query_blocks(call, chunk):
+        torch.bmm(queries.values[:, rows], outside.sums[:, n], out=sums[:, rows])
+    if call.plan.mixed:
+        pairs = Pairs.of(call, chunk, call.maps.features(1, chunk.keys), outside.log_scale[:, chunk.blocks])
+        sums.mul_((log_scale - pairs.unit).exp_()[..., None])
+        log_scale = pairs.unit
+        for rows, keys, far in tiles(call, chunk, sight):
+            weights = torch.bmm(queries.values[:, rows], pairs.keys.values[:, keys].mT).mul_(far)
+            sums[:, rows].baddbmm_(weights, pairs.weighed[:, keys])
+    return sums, log_scale if queries.log_scale is None else log_scale + queries.log_scale
+
+
+def _query_blocks(call: Call, chunk: Chunk) -> Iterator[tuple[int, slice]]:
+    length, block = chunk.queries.stop - chunk.queries.start, call.plan.block
+    for n in range(chunk.number):
+        yield chunk.blocks.start + n, slice(n * block, min((n + 1) * block, length))
+
+
+def add_gradients(
+    call: Call, chunk: Chunk, outside: FarSums, sight: Sight, above: Tensor, d: Gradients, d_outside: Tensor
+) -> None:
+    """Add the gradients of ``products``, given that of the sums."""
+    queries, pull = call.maps.differentiable(0, chunk.queries, d.q, d.weights)
+    d_queries, outer = torch.zeros_like(queries.values), above
+    if call.plan.mixed:
+        keys, pull_keys = call.maps.differentiable(1, chunk.keys, d.k, d.weights)
+        pairs = Pairs.of(call, chunk, keys, outside.log_scale[:, chunk.blocks])
+        pull_keys(*add_pair_gradients(call, chunk, sight, pairs, above, queries.values, d_queries, d))
+        outer = above * (units_of(call, chunk, outside) - pairs.unit).exp_()[..., None]
+    for n, rows in _query_blocks(call, chunk):
+        d_queries[:, rows].baddbmm_(outer[:, rows], outside.sums[:, n].mT)
+        torch.bmm(queries.values[:, rows].mT, outer[:, rows], out=d_outside[:, n])
+    pull(d_queries, torch.linalg.vecdot(d_queries, queries.values))

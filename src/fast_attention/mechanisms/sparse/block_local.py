@@ -1,0 +1,111 @@
+"""Local attention in blocks: a query weighs the keys of its block and of neighbouring ones.
+
+The blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2001.04451).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine import masks
+from fast_attention.engine.blocks import smaller
+from fast_attention.engine.kv_cache import KVCache, append, last
+from fast_attention.engine.tracing import symbolic
+from fast_attention.mechanism import MaskedAttention
+from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.sparse.banded import banded_softmax
+from fast_attention.mechanisms.sparse.local import SMALLEST_BLOCK, TRAITS
+from fast_attention.value import at_least
+
+
+def block_local_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    *,
+    block_size: int = 64,
+    before: int = 1,
+    after: int = 1,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax over the keys of the query's block, of ``before`` blocks before it and of ``after`` blocks after it.
+
+    Blocks are counted from the first key, and query i stands at i + S - L. Causal: later keys are masked and ``after``
+    is 0. No block has itself or a wrapped one for its missing neighbour (trax wraps the first round to the last).
+    """
+    length, keys, open_length = q.shape[-2], k.shape[-2], symbolic()
+    if not open_length and BlockLocal(block_size, before, after).covers(length, keys, is_causal=is_causal):
+        return softmax_attention(
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
+        )
+    before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
+    several = 1 if open_length else max(SMALLEST_BLOCK // block_size, 1)  # small blocks share one slice of keys
+    rows, front = several * block_size, (keys - length) % block_size
+    behind, ahead = before * block_size, after * block_size
+    if not open_length and front + length <= block_size:  # one block, and no key after its last query
+        rows, behind, ahead, front = length, min(behind + front, max(keys - length, 0)), 0, 0
+    band = masks.band(rows, behind, ahead, left=None, right=0 if is_causal else None, device=q.device)
+    if several > 1 and rows > block_size:
+        near = masks.band(several, before, after, left=before, right=after, device=q.device)
+        band = band & near.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
+    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=scale)
+
+
+@dataclass(frozen=True, repr=False)
+class BlockLocal(MaskedAttention[tuple[()], KVCache]):
+    """Neighbouring blocks: a query sees its own block, ``before`` blocks before it and ``after`` blocks after it.
+
+    Args:
+        block_size: Tokens per block.
+        before: Blocks seen before the own one.
+        after: Blocks seen after the own one; none with is_causal=True (the Reformer's local layers have 1 and 0).
+        scale: Factor on the dot products; None means 1/sqrt(width).
+    """
+
+    block_size: int = 64
+    before: int = 1
+    after: int = 1
+    scale: float | None = None
+
+    traits = TRAITS
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        at_least(self, "block_size", self.block_size, 1)
+        at_least(self, "before", self.before, 0)
+        at_least(self, "after", self.after, 0)
+
+    def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
+        """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
+        final = (keys - 1) // self.block_size
+        return self.before >= final and (is_causal or self.after >= final - (keys - length) // self.block_size)
+
+    def leaving(self, keys: int) -> int:
+        """The number of the first of ``keys`` tokens, from a block's first on, that no later token sees."""
+        return max(keys // self.block_size - self.before, 0) * self.block_size
+
+    def attend_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
+        *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
+        """Softmax over the neighbouring blocks under any mask."""
+        return block_local_attention(
+            q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=is_causal,
+            key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
+        )  # fmt: skip
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend to the blocks before the new tokens and to these; keep what the next token's block may see."""
+        near = append(state, k, v, key_mask)
+        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.visible)
+        total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
+        return out, last(near, total - self.leaving(total))

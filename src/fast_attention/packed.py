@@ -1,0 +1,209 @@
+"""Runs attention on packed sequences: several that stand one after another along the axis of tokens, without padding.
+
+Sequences of equal length become one batch and every other one a call by itself, so that any mechanism gives what one
+call for each sequence gives, and none knows of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from fast_attention import checks
+from fast_attention.engine.tracing import exporting
+from fast_attention.mechanism import Unsupported
+
+CuSeqlens: TypeAlias = Tensor | tuple[Tensor, Tensor]
+Lengths: TypeAlias = Tensor | Sequence[int] | tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
+Call: TypeAlias = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How many queries and keys each of the packed sequences has, in their order."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """The most queries or keys of any sequence."""
+        return max((0, *self.queries, *self.keys))
+
+    def groups(self) -> Iterator[list[int]]:
+        """The numbers of the sequences that are equally long, in the order of the first of each."""
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, sizes in enumerate(zip(self.queries, self.keys, strict=True)):
+            members.setdefault(sizes, []).append(i)
+        yield from members.values()
+
+
+def packing(
+    cu_seqlens: CuSeqlens | None, lengths: Lengths | None, queries: int, keys: int, attn_mask: Tensor | None = None,
+    *, name: str = "cu_seqlens",
+) -> Packing | None:  # fmt: skip
+    """The packed sequences that a caller's ``cu_seqlens`` or ``lengths`` describe; None where both are None.
+
+    Args:
+        cu_seqlens: Where sequences begin and the last one ends, (sequences + 1,), int32 or int64: 0, ..., number of
+            tokens. An entry equal to the one before is an empty sequence. A pair: those of queries and of keys.
+        lengths: Instead of it the number of tokens of each sequence, or a pair; as Python's ints also in traced code.
+        queries: Number of queries in the packed tensor.
+        keys: Number of keys.
+        attn_mask: A mask given beside them, which is refused.
+        name: What errors call ``cu_seqlens``.
+
+    Raises:
+        TypeError: They are no whole numbers.
+        ValueError: They do not begin at 0, fall, or do not end at the number of tokens; or more is given.
+        Unsupported: Numbers of a tensor are asked for where code is traced.
+    """
+    if cu_seqlens is None and lengths is None:
+        return None
+    if cu_seqlens is not None and lengths is not None:
+        raise ValueError("cu_seqlens and lengths say the same of packed sequences: give one of them")
+    if attn_mask is not None:
+        raise ValueError(
+            "packed sequences take no attn_mask, which is laid out for one sequence: give is_causal, or key_mask for "
+            "tokens that none may see, or call each sequence with its mask"
+        )
+    name, given = ("lengths", cast(Any, lengths)) if cu_seqlens is None else (name, cast(Any, cu_seqlens))
+    read = _checked_lengths if cu_seqlens is None else _checked_borders
+    if _is_pair(given):
+        read_queries, read_keys = (read(f"{name}_{kind}", x) for kind, x in zip("qk", given, strict=True))
+        names = (f"{name}_q", f"{name}_k")
+    else:
+        if queries != keys:
+            raise ValueError(
+                f"there are {queries} packed queries and {keys} keys: give {name} as a pair, ({name}_q, {name}_k)"
+            )
+        read_queries = read_keys = read(name, given)
+        names = (name, name)
+    for each, sizes, tokens in zip(names, (read_queries, read_keys), (queries, keys), strict=True):
+        if (total := sum(sizes)) != tokens:
+            entry = f"{each}[{len(sizes)}]" if cu_seqlens is not None else f"the sum of {each}"
+            raise ValueError(f"{entry} is {total} and there are {tokens} tokens: it must be their number")
+    if len(read_queries) != len(read_keys):
+        raise ValueError(
+            f"{names[0]} has {len(read_queries)} sequences and {names[1]} has {len(read_keys)}: every sequence of "
+            "queries needs one of keys, if an empty one"
+        )
+    return Packing(read_queries, read_keys)
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sequences: Packing, key_mask: Tensor | None) -> Tensor:
+    """Attend within each sequence of q (..., H, T, E), k (..., H, S, E) and v (..., H, S, Ev): outputs (..., H, T, Ev).
+
+    Args:
+        call: ``(q, k, v, key_mask=) -> outputs`` of a batch of sequences that are no longer packed, (batch, H, L, E).
+        q, k, v: The packed tensors.
+        sequences: Their lengths.
+        key_mask: Boolean (..., S), True = may be seen, or None.
+
+    Raises:
+        ValueError: The tensors do not fit one another.
+    """
+    checks.tensors(q=q, k=k, v=v)
+    checks.heads(q, k, v, alike=False, grouped=True)  # the call says how many heads there may be
+    return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, kept=3)
+
+
+def mix(call: Call, x: Tensor, sequences: Packing, key_mask: Tensor | None) -> Tensor:
+    """Mix the tokens of each sequence of x (..., T, E) among themselves, by ``call`` (x, key_mask=) of a batch.
+
+    Raises:
+        ValueError: The tensors do not fit one another.
+    """
+    checks.tensors(x=x)
+    return _run(call, (x,), (sequences.queries,), sequences, key_mask, kept=2)
+
+
+def _run(
+    call: Call, inputs: tuple[Tensor, ...], lengths: tuple[tuple[int, ...], ...], sequences: Packing,
+    key_mask: Tensor | None, *, kept: int,
+) -> Tensor:  # fmt: skip
+    """Outputs of ``call`` on one group of equally long sequences after another, packed as its inputs are.
+
+    All axes but the last ``kept`` become one, for torch's fused kernel takes four axes and no more.
+    """
+    batch, keys = inputs[0].shape[:-kept], inputs[-1].shape[-2]
+    size = math.prod(batch)
+    flat = [x.reshape(size, *x.shape[-kept:]) for x in inputs]
+    mask = None
+    if key_mask is not None:
+        checks.key_mask(key_mask, tuple(batch), inputs[-1])
+        mask = key_mask.expand(*batch, keys).reshape(size, keys, 1)
+    starts = [[0, *accumulate(each)] for each in lengths]
+    outputs: dict[int, Tensor] = {}
+    for group in sequences.groups():
+        cut = [_cut(x, first, sizes, group) for x, first, sizes in zip(flat, starts, lengths, strict=True)]
+        group_mask = None if mask is None else _cut(mask, starts[-1], lengths[-1], group)[..., 0]
+        out = call(*cut, key_mask=group_mask)
+        outputs |= dict(zip(group, out.unflatten(0, (len(group), size)).unbind(), strict=True))
+    flat_mask = None if mask is None else mask[..., 0]
+    out = torch.cat([outputs[i] for i in range(len(outputs))], -2) if outputs else call(*flat, key_mask=flat_mask)
+    return out.reshape(*batch, *out.shape[1:])
+
+
+def _cut(x: Tensor, starts: list[int], lengths: tuple[int, ...], group: list[int]) -> Tensor:
+    """The sequences of a group, cut out of (batch, ..., T, E): (sequences * batch, ..., length, E)."""
+    rows = [x.narrow(-2, starts[i], lengths[i]) for i in group]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2 and not any(isinstance(x, int) for x in given)
+
+
+def _checked_borders(name: str, given: object) -> tuple[int, ...]:
+    """The lengths between borders."""
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor of int32 or int64, or a pair of them; got {type(given).__name__} "
+            "(lengths= takes Python's ints)"
+        )
+    if given.ndim != 1 or len(given) == 0:
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; it must be (sequences + 1,), one row of borders")
+    borders = _numbers(name, given)
+    if borders[0] != 0:
+        raise ValueError(f"{name}[0] is {borders[0]}; the first sequence begins at token 0, so it must be 0")
+    for i, (before, border) in enumerate(pairwise(borders), start=1):
+        if border < before:
+            raise ValueError(
+                f"{name}[{i}] is {border} and {name}[{i - 1}] is {before}: entries must rise, for each is where a "
+                "sequence ends and the next one begins"
+            )
+    return tuple(border - before for before, border in pairwise(borders))
+
+
+def _checked_lengths(name: str, given: object) -> tuple[int, ...]:
+    sizes = _numbers(name, given) if isinstance(given, Tensor) else given
+    if not isinstance(sizes, tuple | list) or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
+        raise TypeError(f"{name} must be whole numbers, the tokens of each sequence, or a pair of such; got {given!r}")
+    for i, n in enumerate(sizes):
+        if n < 0:
+            raise ValueError(f"{name}[{i}] is {n}: a sequence has 0 tokens or more")
+    return tuple(sizes)
+
+
+def _numbers(name: str, given: Tensor) -> list[int]:
+    """The numbers of a tensor of one axis."""
+    if given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {given.dtype}: give int32 or int64, such as {name}.int()")
+    if given.ndim != 1:
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; it must have one axis, of the sequences")
+    if given.is_meta:
+        raise ValueError(f"{name} is on the meta device, which holds no numbers: give it on another")
+    if torch.compiler.is_compiling() or exporting():
+        raise Unsupported(
+            f"{name} is a tensor, whose numbers traced code cannot read. What would work: lengths=(3, 4, ...), a tuple "
+            "of Python's ints, for which the code is traced anew where they change; or the call outside of "
+            "torch.compile(fullgraph=True) and torch.export"
+        )
+    return given.tolist()

@@ -1,0 +1,138 @@
+"""``convert(..., exact_up_to=)``: the mechanism learns, short inputs stay what they were, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import ConversionSettings, convert, from_pretrained
+from fast_attention.integrations import crossover
+from fast_attention.integrations.attention import layers_of
+from tests.conversion.test_conversion import HELD, LLAMA, MECHANISM, SIZES, batch, bert, equal, state
+from tests.conversion.test_convert_command import SHORT, Converted, bytes_of, folders, run  # noqa: F401
+from tests.conversion.test_convert_own import batch as own_batch
+from tests.conversion.test_convert_own import model as own_model
+
+transformers = pytest.importorskip("transformers")
+STEPS = ConversionSettings(minutes=0.0, steps=8, save_seconds=0.0)
+
+
+def outputs(model: Any, length: int) -> Tensor:
+    with torch.no_grad():
+        return model(**batch(5, length))[0]
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_short_inputs_stay_and_long_ones_learn(name: str, tmp_path: Path) -> None:
+    """The passages to learn from are shorter than what exact attention serves in the end."""
+    torch.manual_seed(3)
+    model = bert(0, 1) if name == "bert" else transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
+    original = copy.deepcopy(model)
+    told = convert(model, MECHANISM, batch, HELD, settings=STEPS, exact_up_to=30)
+    assert told.mechanism == f"ByLength(long={MECHANISM}, above=30)"
+    assert list(told.figures) == ["original", "swapped", "transferred", "tuned", "exact"]
+    assert told.figures["exact"] == told.figures["original"], "the held-out passages have 24 tokens"
+    assert told.figures["tuned"] != told.figures["swapped"], "what is learnt is seen without exact attention"
+    assert torch.equal(outputs(model, 30), outputs(original, 30))
+    assert not torch.equal(outputs(model, 31), outputs(original, 31))
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(x, parameters[name]) for name, x in original.named_parameters()), "only maps are trained"
+    learnt = [p for name, p in parameters.items() if name.endswith(("long_query", "long_key"))]
+    assert len(learnt) == 2 * len(told.converted)
+    assert not any(torch.equal(a, b) for a, b in zip(learnt[::2], learnt[1::2], strict=True)), "equal at the start"
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(from_pretrained(tmp_path), 40), outputs(model, 40))
+
+
+def test_a_stopped_conversion_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(line: dict[str, Any]) -> None:
+        if line.get("stage") == "transfer" and line["step"] == 4:
+            raise Killed
+
+    whole, stopped = bert(0), bert(0)
+    settings: dict[str, Any] = {"settings": STEPS, "exact_up_to": 20, "checkpoint": tmp_path / "checkpoint"}
+    convert(whole, MECHANISM, batch, HELD, settings=STEPS, exact_up_to=20)
+    with pytest.raises(Killed):
+        convert(stopped, MECHANISM, batch, HELD, watch=kill, **settings)
+    other = {**settings, "exact_up_to": 21}
+    with pytest.raises(ValueError, match=r"conversion with mechanism .*, exact up to 20, not .*, exact up to 21"):
+        convert(bert(0), MECHANISM, batch, HELD, resume=True, **other)
+    again = bert(0)
+    told = convert(again, MECHANISM, batch, HELD, resume=True, **settings)
+    assert told.status == "complete"
+    assert equal(state(again), state(whole))
+
+
+def test_auto_is_measured_at_the_layers_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def measured(mechanism: Any, shape: Any, like: Tensor, *, is_causal: bool) -> int:
+        asked.append((repr(mechanism), shape.heads, shape.head_dim, is_causal))
+        return 48
+
+    monkeypatch.setattr(crossover, "crossover", measured)
+    model = bert(0)
+    told = convert(model, "Local(window=2)", batch, HELD, settings=STEPS, exact_up_to="auto", keep=[1])
+    assert asked == [("Local(window=2)", SIZES["num_attention_heads"], 8, False)]
+    assert told.mechanism == "ByLength(long=Local(window=2), above=48)"
+    assert [repr(each.bound.mechanism) for each in layers_of(model).values()].count("Softmax()") == 1
+
+
+@pytest.mark.parametrize("mechanism", ["LearnedFeatures(num_features=4)", "RandomSynthesizer()"])
+def test_a_model_of_this_library_keeps_its_projections(mechanism: str) -> None:
+    """Also where the mechanism alone reads fewer of them."""
+    model = own_model()
+    original = copy.deepcopy(model)
+    first = own_batch(0)
+    told = convert(model, mechanism, own_batch, [own_batch(-1)], settings=STEPS, exact_up_to=first.tokens.shape[1])
+    assert told.mechanism.startswith("ByLength(long=")
+    assert {*([model.config.mechanism] if isinstance(model.config.mechanism, str) else model.config.mechanism)} == {
+        told.mechanism
+    }
+    with torch.no_grad():
+        torch.testing.assert_close(model(first.tokens, first.key_mask), original(first.tokens, first.key_mask))
+
+
+@pytest.mark.parametrize("wrong", [0, "often"])
+def test_what_is_no_number_is_refused_before_anything_is_done(wrong: Any) -> None:
+    model = bert(0)
+    with pytest.raises(ValueError, match="give a number of tokens, at least 1, or 'auto'"):
+        convert(model, MECHANISM, batch, HELD, settings=STEPS, exact_up_to=wrong)
+    with pytest.raises(ValueError, match="says itself up to where it is exact"):
+        convert(model, "ByLength()", batch, HELD, settings=STEPS, exact_up_to=8)
+    assert not layers_of(model)
+
+
+def test_the_command_takes_it(
+    folders: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crossover, "crossover", lambda *_, **__: 44)
+    given = [str(folders / "encoder"), *SHORT, "--text", str(folders / "text.txt"), "--minutes", "0.02"]
+    for limit, above in (("40", 40), ("auto", 44)):
+        out = tmp_path / limit
+        code, told, err = run(capsys, *given, "--exact-up-to", limit, "--out", str(out))
+        assert code == 0, err
+        assert "exact for short inputs" in told
+        held = Converted.read(out / "report.json")
+        assert held.conversion.mechanism == f"ByLength(long=LearnedFeatures(num_features=4), above={above})"
+        assert held.figures("exact")["sentence_cosine"] == pytest.approx(1.0), "passages have 40 tokens"
+        assert f"above={above}" in (out / "report.html").read_text()
+        before = transformers.AutoModel.from_pretrained(folders / "encoder").eval()
+        ids = torch.randint(3, 300, (2, 40))
+        with torch.no_grad():
+            assert torch.equal(from_pretrained(out)(ids)[0], before(ids)[0])
+    for wrong in ("0", "-3", "often", "2.5"):
+        code, _, err = run(capsys, *given, "--exact-up-to", wrong, "--out", str(tmp_path / "none"))
+        assert code == 2
+        assert "write a number of tokens, at least 1, or auto" in err
