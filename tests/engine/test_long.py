@@ -81,10 +81,10 @@ BOTH = pytest.mark.parametrize("is_causal", [False, True], ids=["whole", "causal
 
 
 @BOTH
-@pytest.mark.parametrize("spelling", ROWS)
-def test_a_prime_million_at_sampled_positions(spelling: str, is_causal: bool) -> None:
+@pytest.mark.parametrize("expression", ROWS)
+def test_a_prime_million_at_sampled_positions(expression: str, is_causal: bool) -> None:
     """Against the definition in float64: outputs to 1e-6, gradients (differences of sums) to 1e-4, of the largest."""
-    bound = Bound(spelling, Shape(1, WIDTH, PRIME))
+    bound = Bound(expression, Shape(1, WIDTH, PRIME))
     q, k = (0.5 * torch.randn(1, 1, PRIME, WIDTH) for _ in range(2))
     v = 0.5 + (2 * k).sigmoid()  # follows the keys, so that gradients are no differences of nearly equal sums
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -93,12 +93,12 @@ def test_a_prime_million_at_sampled_positions(spelling: str, is_causal: bool) ->
     found = torch.autograd.grad(out, inputs, ways, allow_unused=True, materialize_grads=True)
 
     exact = [x.detach()[0, 0].double().requires_grad_() for x in inputs]
-    keys = KEYS.get(spelling, lambda w, x: x)(bound.w, exact[1])
+    keys = KEYS.get(expression, lambda w, x: x)(bound.w, exact[1])
     rows = []
     for i in SAMPLED:
         # a window to the right sees the future unless causal, so rows are cut here and nowhere else
         seen = slice(0, i + 1) if is_causal else slice(None)
-        rows.append(ROWS[spelling](bound.w, exact[0][i], keys[seen], exact[2][seen], i))
+        rows.append(ROWS[expression](bound.w, exact[0][i], keys[seen], exact[2][seen], i))
     wanted = torch.autograd.grad(torch.stack(rows), exact, ways.double(), allow_unused=True, materialize_grads=True)
 
     _near(out, torch.stack(rows), 1e-6, "outputs")
@@ -114,10 +114,10 @@ def _near(ours: Tensor, exact: Tensor, limit: float, what: str) -> None:
 LINEAR_KINDS = [*ROWS, "FNet()"]
 
 
-def _peaks(spelling: str, length: int, is_causal: bool, width: int = 64) -> tuple[int, int, int]:
+def _peaks(expression: str, length: int, is_causal: bool, width: int = 64) -> tuple[int, int, int]:
     """Peak bytes of a forward and of a training pass, and the bytes of what goes in and comes out."""
     torch.manual_seed(0)
-    bound = Bound(spelling, Shape(1, width, length))
+    bound = Bound(expression, Shape(1, width, length))
     mixer = bound.mechanism.traits.reads == "x"
     inputs = [torch.randn((1, length, width) if mixer else (1, 1, length, width)) for _ in range(1 if mixer else 3)]
     with torch.no_grad():
@@ -133,11 +133,11 @@ def _peaks(spelling: str, length: int, is_causal: bool, width: int = 64) -> tupl
 
 
 @BOTH
-@pytest.mark.parametrize("spelling", LINEAR_KINDS)
-def test_memory_grows_with_the_length_and_stays_small(spelling: str, is_causal: bool) -> None:
-    if is_causal and not catalogue.parse(spelling).traits.causal:
+@pytest.mark.parametrize("expression", LINEAR_KINDS)
+def test_memory_grows_with_the_length_and_stays_small(expression: str, is_causal: bool) -> None:
+    if is_causal and not catalogue.parse(expression).traits.causal:
         pytest.skip("denied by its traits")
-    small, large = (_peaks(spelling, length, is_causal) for length in (4_096, 65_536))
+    small, large = (_peaks(expression, length, is_causal) for length in (4_096, 65_536))
     for name, first, last, times in zip(("forward", "training"), small, large, (4, 8), strict=False):
         assert exponent(first, last, 16) <= 1.05, f"{name}: {first:,} bytes grew to {last:,}"
         assert last <= times * large[2], f"{name}: {last / large[2]:.1f} times the bytes of inputs and output"

@@ -260,7 +260,7 @@ def test_tasks_are_listed_with_their_settings(capsys: pytest.CaptureFixture[str]
     listed = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in listed] == tasks.names()
     for each in listed:
-        assert tasks.kind(each["name"]).__name__ == each["spelling"]
+        assert tasks.kind(each["name"]).__name__ == each["class"]
         if not each["file needed"]:
             assert repr(tasks.parse(each["name"])) == f"{each['spelling']}()"
     assert commands.run(["tasks", "cpoy"]) == 2

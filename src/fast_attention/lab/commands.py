@@ -126,7 +126,7 @@ def _described(mechanism: Any) -> dict[str, Any]:
     plain = int | float | str | None
     return {
         "name": type(mechanism).__name__,
-        "spelling": repr(mechanism),
+        "expression": repr(mechanism),
         "kind": "mixer" if isinstance(mechanism, Mixer) else "attention",
         "settings": {key: value if isinstance(value, plain) else repr(value) for key, value in held.items()},
         "traits": asdict(mechanism.traits),

@@ -42,7 +42,7 @@ def _described(kind: type[Task]) -> dict[str, Any]:
     held = {field.name: None if field.default is MISSING else field.default for field in fields(kind)}  # type: ignore[arg-type]
     return {
         "name": kind.name,
-        "spelling": kind.__name__,
+        "class": kind.__name__,
         "about": _first(kind),
         "causal": kind.causal,
         "metric": kind.metric,
