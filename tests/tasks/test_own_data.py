@@ -262,7 +262,7 @@ def test_tasks_are_listed_with_their_settings(capsys: pytest.CaptureFixture[str]
     for each in listed:
         assert tasks.kind(each["name"]).__name__ == each["class"]
         if not each["file needed"]:
-            assert repr(tasks.parse(each["name"])) == f"{each['spelling']}()"
+            assert repr(tasks.parse(each["name"])) == f"{each['class']}()"
     assert commands.run(["tasks", "cpoy"]) == 2
     assert "Did you mean copy" in capsys.readouterr().err
 
