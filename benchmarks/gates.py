@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import io
-import json
 import math
 import re
 import statistics
@@ -22,7 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from fast_attention.lab.records import sealed
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = (256, 1024, 4096, 16384)
@@ -289,8 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
             "date": time.strftime("%Y-%m-%d"), "old": old.commit, "new": new.commit, "torch": torch.__version__,
             "threads": torch.get_num_threads(), **summary(found),
         }  # fmt: skip
-        record = {"meta": meta, "rows": [asdict(row) for row in found]}
-        asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        asked.out.write_text(sealed("gates", {"meta": meta, "rows": found}, indent=None) + "\n", encoding="utf-8")
     return 0 if summary(found)["passed"] else 1
 
 
