@@ -89,7 +89,7 @@ def _warnings(meta: dict[str, Any]) -> list[Words]:
         warnings.append(Words(busy, "warn"))
     if extension := meta.get("extension"):
         warnings.append(Words(f"Beyond the model's own context: {extension}."))
-    return [*warnings, Words(f"{meta['source']}; {meta['hardware']}, {meta['threads']} threads.")]
+    return [*warnings, Words(f"{meta['source']}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")]
 
 
 def _verdict(record: Comparison) -> Section:
