@@ -52,7 +52,7 @@ def main() -> None:
 
     original = loading.load(folder).float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    read, goal = Reading(corpus.read(None, None), tokenizer, asked.length, 2, 0), HiddenStates()
+    read, goal = Reading([corpus.read(None, None)], tokenizer, asked.length, 2, 0), HiddenStates()
     held, models = goal.prepare(original, [*read.held_out, *read.choosing]), {"original": original}
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("swapping") as status:

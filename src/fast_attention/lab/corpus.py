@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,17 @@ class Corpus:
     kind: Literal["text", "proteins"]
     name: str
     documents: tuple[tuple[str, str], ...]
+
+    @property
+    def sha256(self) -> str:
+        """The checksum of all documents, whatever they are called."""
+        return hashlib.sha256("\0".join(text for _, text in self.documents).encode()).hexdigest()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it."""
+        size = sum(len(text.encode()) for _, text in self.documents)
+        return {"name": self.name, "documents": len(self.documents), "bytes": size, "sha256": self.sha256}
 
     def passage(self, length: int) -> tuple[str, str]:
         """The first document of at least ``length`` characters, else the longest."""
@@ -66,8 +78,13 @@ class Corpus:
             raise InputError(f"{self.name}: the tokenizer knows no word of {name}, so that all tokens are the same")
 
 
-def read(text: str | None = None, fasta: str | None = None) -> Corpus:
+def read(text: str | None = None, fasta: str | None = None, *, option: str = "--text") -> Corpus:
     """The corpus of ``--text`` or ``--fasta`` (``"sample"``: the shipped proteins); the shipped prose without either.
+
+    Args:
+        text: A file of text.
+        fasta: A file of proteins.
+        option: What the user gave the text with, for messages.
 
     Raises:
         InputError: Both are given, or the file is missing, empty or broken; the message names file and line.
@@ -78,7 +95,7 @@ def read(text: str | None = None, fasta: str | None = None) -> Corpus:
         return _proteins(fasta)
     if text is None:
         return Corpus("text", "the Jargon File 4.4.7 (public domain, shipped)", (("the Jargon File", data.text()),))
-    return Corpus("text", text, ((Path(text).name, _text(Path(text))),))
+    return Corpus("text", text, ((Path(text).name, _text(Path(text), option)),))
 
 
 def _proteins(path: str) -> Corpus:
@@ -94,20 +111,20 @@ def _proteins(path: str) -> Corpus:
     return Corpus("proteins", name, tuple((protein.name, protein.sequence) for protein in proteins))
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, option: str) -> str:
     raw = b""
     try:
         raw = reading.unpacked(path)
         text = raw.decode("utf-8")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"--text {path}: the gzip data are cut off or damaged") from error
+        raise InputError(f"{option} {path}: the gzip data are cut off or damaged") from error
     except OSError as error:
-        raise InputError(f"--text {path}: {error.strerror or error}") from error
+        raise InputError(f"{option} {path}: {error.strerror or error}") from error
     except reading.TooLong as error:
-        raise InputError(f"--text {error}") from error
+        raise InputError(f"{option} {error}") from error
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise InputError(f"--text {path}, line {line}: not UTF-8 text") from error
+        raise InputError(f"{option} {path}, line {line}: not UTF-8 text") from error
     if not text.strip():
-        raise InputError(f"--text {path}: the file is empty")
+        raise InputError(f"{option} {path}: the file is empty")
     return text

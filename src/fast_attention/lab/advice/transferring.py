@@ -46,7 +46,7 @@ def transfer(
     """
     length = min(length, source.context or length)
     seed = record.meta["seed"]
-    reading = Reading(source.corpus, source.tokenizer, length, BATCH, seed)
+    reading = Reading([source.corpus], source.tokenizer, length, BATCH, seed)
     settings = ConversionSettings(minutes=minutes, share=1.0, seed=seed)
     results: dict[str, dict[str, Any]] = {}
     record.meta["transfer"] = results

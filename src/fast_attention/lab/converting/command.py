@@ -26,9 +26,19 @@ def convert_command(
     model: Annotated[str, MODEL],
     mechanism: Annotated[str, typer.Option(help="What to run, e.g. 'LearnedFeatures(num_features=128)'.")],
     keep_layers: Annotated[str | None, typer.Option(help="Layers that stay as they are, from 0, e.g. 0,5.")] = None,
-    text: options.Text = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="UTF-8 file to learn on, plain or .gz, or jargon, python, packages. Repeat for several."),
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="Text of another source to judge by, or none. Default: jargon.")
+    ] = None,
     fasta: options.Fasta = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time to train, transfer and fine-tune together.")] = 10.0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Time to train, all stages together. Default: 10, or no limit but --steps."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each stage, at most.")] = None,
     share: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Fraction of the minutes for the transfer. Default: measured best."),
@@ -47,7 +57,7 @@ def convert_command(
         int | None, typer.Option(min=2, help="Let a Hugging Face model read so many tokens, by more positions.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Batch size, in passages. Default: 1, or the run's.")
+        int | None, typer.Option(min=1, help="Batch size, in passages of --length. Default: 1, or the run's.")
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of the fine-tune.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 to train under autocast.")] = None,
@@ -72,12 +82,13 @@ def convert_command(
             _show(complete, out, as_json)
             return 0
         inputs.threads(threads or measure.useful_threads())
-        given: dict[str, Any] = {"share": share, "lr": lr, "precision": precision}
+        limits = {"minutes": 0.0 if steps and minutes is None else minutes, "steps": steps}
+        given: dict[str, Any] = {**limits, "share": share, "lr": lr, "precision": precision}
         given = {name: value for name, value in given.items() if value is not None}
-        settings = ConversionSettings(minutes=minutes, seed=seed, **given)
+        settings = ConversionSettings(seed=seed, **given)
         kind = inputs.mechanisms([mechanism])[0]
         exact = inputs.tokens_or_auto("--exact-up-to", exact_up_to)
-        data = Data(text, fasta, length, batch_size, positions, seed)
+        data = Data(text, judge, fasta, length, batch_size, positions, seed)
         source = opened(model, inputs.device(device), data, out)
         held = Converted(_meta(model, source, settings, budget), Conversion("", repr(kind), [], {}))
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []

@@ -12,7 +12,7 @@ import torch
 from fast_attention import tasks
 from fast_attention.conversion.goals import is_language_model
 from fast_attention.integrations import extend
-from fast_attention.lab import capture, corpus, inputs, loading
+from fast_attention.lab import capture, corpus, inputs, loading, texts
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
@@ -25,6 +25,7 @@ from fast_attention.training.loop import ORDER
 from fast_attention.training.settings import TrainingSettings
 
 LONGEST = 512  # tokens of a passage, unless --length says more
+SHORTEST = 32  # tokens of a passage of a text
 LENGTHS = (512, 2048, 8192)  # where time and memory are measured
 LIKENESS = (
     "2 - the mean cosine of the sentence embeddings (mean pooled) to the original's: the original's loss is 1, and a "
@@ -62,7 +63,8 @@ class ModelAndData(Protocol):
 class Data(NamedTuple):
     """What to learn on, as a user chose it."""
 
-    text: str | None
+    texts: list[str] | None  # files, or names of what this machine has
+    judge: str | None  # one more, which is never trained on
     fasta: str | None
     length: int | None  # tokens of a passage
     size: int | None  # passages of a batch
@@ -109,7 +111,7 @@ class Pretrained:
                 "lets it read more"
             )
         self.length = data.length or min(LONGEST, self.positions or LONGEST)
-        self.read = Reading(corpus.read(data.text, data.fasta), self.tokenizer, self.length, data.size or 1, data.seed)
+        self.read = _reading(data, self.tokenizer, self.length)
         self.batch, self.held_out, self.choosing = self.read.batch, self.read.held_out, self.read.choosing
         self.lengths: list[int] = [*LENGTHS]
 
@@ -124,7 +126,9 @@ class Pretrained:
     def meta(self) -> dict[str, Any]:
         """What is recorded of the text."""
         return {
-            "text": self.read.corpus.name,
+            "text": self.read.name,
+            "texts": [corpus.facts for corpus in self.read.corpora],
+            "judge": None if self.read.judge is None else self.read.judge.facts,
             "batch_size": self.read.size,
             "length": self.length,
             "passages": sum(len(batch["input_ids"]) for batch in self.held_out),
@@ -190,6 +194,16 @@ class Run:
         saving.save(self.model, out)
 
 
+def _reading(data: Data, tokenizer: Any, length: int) -> Reading:
+    """Texts in passages of mixed lengths, judged by another one; or proteins, judged by the last of them."""
+    if data.fasta is None:
+        trained, judge = texts.read(data.texts, data.judge)
+        return Reading(trained, tokenizer, length, data.size or 1, data.seed, shortest=SHORTEST, judge=judge)
+    if data.texts or data.judge:
+        raise InputError(f"give {'--text' if data.texts else '--judge'} or --fasta, not both")
+    return Reading([corpus.read(fasta=data.fasta)], tokenizer, length, data.size or 1, data.seed)
+
+
 def _learnt(source: ModelFolder, config: ModelConfig) -> tuple[Task, TrainingSettings]:
     """What a model was trained on, and how: as its run says, or the report of its conversion; else what it can read."""
     folder = source.folder.parent if source.folder.name == run_folder.MODEL else source.folder
@@ -212,8 +226,15 @@ def _learnt(source: ModelFolder, config: ModelConfig) -> tuple[Task, TrainingSet
 
 def _changed(source: ModelFolder, task: Task, data: Data) -> Task:
     """The task on another file, or with another length."""
+    if data.judge is not None:
+        raise InputError(f"--judge {data.judge}: {source.name} is judged by the validation side of its own task")
+    if data.texts is not None and len(data.texts) > 1:
+        raise InputError(f"--text {data.texts[1]}: {source.name} learns {task!r}, which reads one file")
     other: dict[str, Any] = {}
-    for option, file, reads in (("--text", data.text, "bytes"), ("--fasta", data.fasta, "residues")):
+    for option, file, reads in (
+        ("--text", data.texts[0] if data.texts else None, "bytes"),
+        ("--fasta", data.fasta, "residues"),
+    ):
         if file is not None and task.reads != reads:
             raise InputError(f"{option} {file}: {source.name} learns {task!r}, which reads no {reads}")
         if file is not None:
