@@ -30,7 +30,7 @@ FAULTS = [
           "tests/lab/test_advise.py -k 'limits or ranking'"),
     Fault("the judge is one of the trained texts", "lab/texts.py", "if judging is not None and judging.sha256 in known:", "if False:",
           "tests/lab/test_texts.py -k 'every_source'"),
-    Fault("a paragraph is read twice", "lab/texts.py", "if each not in seen]", "if each]",
+    Fault("a paragraph is read twice", "lab/texts.py", "if each not in known]", "if each]",
           "tests/lab/test_texts.py -k 'repeated'"),
     Fault("batches of short passages grow without bound", "lab/converting/reading.py",
           "min(self.size * self.length // longest, ROWS)", "ROWS", "tests/conversion/test_convert_command.py -k mixed_lengths"),

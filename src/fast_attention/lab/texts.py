@@ -93,8 +93,8 @@ def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _of(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
     """The docstrings of a module or class and of what it defines, from the top down."""
-    if (own := ast.get_docstring(node)) is not None:
-        yield own
+    if (docstring := ast.get_docstring(node)) is not None:
+        yield docstring
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             yield from _of(child)
@@ -102,7 +102,7 @@ def _of(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
 
 def _installed() -> Iterator[tuple[str, str]]:
     known = {str(each.metadata["Name"]).lower(): each for each in importlib.metadata.distributions()}
-    for name in sorted(known, key=_place):
+    for name in sorted(known, key=_rank):
         if name.replace("_", "-") == "fast-attention":
             continue
         package = known[name]
@@ -118,23 +118,23 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 
 def _mixed(paths: Iterable[Path], folder: Path) -> list[Path]:
-    return sorted(paths, key=lambda path: _place(path.relative_to(folder)))
+    return sorted(paths, key=lambda path: _rank(path.relative_to(folder)))
 
 
-def _place(name: str | PurePath) -> bytes:
+def _rank(name: str | PurePath) -> bytes:
     """Where a name stands in an order that is the same everywhere, and not the alphabet's."""
     return hashlib.sha256(str(name).encode()).digest()
 
 
 def _bounded(documents: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Documents of prose until ``LIMIT`` is reached, without paragraphs that stood before."""
-    seen: set[str] = set()
+    known: set[str] = set()
     kept: list[tuple[str, str]] = []
     size = 0
     for name, text in documents:
         paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
-        new = [each for each in dict.fromkeys(paragraphs) if each not in seen]
-        seen |= {*new}
+        new = [each for each in dict.fromkeys(paragraphs) if each not in known]
+        known |= {*new}
         document = "\n\n".join(new)
         lines = [line for line in document.splitlines() if line.strip()]
         if len(document) < SHORTEST or len(document.split()) < WORDS * len(lines):

@@ -25,14 +25,14 @@ class Passages:
         tokenizer: The model's.
 
     Attributes:
-        marks: How many tokens the marks take of every passage.
+        special_tokens: How many the tokenizer adds to every passage.
         padding: The token that fills the shorter rows of a batch.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.before, self.behind = _special(tokenizer)
-        self.marks = len(self.before) + len(self.behind)
+        self.special_tokens = len(self.before) + len(self.behind)
         self.padding = int(tokenizer.pad_token_id or 0)
 
     def documents(self, corpus: Corpus) -> list[Passage]:
@@ -52,9 +52,9 @@ class Passages:
 
     def content(self, length: int) -> int:
         """How many tokens of a document a passage of ``length`` holds; ``InputError`` if it holds none."""
-        if length <= self.marks:
+        if length <= self.special_tokens:
             raise InputError(f"--length {length}: the tokenizer's own marks alone are as long")
-        return length - self.marks
+        return length - self.special_tokens
 
     def sentences(self, corpus: Corpus, length: int) -> list[Passage]:
         """Passages of whole sentences, by turns as many as fit into a quarter, a half and all of ``length`` tokens."""

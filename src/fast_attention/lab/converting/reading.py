@@ -48,10 +48,10 @@ class Reading:
         self.corpora, self.judge = [*corpora], judge
         self.passages, self.length, self.size, self.seed = Passages(tokenizer), length, size, seed
         content = self.passages.content(length)
-        self.shortest = length if shortest is None else min(max(shortest, self.passages.marks + 1), length)
+        self.shortest = length if shortest is None else min(max(shortest, self.passages.special_tokens + 1), length)
         read = [self.passages.documents(corpus) for corpus in corpora]
         apart = [_apart(documents) for documents in read]
-        self.documents = [document for seen, _ in apart for document in seen]
+        self.documents = [document for training, _ in apart for document in training]
         self.ends = list(itertools.accumulate(map(len, self.documents)))
         usual = length if judge is None else min(length, LENGTHS[0])
         cut = (self.passages.cut(document, usual) for _, held in apart for document in held)
