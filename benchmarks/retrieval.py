@@ -117,7 +117,7 @@ class Way(NamedTuple):
 
     document: Embed
     passage: Embed
-    count: int
+    reads: int
     uses: dict[str, Callable[[Tensor], Tensor]]
 
 
@@ -156,11 +156,11 @@ def _mean(vectors: Tensor) -> Tensor:
 def measure(way: Way, held: Sequence[Pair], step: Callable[[str], None]) -> list[dict[str, Any]]:
     """The vectors of every use of one way, and how long they took."""
     began, documents = time.perf_counter(), []
-    for pair in held[: way.count]:
+    for pair in held[: way.reads]:
         step(next(iter(way.uses)))
         documents.append(way.document(pair.document))
     seconds = time.perf_counter() - began
-    passages = torch.cat([way.passage(pair.passage) for pair in held[: way.count]])
+    passages = torch.cat([way.passage(pair.passage) for pair in held[: way.reads]])
     return [
         {"name": name, "documents": [*map(use, documents)], "passages": passages, "seconds": seconds}
         for name, use in way.uses.items()
@@ -193,11 +193,12 @@ def table(made: Sequence[dict[str, Any]]) -> Table:
     return Table(heads, cells)
 
 
-def meta(read: Sequence[Manual], held: Sequence[Pair], asked: argparse.Namespace, status: str, began: str) -> Any:
+def meta(read: Sequence[Manual], held: Sequence[Pair], asked: argparse.Namespace) -> dict[str, Any]:
     """What a record says of the run."""
     lengths = sorted(len(pair.document) for pair in held)
     return {
-        "status": status, "command": ["python", "-m", "benchmarks.retrieval", *sys.argv[1:]], "started": began,
+        "status": "running", "command": ["python", "-m", "benchmarks.retrieval", *sys.argv[1:]],
+        "started": surroundings.timestamp(),
         "model": "all-MiniLM-L6-v2", "seed": asked.seed, "passage": PASSAGE, "precision": asked.precision,
         "documents": len(held), "tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2],
         "most": lengths[-1], "all": sum(lengths)},
@@ -205,8 +206,8 @@ def meta(read: Sequence[Manual], held: Sequence[Pair], asked: argparse.Namespace
             {"package": name, "licence": PACKAGES[name].licence,
              "documents": sum(each.package == name for each in read)} for name in PACKAGES
         ],
-        "sha256": records.checksum([[each.package, each.name, each.text] for each in read]),
-        "finished": surroundings.timestamp(), **surroundings.surroundings(torch.device("cpu")),
+        "sha256": records.checksum({f"{each.package} {each.name}": each.text for each in read}),
+        **surroundings.surroundings(torch.device("cpu")),
     }  # fmt: skip
 
 
@@ -222,7 +223,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/retrieval.json"))
     asked = parser.parse_args()
-    began = surroundings.timestamp()
     torch.set_num_threads(asked.threads)
     tokenizer = loading.tokenizer(loading.default_model())
     passages = Passages(tokenizer)
@@ -231,15 +231,19 @@ def main() -> None:
         [tokenizer(each.text, add_special_tokens=False, verbose=False)["input_ids"] for each in read], asked.seed
     )
     asked.documents = len(held)
-    chosen, measured = ways(asked, passages), []
-    with counted(sum(way.count for way in chosen)) as step:
+    chosen, measured, about, made = ways(asked, passages), [], meta(read, held, asked), []
+    with counted(sum(way.reads for way in chosen)) as step:
         for way in chosen:
             measured += measure(way, held, step)
-            status = "complete" if way is chosen[-1] else "running"
             made = rows(measured, held)
-            parts = {"meta": meta(read, held, asked, status, began), "rows": made}
-            files.write(asked.out, records.sealed("retrieval", parts) + "\n")
+            _write(asked.out, about, made)
+    about |= {"status": "complete", "finished": surroundings.timestamp()}
+    _write(asked.out, about, made)
     show(table(made), f"Record: {asked.out}")
+
+
+def _write(path: Path, about: dict[str, Any], made: list[dict[str, Any]]) -> None:
+    files.write(path, records.sealed("retrieval", {"meta": about, "rows": made}) + "\n")
 
 
 if __name__ == "__main__":
