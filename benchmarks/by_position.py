@@ -84,16 +84,16 @@ def readers(asked: argparse.Namespace, length: int) -> Iterator[Reader]:
 
 def table(rows: Sequence[dict[str, Any]], edges: Sequence[int]) -> Table:
     """What the terminal shows."""
-    heads = [
-        "bits per byte at positions",
-        *(f"{a:,} to {b:,}" for a, b in itertools.pairwise(edges)),
-        "tokens per second",
-    ]
+    spans = [f"{a:,} to {b:,}" for a, b in itertools.pairwise(edges)]
     cells = [
-        [row["reader"], *("" if x is None else f"{x:.3f}" for x in row["bits_per_byte"]), f"{row['tokens_per_second']:,.0f}"]
+        [
+            row["reader"],
+            *("" if x is None else f"{x:.3f}" for x in row["bits_per_byte"]),
+            f"{row['tokens_per_second']:,.0f}",
+        ]
         for row in rows
-    ]  # fmt: skip
-    return Table(heads, cells)
+    ]
+    return Table(["bits per byte at positions", *spans, "tokens per second"], cells)
 
 
 def main() -> None:
