@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.near import Sight
 from fast_attention.mechanisms.hybrid.pairs import Pairs, add_pair_gradients, tiles
-from fast_attention.mechanisms.hybrid.positions import Chunk
+from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
 
 
 def units_of(call: Call, chunk: Chunk, outside: FarSums) -> Tensor:
@@ -26,8 +24,9 @@ def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[
     """
     queries, log_scale = call.maps.features(0, chunk.queries), units_of(call, chunk, outside)
     sums = call.tokens.v.new_empty(*queries.values.shape[:-1], call.widths[1] + 1)
-    for n, rows in _query_blocks(call, chunk):
-        torch.bmm(queries.values[:, rows], outside.sums[:, n], out=sums[:, rows])
+    for blocks, rows in _runs(call, chunk):
+        into = in_blocks(sums[:, rows], blocks)
+        torch.matmul(in_blocks(queries.values[:, rows], blocks), outside.sums[:, chunk.blocks][:, blocks], out=into)
     if call.plan.mixed:
         pairs = Pairs.of(call, chunk, call.maps.features(1, chunk.keys), outside.log_scale[:, chunk.blocks])
         sums.mul_((log_scale - pairs.unit).exp_()[..., None])
@@ -38,10 +37,8 @@ def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[
     return sums, log_scale if queries.log_scale is None else log_scale + queries.log_scale
 
 
-def _query_blocks(call: Call, chunk: Chunk) -> Iterator[tuple[int, slice]]:
-    length, block = chunk.queries.stop - chunk.queries.start, call.plan.block
-    for n in range(chunk.number):
-        yield chunk.blocks.start + n, slice(n * block, min((n + 1) * block, length))
+def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice]]:
+    return chunk.runs(chunk.queries.stop - chunk.queries.start, call.plan.block)
 
 
 def add_gradients(
@@ -55,7 +52,9 @@ def add_gradients(
         pairs = Pairs.of(call, chunk, keys, outside.log_scale[:, chunk.blocks])
         pull_keys(*add_pair_gradients(call, chunk, sight, pairs, above, queries.values, d_queries, d))
         outer = above * (units_of(call, chunk, outside) - pairs.unit).exp_()[..., None]
-    for n, rows in _query_blocks(call, chunk):
-        d_queries[:, rows].baddbmm_(outer[:, rows], outside.sums[:, n].mT)
-        torch.bmm(queries.values[:, rows].mT, outer[:, rows], out=d_outside[:, n])
+    sums, d_sums = outside.sums[:, chunk.blocks], d_outside[:, chunk.blocks]
+    for blocks, rows in _runs(call, chunk):
+        features, gradient = (in_blocks(x[:, rows], blocks) for x in (queries.values, outer))
+        in_blocks(d_queries[:, rows], blocks).add_(gradient @ sums[:, blocks].mT)
+        torch.matmul(features.mT, gradient, out=d_sums[:, blocks])
     pull(d_queries, torch.linalg.vecdot(d_queries, queries.values))

@@ -47,11 +47,11 @@ def near_far_attention(
     def maps(*weights: Any) -> tuple[TokenMap, TokenMap]:
         return far.per_token(tree_unflatten(weights, layout))
 
-    one = k[..., :1, :].detach()
-    pair = [phi(one) for phi in maps(*(x if x is None else x.detach() for x in leaves))]
-    sums, log_scale = FarSums.of(earlier or empty(pair[1], v))
+    pair = maps(*(x if x is None else x.detach() for x in leaves))
+    probes = [phi(k[..., :1, :].detach()) for phi in pair[0 if torch.is_grad_enabled() else 1 :]]
+    sums, log_scale = FarSums.of(earlier or empty(probes[-1], v))
     tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), *leaves)
-    learned_elsewhere = any(x.requires_grad for features in pair for x in features if x is not None)  # in a user's map
+    learned_elsewhere = any(x.requires_grad for features in probes for x in features if x is not None)  # in a user's map
     if dispatch.obstacle(q, k, v) or learned_elsewhere:
         return reference.near_far(*tensors, maps=maps, plan=plan)
     if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.left:
@@ -61,7 +61,7 @@ def near_far_attention(
 
 def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     call, sight = Call.of(tensors, maps, plan), near.Sight.of(plan, tensors[0].device)
-    if call.few:
+    if call.few and plan.mixed:
         keys = call.maps.features(1, slice(0, tensors[1].shape[-2]))
         call = call._replace(maps=call.maps.holding(keys))
     blocks = key_sums.block_sums(call)
@@ -115,7 +115,7 @@ def _backward(
         return _of_reference(inputs, grad_out[0], maps, plan)
     call, sight = Call.of(inputs, maps, plan), near.Sight.of(plan, grad_out[0].device)
     d, pull, d_keys = call.zeros(inputs[9:]), None, ()
-    if call.few:
+    if call.few and plan.mixed:
         keys, pull = call.maps.differentiable(1, slice(0, d.k.shape[-2]), d.k, d.weights)
         d_keys = torch.zeros_like(keys.values), torch.zeros_like(keys.values[..., 0])
         call = call._replace(maps=call.maps.holding(keys, d_keys))

@@ -11,7 +11,7 @@ from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
-from fast_attention.mechanisms.hybrid.positions import Chunk
+from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
 
 
 def block_sums(call: Call) -> FarSums:
@@ -19,44 +19,39 @@ def block_sums(call: Call) -> FarSums:
     sums = call.tokens.k.new_empty(len(call.tokens.k), call.plan.key_blocks, *call.earlier.sums.shape[-2:])
     log_scales = torch.full_like(sums[..., 0, 0], FLOOR)
     for chunk in call.plan.key_chunks(call.tokens.q, call.tokens.k):
-        blocks = _blocks(chunk, call.plan.block)
-        for n in {*range(chunk.number)} - {n for n, _ in blocks}:
-            sums[:, chunk.blocks.start + n].zero_()
-        if blocks:
+        into, runs = sums[:, chunk.blocks], _runs(call, chunk)
+        if sum(blocks.stop - blocks.start for blocks, _ in runs) < chunk.number:
+            into.zero_()
+        if runs:
             keys = call.maps.features(1, chunk.keys)
             units = _largest(call, chunk, keys)
             log_scales[:, chunk.blocks] = units
             held = weighed(call, chunk, factors(call, chunk, keys, units))
-            for n, rows in blocks:
-                torch.bmm(keys.values[:, rows].mT, held[:, rows], out=sums[:, chunk.blocks.start + n])
+            for blocks, rows in runs:
+                k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, held))
+                torch.matmul(k.mT, v, out=into[:, blocks])
     return FarSums(sums, log_scales)
 
 
 def add_block_gradients(call: Call, d_sums: Tensor, d: Gradients) -> None:
     """Add the gradients of ``block_sums`` for keys, values and weights."""
     for chunk in call.plan.key_chunks(call.tokens.q, call.tokens.k):
-        if blocks := _blocks(chunk, call.plan.block):
+        if runs := _runs(call, chunk):
             keys, pull = call.maps.differentiable(1, chunk.keys, d.k, d.weights)
             factor = factors(call, chunk, keys, _largest(call, chunk, keys))
             held = weighed(call, chunk, factor)
-            d_values, d_weighed = torch.zeros_like(keys.values), torch.zeros_like(held)
-            for n, rows in blocks:
-                above = d_sums[:, chunk.blocks.start + n]
-                torch.bmm(held[:, rows], above.mT, out=d_values[:, rows])
-                torch.bmm(keys.values[:, rows], above, out=d_weighed[:, rows])
+            d_values, d_weighed, into = torch.zeros_like(keys.values), torch.zeros_like(held), d_sums[:, chunk.blocks]
+            for blocks, rows in runs:
+                k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, held))
+                torch.matmul(v, into[:, blocks].mT, out=in_blocks(d_values[:, rows], blocks))
+                torch.matmul(k, into[:, blocks], out=in_blocks(d_weighed[:, rows], blocks))
             d_log_scale = torch.linalg.vecdot(d_weighed, held)
             d.tokens.v[:, chunk.keys, : call.widths[1]].addcmul_(d_weighed[..., :-1], factor)
             pull(d_values, d_log_scale)
 
 
-def _blocks(chunk: Chunk, block: int) -> list[tuple[int, slice]]:
-    """Blocks of a chunk that hold keys, by number, and these keys."""
-    keys, blocks = chunk.keys.stop - chunk.keys.start, []
-    for n in range(chunk.number):
-        rows = slice(max(chunk.start + n * block, 0), min(chunk.start + (n + 1) * block, keys))
-        if rows.stop > rows.start:
-            blocks.append((n, rows))
-    return blocks
+def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice]]:
+    return chunk.runs(chunk.keys.stop - chunk.keys.start, call.plan.block, start=chunk.start)
 
 
 def visible_scales(call: Call, chunk: Chunk, keys: Features) -> Tensor | None:

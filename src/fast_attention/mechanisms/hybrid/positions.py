@@ -123,3 +123,19 @@ class Chunk(NamedTuple):
     def number(self) -> int:
         """Blocks of the chunk."""
         return self.blocks.stop - self.blocks.start
+
+    def runs(self, tokens: int, block: int, *, start: int = 0) -> list[tuple[slice, slice]]:
+        """Neighbouring whole blocks together, a block that is cut off at an end by itself; without empty ones.
+
+        Blocks are counted from the first of the chunk, which begins at ``start`` of its ``tokens``.
+        """
+        low = min(max(-(start // block), 0), self.number)
+        high = max(min((tokens - start) // block, self.number), low)
+        parts = [*((n, n + 1) for n in range(low)), (low, high), *((n, n + 1) for n in range(high, self.number))]
+        rows = [slice(max(start + a * block, 0), min(start + b * block, tokens)) for a, b in parts]
+        return [(slice(*part), held) for part, held in zip(parts, rows, strict=True) if held.stop > held.start]
+
+
+def in_blocks(x: Tensor, blocks: slice) -> Tensor:
+    """A run of whole blocks, or a part of one, with an axis of blocks: (heads, n, E) to (heads, blocks, rows, E)."""
+    return x.unflatten(1, (blocks.stop - blocks.start, -1))
