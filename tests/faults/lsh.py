@@ -1,11 +1,19 @@
 """Faults seeded into ``mechanisms/lsh/``."""
 
-from tests.faults.fault import LAW, ORACLE, Fault
+from tests.faults.fault import ORACLE, Fault
 
 FAULTS = [
-    Fault("a key counts once per round", "mechanisms/lsh/rounds.py", "r if self.rules.distinct else 0", "0", ORACLE + "LSH"),
+    Fault("a key counts once per round", "mechanisms/lsh/rounds.py", "r if self.rules.distinct else 0", "0",
+          "tests/lsh/test_hash_attention.py -k chunks_are"),
     Fault("chunks are counted along the whole sequence",
-          "mechanisms/lsh/rounds.py", "ranked=rules.ranked, across", "ranked=False, across", LAW + "'future and LSH'"),
+          "mechanisms/lsh/rounds.py", "ranked=rules.ranked, across", "ranked=False, across",
+          "tests/lsh/test_hash_attention.py -k chunks_are"),
+    Fault("a token meets itself among all pairs", "mechanisms/lsh/short.py", "often.diagonal(dim1=-2, dim2=-1).zero_()", "pass",
+          ORACLE + "LSH"),
+    Fault("the own token is met among all causal pairs", "mechanisms/lsh/short.py", "often.tril_(-1)", "often.tril_()",
+          ORACLE + "LSH"),
+    Fault("a key of several rounds counts once where it should count often", "mechanisms/lsh/short.py",
+          "if not rules.distinct:", "if False:", "tests/lsh/test_hash_attention.py -k all_pairs"),
     Fault("the largest score is not taken off", "mechanisms/lsh/rounds.py", "if self.log_scale is not None:", "if self.log_scale is False:",
           "tests/lsh/test_hash_attention.py"),
     Fault("empty slots count in the gradient", "mechanisms/lsh/fast.py", "g.mul_(valid)", "pass",

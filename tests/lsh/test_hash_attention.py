@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fast_attention.engine import dispatch
+from fast_attention.mechanisms.lsh import short
 from fast_attention.mechanisms.lsh.fast import hashed_attention
 from fast_attention.mechanisms.lsh.reference import Rules, buckets, hashed_softmax
 from tests.cases import qkv, some_keys
@@ -22,8 +24,34 @@ KINDS = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [63, 64, 65, 129, 257, 1003])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_are_the_plain_form(kind: str, length: int, masked: bool, scale: float) -> None:
+def test_chunks_are_the_plain_form(
+    kind: str, length: int, masked: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and gradients in float64; inputs times 1000 need their largest score taken off."""
+    monkeypatch.setattr(short, "SHORT", 0)
+    is_the_plain_form(kind, length, masked, scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 63, 129])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_pairs_are_the_plain_form(kind: str, length: int, masked: bool, scale: float) -> None:
+    with dispatch.recorded() as steps:
+        is_the_plain_form(kind, length, masked, scale)
+    assert [step.path for step in steps] == ["one product of all tokens, masked by their buckets"]
+
+
+def test_many_short_sequences_go_chunk_by_chunk() -> None:
+    """All pairs of a large batch would take much memory."""
+    rules, lanes = KINDS["causal"], short.PAIRS // 64**2 + 1
+    x = torch.randn(lanes, 1, 64, 2)
+    with dispatch.recorded() as steps:
+        hashed_attention(x, x, torch.zeros(lanes, 1, 1, 64, dtype=torch.int32), **vars(rules))
+    assert [step.path for step in steps] == ["chunks of hashed tokens, gathered once a round"]
+
+
+def is_the_plain_form(kind: str, length: int, masked: bool, scale: float) -> None:
     rules = KINDS[kind]
     q, _, v = qkv(length)
     q, v = scale * q.mT.contiguous().mT, v  # not contiguous
@@ -39,8 +67,10 @@ def test_chunks_are_the_plain_form(kind: str, length: int, masked: bool, scale: 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_one_gradient_alone_and_twice() -> None:
+@pytest.mark.parametrize("few", [0, 64])
+def test_one_gradient_alone_and_twice(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the values need a gradient; and a gradient that is differentiated again."""
+    monkeypatch.setattr(short, "SHORT", few)
     rules = KINDS["causal"]
     q, _, v = qkv(40)
     bucket = buckets(q, torch.randn(2, 2, 8, 4, dtype=q.dtype), (8,))

@@ -20,8 +20,9 @@ def block_sums(call: Call) -> FarSums:
     log_scales = torch.full_like(sums[..., 0, 0], FLOOR)
     for chunk in call.plan.key_chunks(call.tokens.q, call.tokens.k):
         into, runs = sums[:, chunk.blocks], _runs(call, chunk)
-        if sum(blocks.stop - blocks.start for blocks, _ in runs) < chunk.number:
-            into.zero_()
+        first, last = (runs[0][0].start, runs[-1][0].stop) if runs else (0, 0)
+        for empty in (into[:, :first], into[:, last:]):
+            empty.zero_()
         if runs:
             keys = call.maps.features(1, chunk.keys)
             units = _largest(call, chunk, keys)

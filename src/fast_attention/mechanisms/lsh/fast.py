@@ -12,6 +12,7 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.workspace import Workspace
+from fast_attention.mechanisms.lsh import short
 from fast_attention.mechanisms.lsh.layout import Order, sort_by_bucket
 from fast_attention.mechanisms.lsh.reference import Codes, Rules, Tokens, hashed_softmax
 from fast_attention.mechanisms.lsh.rounds import LOG2E, Lanes, Pairs, Round, accumulate
@@ -33,6 +34,9 @@ def hashed_attention(
     if why := dispatch.obstacle(q, v):
         dispatch.record("banded products over sorted tokens", why, chunk=size)
         return hashed_softmax(q, v, bucket, rules=rules)
+    if short.serves(q):
+        dispatch.record("one product of all tokens, masked by their buckets", f"at most {short.SHORT} tokens")
+        return short.dense_softmax(q, v, bucket, rules=rules)
     why = "tokens of one bucket stay in cache"
     dispatch.record("chunks of hashed tokens, gathered once a round", why, chunk=size, rounds=bucket.shape[-2])
     return _HASHED(q, v, bucket, rules=rules)
