@@ -3,6 +3,11 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
+    Fault("one product of all tokens sees later ones", "mechanisms/linear/reference.py", "_later(v.shape[-2], q), 0.0)",
+          "_later(v.shape[-2], q), 1.0)", "tests/linear/test_linear.py -k alignment"),
+    Fault("one product of all tokens forgets the keys' scales", "mechanisms/linear/reference.py",
+          "    if keys.log_scale is not None:\n        pairs = pairs *", "    if False:\n        pairs = pairs *",
+          "tests/linear/test_linear.py -k one_product"),
     Fault("a state in units of large keys is read without them", "mechanisms/linear/fast_linear.py",
           "state.log_scale.count_nonzero().item() == 0", "True", "tests/engine/test_large_inputs.py -k 'enormous_inputs'"),
     Fault("the diagonal is lost in linear attention", "mechanisms/linear/reference.py", ".masked_fill(_later(chunk, q), 0.0), None",

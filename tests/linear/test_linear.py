@@ -81,9 +81,22 @@ def test_chunked_is_parallel(chunk: int, spread: float | None) -> None:
 @pytest.mark.parametrize("sizes", [(9, 9), (4, 9), (9, 4), (1, 9), (9, 1)])
 def test_alignment(sizes: tuple[int, int], spread: float | None) -> None:
     q, keys, v = features(*sizes, spread=spread)
-    for is_causal in (False, True):
-        ours = linear_state.normalise(reference.attend(q, keys, v, is_causal=is_causal, chunk=4))
+    for is_causal, chunk in ((False, 4), (True, 4), (True, None)):
+        ours = linear_state.normalise(reference.attend(q, keys, v, is_causal=is_causal, chunk=chunk))
         torch.testing.assert_close(ours, masked_product(q, keys, v, is_causal), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [reference.CHUNK + 1, reference.SHORT + 1])
+def test_as_many_features_as_tokens_are_one_product(length: int) -> None:
+    """Up to ``SHORT`` tokens; the numbers and gradients are those of chunks."""
+    q, v = torch.randn(length, 300, dtype=torch.float64), torch.randn(length, 3, dtype=torch.float64)
+    leaves = [x.exp().requires_grad_() for x in (q, torch.randn_like(q), v)]
+    keys, found = Features(leaves[1], 9.0 * torch.randn(length, dtype=torch.float64)), []
+    for chunk in (None, 16):
+        out = linear_state.normalise(reference.attend(leaves[0], keys, leaves[2], is_causal=True, chunk=chunk))
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("level", [None, 3.0, 1e6])

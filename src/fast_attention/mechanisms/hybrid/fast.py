@@ -51,10 +51,8 @@ def near_far_attention(
     probes = [phi(k[..., :1, :].detach()) for phi in pair[0 if torch.is_grad_enabled() else 1 :]]
     sums, log_scale = FarSums.of(earlier or empty(probes[-1], v))
     tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), *leaves)
-    learned_elsewhere = any(
-        x.requires_grad for features in probes for x in features if x is not None
-    )  # in a user's map
-    if dispatch.obstacle(q, k, v) or learned_elsewhere:
+    in_a_users_map = any(x.requires_grad for features in probes for x in features if x is not None)
+    if dispatch.obstacle(q, k, v) or in_a_users_map:
         return reference.near_far(*tensors, maps=maps, plan=plan)
     if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.left:
         return reference.attend_near(q, k, v, visible, sinks, maps(*leaves)[0](q), FarSums(sums, log_scale))

@@ -16,7 +16,7 @@ from fast_attention.mechanisms.linear import fast_favor_causal, fast_favor_chunk
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
-SHORT = 64  # tokens: below, chunks cost more than they save
+SHORT, SHORT_CAUSAL = 64, 128  # tokens up to which chunks cost more than they save
 
 
 def attend(
@@ -84,7 +84,8 @@ def _against(phi: RandomFeatureMap, q: Tensor, k: Tensor, *, is_causal: bool) ->
         return why
     if is_causal and not phi.exponential:  # sums that cancel would show by which scale a later key makes them go
         return "causal sums of features of either sign"
-    return f"at most {SHORT} tokens" if max(q.shape[-2], k.shape[-2]) <= SHORT else ""
+    short = SHORT_CAUSAL if is_causal else SHORT
+    return f"at most {short} tokens" if max(q.shape[-2], k.shape[-2]) <= short else ""
 
 
 def _flat(q: Tensor, k: Tensor, v: Tensor, heads: Heads, key_mask: Tensor | None) -> tuple[torch.Size, Any]:

@@ -25,6 +25,7 @@ from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, emp
 
 Kind = TypeVar("Kind", Features, Logs, Features | Logs)
 CHUNK = 128  # tokens per chunk of the causal form
+SHORT = 256  # tokens of which all pairs are one product where they have as many features at least
 
 
 def attend(
@@ -33,16 +34,15 @@ def attend(
     v: Float[Tensor, "*batch keys values"],
     *,
     is_causal: bool,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Sums:
     """Sums of all queries; causal ones aligned to the bottom right where there are more or fewer queries than keys."""
     if not is_causal:
         return read(q, summarise(keys, v))
+    chunk = _chunk(q, v.shape[-2]) if chunk is None else chunk
     extra = v.shape[-2] - (q.logs if isinstance(q, Logs) else q).shape[-2]
     if extra == 0:
-        sums = None
-        if isinstance(keys, Logs) and isinstance(q, Logs) and not traced() and v.shape[-2] <= chunk:
-            sums = log_features.one_chunk(q, keys, v)
+        sums = None if traced() or v.shape[-2] > chunk else _one_chunk(q, keys, v)
         return advance(q, keys, v, chunk=chunk)[0] if sums is None else sums
     if extra > 0:  # every query sees the first keys
         first, rest = sliced(keys, slice(0, extra)), sliced(keys, slice(extra, None))
@@ -50,6 +50,23 @@ def attend(
     last = Logs(q.logs[..., -extra:, :]) if isinstance(q, Logs) else q[..., -extra:, :]
     sums = advance(last, keys, v, chunk=chunk)[0]
     return Sums(F.pad(sums.numerator, (0, 0, -extra, 0)), F.pad(sums.denominator, (-extra, 0)))
+
+
+def _chunk(q: Tensor | Logs, length: int) -> int:
+    short = not traced() and not isinstance(q, Logs) and length <= min(q.shape[-1], SHORT)
+    return length if short else CHUNK
+
+
+def _one_chunk(q: Tensor | Logs, keys: Features | Logs, v: Tensor) -> Sums | None:
+    """Sums of a sequence that is one chunk by one masked product, without a state; None if its numbers forbid that."""
+    if isinstance(keys, Logs):
+        assert isinstance(q, Logs)
+        return log_features.one_chunk(q, keys, v)
+    assert isinstance(q, Tensor)
+    pairs = (q @ keys.values.mT).masked_fill(_later(v.shape[-2], q), 0.0)
+    if keys.log_scale is not None:
+        pairs = pairs * _rescaled(keys.log_scale, torch.full_like(keys.log_scale[..., 0], FLOOR))[0]
+    return Sums(pairs @ v, pairs.sum(-1))
 
 
 def advance(
