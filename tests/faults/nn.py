@@ -20,4 +20,12 @@ FAULTS = [
     Fault("rotary positions run on in a packed row", "nn/multihead.py",
           "if sequences is not None and positions is None and key_positions is None and self.rotary is not None:", "if False:",
           "tests/test_packed.py -k 'test_multihead'"),
+    Fault("the convolution's weights run backwards", "nn/convolution.py", "x[..., before - i : before - i + length, :]",
+          "x[..., i : i + length, :]", "tests/nn/test_convolution.py -k its_formula"),
+    Fault("what the convolution keeps is off by one", "nn/convolution.py", "joined[..., x.shape[-2] :, :]",
+          "joined[..., x.shape[-2] - 1 : -1, :]", "tests/nn/test_convolution.py -k any_split"),
+    Fault("the convolution sees padding", "nn/convolution.py", "x = masks.drop(x, key_mask)", "pass",
+          "tests/nn/test_convolution.py -k padding_of_a_model"),
+    Fault("a decoder forgets what its convolutions have read", "nn/models.py", "self.conv.decode(x, recent)",
+          "self.conv.decode(x)", "tests/nn/test_convolution.py -k streams"),
 ]  # fmt: skip

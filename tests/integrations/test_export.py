@@ -269,7 +269,7 @@ OURS = {
     "encoder": ModelConfig(vocab_size=40, mechanism=("Local(window=4)", "FavorPlus(num_features=8)"), width=16, heads=2,
                            max_len=64, head="classes", classes=3),
     "decoder": ModelConfig(vocab_size=40, mechanism="Local(window=(4, 0))", width=16, heads=2, causal=True,
-                           positions="rotary", reversible=True),
+                           positions="rotary", conv=4, reversible=True),
     "fourier": ModelConfig(vocab_size=40, mechanism="FNet", width=16, heads=2, positions="sinusoidal"),
 }  # fmt: skip
 

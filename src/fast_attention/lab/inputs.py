@@ -24,7 +24,7 @@ TRAINING = (
     "minutes", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
     "patience", "fsdp",
 )  # fmt: skip
-MODEL = ("width", "layers", "heads", "max_len", "positions", "dropout", "reversible")
+MODEL = ("width", "layers", "heads", "max_len", "positions", "conv", "dropout", "reversible")
 
 
 def need(module: str, extra: str, purpose: str) -> ModuleType:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import catalogue
+from fast_attention.nn.convolution import CausalConvolution, ConvolutionState
 from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.positions import Positions, PositionTable
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
@@ -43,6 +44,7 @@ class ModelConfig(Value):
         chunks: Chunks of the feed-forward layers (``ChunkedFeedForward``).
         tied: Whether the head for tokens shares the embedding's weights.
         reads: What the tokens are: ``"bytes"`` of text, ``"residues"`` of proteins, or "" for a task's own numbers.
+        conv: Tokens that a decoder's ``CausalConvolution`` sees before queries, keys and values: 4, say; 0 for none.
     """
 
     vocab_size: int
@@ -61,6 +63,7 @@ class ModelConfig(Value):
     chunks: int = 1
     tied: bool = True
     reads: Reads = ""
+    conv: int = 0
 
     def __post_init__(self) -> None:
         names = [self.mechanism] if not isinstance(self.mechanism, list | tuple) else list(self.mechanism)
@@ -73,6 +76,9 @@ class ModelConfig(Value):
         one_of(self, "positions", self.positions, Positions)
         one_of(self, "head", self.head, Head)
         one_of(self, "reads", self.reads, Reads)
+        at_least(self, "conv", self.conv, 0)
+        if self.conv and not self.causal:
+            raise ValueError(f"ModelConfig(conv={self.conv}): the convolution is causal, for decoders: set causal=True")
         if self.width % self.heads:
             raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
         if not 0.0 <= self.dropout < 1.0:
@@ -94,11 +100,12 @@ class ModelConfig(Value):
 
 
 class Mixing(nn.Module):
-    """The first half of a block: norm, token mixing, dropout."""
+    """The first half of a block: norm, a convolution where there is one, token mixing, dropout."""
 
     def __init__(self, config: ModelConfig, mechanism: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.width)
+        self.conv = CausalConvolution(config.width, config.conv) if config.conv else None
         self.mixer = TokenMixer(
             config.width, config.heads, mechanism, max_len=config.max_len, rotary=config.positions == "rotary"
         )
@@ -106,12 +113,20 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor, *, is_causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """The residual (B, L, E) of tokens (B, L, E)."""
-        out = self.mixer(self.norm(x), is_causal=is_causal, key_mask=key_mask)
+        x = self.norm(x)
+        x = x if self.conv is None else self.conv(x, key_mask=key_mask)
+        out = self.mixer(x, is_causal=is_causal, key_mask=key_mask)
         return F.dropout(out, self.dropout, self.training)
 
     def decode(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The residual of new tokens (B, N, E), and the state after them."""
-        return self.mixer.decode(self.norm(x), state)
+        x = self.norm(x)
+        if self.conv is None:
+            return self.mixer.decode(x, state)
+        recent, inner = (None, None) if state is None else state
+        x, recent = self.conv.decode(x, recent)
+        out, inner = self.mixer.decode(x, inner)
+        return out, ConvolutionState(recent, inner)
 
 
 class Widening(nn.Module):

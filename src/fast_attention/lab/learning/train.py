@@ -58,6 +58,7 @@ def train_command(
     heads: options.Heads = None,
     max_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the task's.")] = None,
     positions: options.Positions = None,
+    conv: options.Conv = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout probability. Default: 0.")] = None,
     reversible: Annotated[bool | None, typer.Option("--reversible", help="Reversible blocks.")] = None,
     out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("out/train"),

@@ -44,6 +44,7 @@ def study_command(
     layers: options.Layers = None,
     heads: options.Heads = None,
     positions: options.Positions = None,
+    conv: options.Conv = None,
     out: Annotated[Path, typer.Option(help="Folder for study.html, study.json and the runs.")] = Path("out/study"),
     resume: options.Resume = False,
     restart: options.Restart = False,

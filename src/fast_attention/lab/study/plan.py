@@ -17,7 +17,7 @@ from fast_attention.training.steps import config_for
 
 BESIDE = " + "  # separates the mechanisms of layers that alternate
 EXACT, ALONE = "Softmax()", "Local(window=0)"
-CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token sees itself only"}
+CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token attends to itself only"}
 
 
 @dataclass(frozen=True)
