@@ -2,7 +2,7 @@
 
     apt-get download perl-doc git-doc debian-policy manpages manpages-dev
     for each in *.deb; do dpkg -x $each out/debian; done
-    python -m benchmarks.retrieval --root out/debian --threads 1 --exact 60 --out out/retrieval.json
+    python -m benchmarks.retrieval --root out/debian --threads 1 --out out/retrieval.json
 
 Real documents of 2,000 to 8,000 tokens that no model here was trained on: manuals of Debian packages. For each way of
 making one vector of a long document: recall at 1 and the mean reciprocal rank (MRR) of the right document by cosine.
@@ -33,6 +33,7 @@ from fast_attention.lab.tables import Table, show
 SHORTEST, LONGEST = 2_000, 8_000  # tokens of a document
 PASSAGE = 200  # tokens of the passage that is cut out
 CHUNK, POSITIONS = 512, 8192
+SAME = ("documents", "tokens", "seed", "passage", "precision")  # of two runs that share a record
 MECHANISMS = (
     "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=32))",
     "BlockLocal(block_size=256)",
@@ -113,35 +114,34 @@ class Embedder:
 
 
 class Way(NamedTuple):
-    """A way to embed a document and a passage, for so many of the documents; its vectors may be used in several."""
+    """A way to embed a document and a passage; its vectors may be used in several."""
 
     document: Embed
     passage: Embed
-    reads: int
     uses: dict[str, Callable[[Tensor], Tensor]]
 
 
 def ways(asked: argparse.Namespace, passages: Passages) -> list[Way]:
-    """What is compared, the cheapest first: each with the number of documents that it reads."""
+    """What is compared, the cheapest first."""
     original = loading.load(loading.default_model()).float()
-    plain, count = Embedder(original, passages, asked.precision), asked.documents
+    plain = Embedder(original, passages, asked.precision)
     made = [
-        Way(plain.cut, plain.whole, count, {"original, cut to 512 tokens": _itself}),
-        Way(plain.chunks, plain.whole, count, {MEAN: _mean, "best of the 512-token chunks, a vector each": _itself}),
+        Way(plain.cut, plain.whole, {"original, cut to 512 tokens": _itself}),
+        Way(plain.chunks, plain.whole, {MEAN: _mean, "best of the 512-token chunks, a vector each": _itself}),
     ]
     for folder in asked.model:
         whole = Embedder(loading.load(folder).float(), passages, asked.precision).whole
-        made.append(Way(whole, whole, count, {f"converted: {Path(folder).name}": _itself}))
+        made.append(Way(whole, whole, {f"converted: {Path(folder).name}": _itself}))
     extended = copy.deepcopy(original)
     extend(extended, POSITIONS)
     for mechanism in asked.mechanisms:
         torch.manual_seed(0)
         swap(swapped := copy.deepcopy(extended), mechanism)
         name = f"extended, untrained {mechanism}"
-        made.append(Way(Embedder(swapped, passages, asked.precision).whole, plain.whole, count, {name: _itself}))
+        made.append(Way(Embedder(swapped, passages, asked.precision).whole, plain.whole, {name: _itself}))
     if asked.exact:
         name, whole = "extended, exact", Embedder(extended, passages, asked.precision).whole
-        made.append(Way(whole, plain.whole, min(asked.exact, count), {name: _itself}))
+        made.append(Way(whole, plain.whole, {name: _itself}))
     return made
 
 
@@ -154,32 +154,32 @@ def _mean(vectors: Tensor) -> Tensor:
 
 
 def measure(way: Way, held: Sequence[Pair], step: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The vectors of every use of one way, and how long they took."""
+    """A row for every use of one way: how well its vectors find the documents, and how long they took."""
     began, documents = time.perf_counter(), []
-    for pair in held[: way.reads]:
+    for pair in held:
         step(next(iter(way.uses)))
         documents.append(way.document(pair.document))
-    seconds = time.perf_counter() - began
-    passages = torch.cat([way.passage(pair.passage) for pair in held[: way.reads]])
-    return [
-        {"name": name, "documents": [*map(use, documents)], "passages": passages, "seconds": seconds}
-        for name, use in way.uses.items()
-    ]
+    speed = sum(len(pair.document) for pair in held) / (time.perf_counter() - began)
+    passages, rows = torch.cat([way.passage(pair.passage) for pair in held]), []
+    for name, use in way.uses.items():
+        recall, mrr = ranks(passages, [*map(use, documents)])
+        rows.append(
+            {"way": name, "documents": len(held), "recall_at_1": recall, "mrr": mrr, "tokens_per_second": speed}
+        )
+    return rows
 
 
-def rows(measured: Sequence[dict[str, Any]], held: Sequence[Pair]) -> list[dict[str, Any]]:
-    """A row for every way and number of documents that a way has read: fewer are told apart more easily."""
-    made = []
-    for count in sorted({len(each["documents"]) for each in measured}, reverse=True):
-        for each in measured:
-            if len(each["documents"]) < count:
-                continue
-            found = ranks(each["passages"][:count], each["documents"][:count])
-            made.append({"way": each["name"], "documents": count, "recall_at_1": found.recall, "mrr": found.mrr})
-            if len(each["documents"]) == count:
-                tokens = sum(len(pair.document) for pair in held[:count])
-                made[-1]["tokens_per_second"] = tokens / each["seconds"]
-    return made
+def resumed(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that an earlier run of the same documents left.
+
+    Raises:
+        SystemExit: It was a run of others.
+    """
+    parts = records.opened(path.read_text(encoding="utf-8"), "retrieval", str(path))
+    for name in SAME:
+        if parts["meta"][name] != about[name]:
+            raise SystemExit(f"{path} has {name} {parts['meta'][name]}, and this run {about[name]}")
+    return parts["rows"]
 
 
 def table(made: Sequence[dict[str, Any]]) -> Table:
@@ -187,7 +187,7 @@ def table(made: Sequence[dict[str, Any]]) -> Table:
     heads = ["one vector of a document", "documents", "recall at 1", "MRR", "tokens per second"]
     cells = [
         [row["way"], f"{row['documents']}", f"{row['recall_at_1']:.3f}", f"{row['mrr']:.3f}",
-         f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""]
+         f"{row['tokens_per_second']:,.0f}"]
         for row in made
     ]  # fmt: skip
     return Table(heads, cells)
@@ -215,13 +215,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("/"), help="Where the Debian packages are unpacked.")
     parser.add_argument("--documents", type=int, default=300, help="How many are told apart.")
-    parser.add_argument("--exact", type=int, default=0, help="How many exact attention reads whole: it is slow.")
+    parser.add_argument("--exact", action="store_true", help="Also exact attention with extended positions: slow.")
     parser.add_argument("--mechanisms", nargs="*", default=[*MECHANISMS], help="Swapped in, untrained.")
     parser.add_argument("--model", nargs="*", default=[], help="Folders of converted models.")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/retrieval.json"))
+    parser.add_argument("--resume", action="store_true", help="Add what the record at --out does not have.")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     tokenizer = loading.tokenizer(loading.default_model())
@@ -230,12 +231,13 @@ def main() -> None:
     held = pairs(
         [tokenizer(each.text, add_special_tokens=False, verbose=False)["input_ids"] for each in read], asked.seed
     )
-    asked.documents = len(held)
-    chosen, measured, about, made = ways(asked, passages), [], meta(read, held, asked), []
-    with counted(sum(way.reads for way in chosen)) as step:
+    chosen, about = ways(asked, passages), meta(read, held, asked)
+    made = resumed(asked.out, about) if asked.resume and asked.out.exists() else []
+    known = {row["way"] for row in made}
+    chosen = [way for way in chosen if not {*way.uses} <= known]
+    with counted(len(chosen) * len(held)) as step:
         for way in chosen:
-            measured += measure(way, held, step)
-            made = rows(measured, held)
+            made += measure(way, held, step)
             _write(asked.out, about, made)
     about |= {"status": "complete", "finished": surroundings.timestamp()}
     _write(asked.out, about, made)

@@ -71,25 +71,40 @@ def test_every_way_reads_and_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     extend(converted := copy.deepcopy(model), 2048)
     monkeypatch.setattr(loading, "load", {"small": model, "out/x": converted}.get)
     mechanism = "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=4))"
-    asked = argparse.Namespace(documents=3, exact=2, mechanisms=[mechanism], model=["out/x"], precision="float32")
+    asked = argparse.Namespace(exact=True, mechanisms=[mechanism], model=["out/x"], precision="float32")
     draw = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 300, (700 + 300 * i,), generator=draw).tolist() for i in range(3)]
     held = retrieval.pairs(ids, 0)
+    vectors: dict[str, list[torch.Tensor]] = {}
     names: list[str] = []
-    measured = []
+    rows = []
     for way in retrieval.ways(asked, Passages(transformers.ByT5Tokenizer())):
-        measured += retrieval.measure(way, held, names.append)
-    rows = retrieval.rows(measured, held)
-    by_count = {count: [row["way"] for row in rows if row["documents"] == count] for count in (3, 2)}
-    assert len(by_count[3]) == 5
-    assert by_count[2] == [*by_count[3], "extended, exact"]
-    assert len(names) == 3 * 4 + 2
+        rows += retrieval.measure(way, held, names.append)
+        for name, use in way.uses.items():
+            vectors[name] = [use(way.document(pair.document)) for pair in held]
+    assert [row["way"] for row in rows] == [*vectors]
+    assert len(names) == 3 * 5  # chunks are made once for their mean and the best of them
     assert all(0 <= row["recall_at_1"] <= row["mrr"] <= 1 for row in rows)
-    vectors = {each["name"]: each["documents"] for each in measured}
     first = model(torch.tensor([[*held[0].document[:511], 1]])).last_hidden_state.mean(1)
     assert torch.allclose(vectors["original, cut to 512 tokens"][0], first, atol=1e-5)
     pieces = vectors["best of the 512-token chunks, a vector each"]
     assert [len(each) for each in pieces] == [1, 2, 3]
     assert torch.allclose(vectors[retrieval.MEAN][2], pieces[2].mean(0, keepdim=True))
     assert not torch.equal(vectors["extended, exact"][1], vectors[f"extended, untrained {mechanism}"][1])
+    assert torch.equal(vectors["extended, exact"][1], vectors["converted: x"][1])
     assert retrieval.table(rows).rows
+
+
+def test_a_record_is_resumed_by_the_same_run_only(tmp_path: Path) -> None:
+    about = {
+        "documents": 3,
+        "tokens": {"all": 9},
+        "seed": 0,
+        "passage": 200,
+        "precision": "float32",
+        "status": "running",
+    }
+    retrieval._write(path := tmp_path / "record.json", about, [{"way": "cut"}])
+    assert retrieval.resumed(path, {**about, "status": "complete"}) == [{"way": "cut"}]
+    with pytest.raises(SystemExit, match=r"has tokens .* and this run"):
+        retrieval.resumed(path, {**about, "tokens": {"all": 8}})
