@@ -29,6 +29,8 @@ FAULTS = [
     Fault("a step that was broken off counts", "training/loop.py",
           "        self.optimiser.zero_grad(set_to_none=True)\n        losses", "        self.progress.step += 1\n        losses",
           "tests/training/test_training.py -k 'between_two_batches'"),
+    Fault("buckets of positions are shifted by one", "training/by_position.py", "slice(first, last + 1)", "slice(first + 1, last + 2)",
+          "tests/training/test_by_position.py -k falls_into"),
     Fault("a signal is not heard inside an evaluation", "training/steps.py", "            poll()\n", "",
           "tests/training/test_training.py -k 'between_two_batches'"),
     Fault("each batch's loss is divided by its own targets", "training/loop.py",

@@ -15,6 +15,7 @@ from fast_attention.lab.study import drawings, page, run
 from fast_attention.lab.study.plan import ALONE, EXACT, Plan, folder, matched, parameters
 from fast_attention.lab.study.record import Result, Study
 from fast_attention.lab.tradeoff import frontier
+from fast_attention.training import journal
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.steps import config_for
 
@@ -90,6 +91,9 @@ def test_a_study_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_p
         assert (tmp_path / "cells" / folder(result.mechanism, result.seed) / "model" / "config.json").exists()
     one, two = (next(r for r in record.results if r.mechanism == EXACT and r.seed == seed) for seed in (0, 1))
     assert one.curve[1:] != two.curve[1:]
+    assert record.equal == "steps"
+    assert "Every run had the same number of steps" in out
+    assert not one.by_position, "no language modelling"
     html = (tmp_path / "study.html").read_text()
     assert html.count("<svg") == 2
     assert "<script" not in html
@@ -152,6 +156,10 @@ def test_a_stopped_study_goes_on(
         (("--mechanisms", "FNet"), "FNet"),
         (("--mechanisms", "Sofmax"), "Softmax"),
         (("--width", "15"), "multiple of heads"),
+        (("--equal", "minutes"), "give --minutes and no --steps"),
+        (("--equal", "minutes", "--minutes", "1"), "give --minutes and no --steps"),
+        (("--equal", "steps", "--minutes", "1"), "give --steps and no --minutes"),
+        (("--equal", "time"), "choose one of steps, minutes"),
     ],
 )
 def test_what_cannot_be_studied(
@@ -193,3 +201,87 @@ def test_a_picture_of_few_equal_results(price: tuple[float, int], others: int) -
     record = Study({"mechanisms": names, "metric": "accuracy", "baselines": {"chance": 0.25}}, results)
     assert drawings.costs(record).svg.startswith("<svg")
     assert drawings.curves(record).svg.startswith("<svg")
+
+
+def test_equal_minutes_of_a_language_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """No number of steps ends a run; the losses by position are those of the best model, and their mean its value."""
+    (tmp_path / "text.txt").write_bytes(b"abcdefghij" * 1000)
+    task = f"ByteLM(path={str(tmp_path / 'text.txt')!r}, context=80)"
+    tiny = [word for word in TINY if word not in ("--steps", "6")]
+    out = tmp_path / "out"
+    options = ["--equal", "minutes", "--minutes", "0.005", "--seeds", "1", "--out", str(out), *tiny]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["study", task, *options])
+    said = capsys.readouterr().out
+    assert not stop.value.code
+    record = Study.read(out / "study.json")
+    assert record.equal == "minutes"
+    for words in ("Every run had the same time", "bits per byte by position in the context", "32 to 63", "64 to 79"):
+        assert words in said
+    for result in record.results:
+        assert result.steps > 0
+        assert result.curve[-1][1] >= 0.3, "seconds"
+        assert [(first, last) for first, last, _ in result.by_position] == [(0, 31), (32, 63), (64, 79)]
+        mean = sum((last - first + 1) * loss for first, last, loss in result.by_position) / 80
+        assert mean == pytest.approx(result.best, abs=1e-5)
+    html = (out / "study.html").read_text()
+    assert "every run had the same time, evaluations included" in html
+    assert "By position in the context" in html
+    assert html.count("<svg") == 3
+
+
+def test_a_stopped_study_of_equal_minutes_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The minutes that a run has had count when it is resumed, and another budget is another study."""
+    train, calls = run.loop.train, []
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        calls.append(args[3])
+        outcome = train(*args, **options)
+        return outcome._replace(status="interrupted") if len(calls) == 2 else outcome
+
+    monkeypatch.setattr(run.loop, "train", stopping)
+    tiny = [word for word in TINY if word not in ("--steps", "6")]
+    begin = ["study", TASK, "--seeds", "1", "--out", str(tmp_path), *tiny, "--equal", "minutes"]
+
+    def code(*options: str) -> int:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*begin, *options])
+        return int(stop.value.code or 0)
+
+    assert code("--minutes", "0.005") == 130
+    before = [line for line in journal.read(calls[1]) if "valid" in line][-1]
+    assert code("--minutes", "0.006", "--resume") == 2
+    assert "minutes=0.006" in capsys.readouterr().err
+    assert code("--minutes", "0.005", "--resume") == 0
+    record = Study.read(tmp_path / "study.json")
+    assert record.equal == "minutes"
+    assert record.results[1].curve[-1][:2] == (before["step"], before["seconds"]), "its time was spent"
+
+
+def test_records_without_positions_or_budget_load() -> None:
+    old = sorted((Path(__file__).parents[2] / "records").glob("2026-11-21-study-*.json"))
+    assert old
+    for path in old:
+        record = Study.read(path)
+        assert record.equal == "steps"
+        assert page.by_position(record) is None
+        assert "By position" not in page.html(record)
+
+
+def test_losses_by_position_are_means_over_the_seeds() -> None:
+    def result(seed: int, losses: list[float]) -> Result:
+        rows = [(0, 31, losses[0]), (32, 49, losses[1])]
+        return Result(EXACT, seed, "complete", 2.0, 2.0, 5 + 2 * seed, 0.01, 10, 20, 4, [(5, 60.0 * seed, 2.0)], rows)
+
+    meta = {"metric": "nats", "mechanisms": [EXACT, ALONE], "baselines": {}, "equal": "minutes"}
+    record = Study(meta, [result(0, [3.0, 2.0]), result(1, [4.0, 1.0])])
+    assert record.by_position(EXACT) == {(0, 31): 3.5, (32, 49): 1.5}
+    assert record.by_position(ALONE) == {}
+    table = page.by_position(record)
+    assert table is not None
+    assert table.heads == ["mechanism", "0 to 31", "32 to 49"]
+    assert [list(row.cells) for row in table.rows] == [["exact attention", "3.5000", "1.5000"]]
+    assert page.rows(record)[0][4] == "6", "the mean of 5 and 7 steps"
+    assert drawings.by_position(record).alt.startswith("nats on the validation set (lower is better) by position")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -115,20 +115,31 @@ def evaluate(
         poll: Called before each batch; what it raises ends the evaluation.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, targets
+    for _, logits, targets in validation(model, task, settings, group, poll):
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        right = (logits.argmax(-1) == targets).sum()
+        sums += torch.stack([loss.double(), right.double(), (targets != IGNORED).sum().double()]).cpu()
+    loss, right, count = group.total(sums)
+    loss, right = loss / max(count, 1), right / max(count, 1)
+    return Score({"accuracy": right, "nats": loss, "bits per byte": loss / math.log(2)}[task.metric], loss)
+
+
+@torch.no_grad()
+def validation(
+    model: nn.Module, task: Task, settings: TrainingSettings, group: Group, poll: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    """The task's first validation batches, always the same ones, each with what ``forward`` gives.
+
+    The model is in evaluation mode until the last, and in training mode afterwards; ``poll`` is called before each.
+    """
     model.eval()
     try:
         for index in range(settings.evaluation_batches):
             poll()
             batch = group.shard(task.batch("valid", index, settings.batch_size))
-            logits, targets = forward(model, batch, settings)
-            loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-            right = (logits.argmax(-1) == targets).sum()
-            sums += torch.stack([loss.double(), right.double(), (targets != IGNORED).sum().double()]).cpu()
+            yield batch, *forward(model, batch, settings)
     finally:
         model.train()
-    loss, right, count = group.total(sums)
-    loss, right = loss / max(count, 1), right / max(count, 1)
-    return Score({"accuracy": right, "nats": loss, "bits per byte": loss / math.log(2)}[task.metric], loss)
 
 
 def better(task: Task, value: float, best: float | None) -> bool:

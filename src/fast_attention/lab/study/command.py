@@ -16,7 +16,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab import inputs, progress
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.study import page, run
-    from fast_attention.lab.study.plan import Plan, named
+    from fast_attention.lab.study.plan import Plan, budget, named
     from fast_attention.lab.study.record import Study
     from fast_attention.lab.study.run import CELLS
     from fast_attention.lab.surroundings import begun
@@ -34,7 +34,10 @@ def study_command(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each mechanism.")] = 3,
     n_steps: options.Steps = None,
-    minutes: Annotated[float | None, typer.Option(help="Time for each run: equal time instead of equal steps.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time for each run, evaluations included.")] = None,
+    equal: Annotated[
+        str | None, typer.Option(help="steps or minutes: what every run has as much of. Default: whichever is given.")
+    ] = None,
     config: options.Config = None,
     batch_size: options.BatchSize = None,
     lr: options.Rate = None,
@@ -63,19 +66,20 @@ def study_command(
             tasks.parse(f"{task} {file}" if file else task),
             [name for text in mechanisms or [] for name in named(text)], seeds, TrainingSettings(**training), model,
         )  # fmt: skip
+        bound = budget(equal, plan.settings)
         with inputs.alone(out):
             path = out / Study.data
             inputs.results([path], out, "a study", resume=resume, restart=restart)
-            meta = _meta(plan)
+            meta = _meta(plan, bound)
             record = Study.resume(path, meta) if resume and path.exists() else Study(meta)
             if restart and not resume:
                 shutil.rmtree(out / CELLS, ignore_errors=True)
             status = _carry_out(plan, record, out)
-    present(record, out, as_json, page.table(record), width=160)
+    present(record, out, as_json, *page.tables(record), width=160)
     return 130 if status == "interrupted" else 0
 
 
-def _meta(plan: Plan) -> dict[str, Any]:
+def _meta(plan: Plan, bound: str) -> dict[str, Any]:
     return begun(
         inputs.device(plan.settings.device),
         task=repr(plan.task),
@@ -83,6 +87,7 @@ def _meta(plan: Plan) -> dict[str, Any]:
         mechanisms=list(plan.mechanisms),
         seeds=plan.seeds,
         training=repr(plan.settings),
+        equal=bound,
         model=plan.model,
         baselines=plan.task.baselines(),
         data=plan.task.describe(),

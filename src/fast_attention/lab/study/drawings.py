@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 
@@ -70,22 +71,50 @@ def _bars(record: Study, summary: Summary) -> list[list[float]]:
 
 @picture
 def curves(record: Study) -> tuple[Figure, str]:
-    """The metric against steps, the mean over the seeds, with the baselines as lines."""
+    """The metric against steps, or minutes where these were equal: the mean over the seeds; baselines as lines."""
     figure, (axes,) = figure_grid(4.6)
+    timed = record.equal == "minutes"
     for at, name in enumerate(record.meta["mechanisms"]):
-        by_step: dict[int, list[float]] = {}
+        by_step: dict[int, list[tuple[float, float]]] = {}
         for result in record.of(name):
-            for step, _, value in result.curve:
-                by_step.setdefault(step, []).append(value)
+            for step, seconds, value in result.curve:
+                by_step.setdefault(step, []).append((seconds / 60 if timed else step, value))
         if by_step:
-            means = {step: statistics.fmean(values) for step, values in by_step.items()}
-            dash = "--" if at >= len(COLOURS) else "-"
-            line(axes, means, dash, color=_colour(name, at), linewidth=1.4, marker="", label=label(name))
-    labelled(axes, "steps", _metric(record))
+            _mean_line(axes, dict(_mean(points) for _, points in sorted(by_step.items())), name, at)
+    labelled(axes, "minutes" if timed else "steps", _metric(record))
     baselines(axes, record.meta["baselines"], 0.5)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend(axes)
     alt = f"{_metric(record)} on the validation set while training, {len(record.meta['mechanisms'])} mechanisms"
     return figure, alt
+
+
+@picture
+def by_position(record: Study) -> tuple[Figure, str]:
+    """The loss against the position in the context, the mean over the seeds: a point in the middle of each bucket."""
+    figure, (axes,) = figure_grid(4.6)
+    axes.set_xscale("log", base=2)
+    names = [name for name in record.meta["mechanisms"] if record.by_position(name)]
+    for name in names:
+        points = {math.sqrt((a + 1) * (b + 1)): loss for (a, b), loss in sorted(record.by_position(name).items())}
+        _mean_line(axes, points, name, record.meta["mechanisms"].index(name), "o")
+    axes.xaxis.set_major_formatter(number)
+    labelled(axes, "position in the context", _metric(record))
+    _legend(axes)
+    return figure, f"{_metric(record)} by position in the context, {len(names)} mechanisms"
+
+
+def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
+    across, up = zip(*points, strict=True)
+    return statistics.fmean(across), statistics.fmean(up)
+
+
+def _mean_line(axes: Axes, points: dict[float, float], name: str, at: int, marker: str = "") -> None:
+    dash = "--" if at >= len(COLOURS) else "-"
+    line(axes, points, dash, color=_colour(name, at), linewidth=1.4, marker=marker, label=label(name))
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _rising(record: Study) -> bool:

@@ -17,6 +17,7 @@ from fast_attention.training.steps import config_for
 
 BESIDE = " + "  # separates the mechanisms of layers that alternate
 EXACT, ALONE = "Softmax()", "Local(window=0)"
+EQUAL = ("steps", "minutes")  # what every run may have as much of
 CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token attends to itself only"}
 
 
@@ -53,6 +54,21 @@ class Plan:
     def settings_for(self, seed: int) -> TrainingSettings:
         """The settings of one seed: other weights, dropout and order of the data, the same for all mechanisms."""
         return replace(self.settings, seed=self.settings.seed + seed, order=self.settings.order + seed)
+
+
+def budget(asked: str | None, settings: TrainingSettings) -> str:
+    """What every run has as much of: steps, minutes, or "steps or minutes", whichever end first.
+
+    Raises:
+        InputError: The settings bound the runs by something else than what is asked for.
+    """
+    given = [name for name in EQUAL if getattr(settings, name)]
+    if asked not in (None, *EQUAL):
+        raise InputError(f"--equal {asked}: choose one of {', '.join(EQUAL)}")
+    if asked is not None and given != [asked]:
+        (other,) = set(EQUAL) - {asked}
+        raise InputError(f"--equal {asked}: give --{asked} and no --{other}, here or in --config")
+    return " or ".join(given)
 
 
 def folder(name: str, seed: int) -> str:

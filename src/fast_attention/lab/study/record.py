@@ -27,9 +27,12 @@ class Result:
     parameters: int
     hidden: int  # width of the feed-forward layers that makes the parameters equal
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, value
+    # First and last position, loss there; of the model with the best value, for causal language modelling.
+    by_position: list[tuple[int, int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.curve = [(step, seconds, value) for step, seconds, value in self.curve]
+        self.by_position = [(first, last, loss) for first, last, loss in self.by_position]
 
 
 @dataclass
@@ -41,6 +44,18 @@ class Study(Record):
     data, page = "study.json", "study.html"
 
     results: list[Result] = field(default_factory=list)
+
+    @property
+    def equal(self) -> str:
+        """What every run had as much of; records of before this was kept call it steps, as their pages did."""
+        return str(self.meta.get("equal", "steps"))
+
+    def by_position(self, mechanism: str) -> dict[tuple[int, int], float]:
+        """The loss by first and last position of each bucket, the mean over the seeds; empty where none was kept."""
+        losses: dict[tuple[int, int], list[float]] = {}
+        for first, last, loss in (row for result in self.of(mechanism) for row in result.by_position):
+            losses.setdefault((first, last), []).append(loss)
+        return {bucket: statistics.fmean(values) for bucket, values in losses.items()}
 
     def of(self, mechanism: str) -> list[Result]:
         """The complete runs of a mechanism."""
@@ -57,7 +72,8 @@ class Study(Record):
             student = _STUDENT[min(len(values) - 2, len(_STUDENT) - 1)]
             spread = student * statistics.stdev(values) / math.sqrt(len(values))
         seconds, peak = statistics.median(r.step_seconds for r in results), max(r.peak_bytes for r in results)
-        return Summary(statistics.fmean(values), spread, len(values), seconds, peak, results[0].parameters)
+        steps = round(statistics.fmean(r.steps for r in results))
+        return Summary(statistics.fmean(values), spread, len(values), steps, seconds, peak, results[0].parameters)
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ class Summary:
     mean: float
     spread: float | None
     seeds: int
+    steps: int  # of a run, the mean
     step_seconds: float
     peak_bytes: int
     parameters: int

@@ -12,9 +12,11 @@ import torch
 from fast_attention import counting
 from fast_attention.lab.study.plan import Plan, folder, matched
 from fast_attention.lab.study.record import Result, Study
+from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks.task import Task
-from fast_attention.training import journal, loop, steps
+from fast_attention.training import by_position, journal, loop, run_folder, steps
+from fast_attention.training.processes import Group
 from fast_attention.training.settings import TrainingSettings
 
 CELLS = "cells"  # the folder of the runs
@@ -54,7 +56,15 @@ def _cell(plan: Plan, mechanism: str, seed: int, out: Path, watch: Watch) -> Res
         statistics.median(times) if times else outcome.seconds / max(outcome.step, 1),
         peak(plan.task, config, settings), outcome.parameters, config.hidden,
         [(line["step"], line["seconds"], line["valid"]) for line in lines if "valid" in line],
+        _by_position(plan.task, settings, out / run_folder.MODEL),
     )  # fmt: skip
+
+
+def _by_position(task: Task, settings: TrainingSettings, folder: Path) -> list[tuple[int, int, float]]:
+    if not by_position.applies(task):
+        return []
+    group = Group(0, 1, torch.device(settings.device))
+    return by_position.loss_by_position(saving.load(folder, group.device), task, settings, group)
 
 
 def peak(task: Task, config: ModelConfig, settings: TrainingSettings) -> int:
