@@ -24,6 +24,8 @@ FAULTS = [
           "x[..., i : i + length, :]", "tests/nn/test_convolution.py -k its_formula"),
     Fault("what the convolution keeps is off by one", "nn/convolution.py", "joined[..., x.shape[-2] :, :]",
           "joined[..., x.shape[-2] - 1 : -1, :]", "tests/nn/test_convolution.py -k any_split"),
+    Fault("one rotary layer makes all positions rotary", "nn/models.py", "rotates = all(", "rotates = any(",
+          "tests/nn/test_models.py -k automatic"),
     Fault("the convolution sees padding", "nn/convolution.py", "x = masks.drop(x, key_mask)", "pass",
           "tests/nn/test_convolution.py -k padding_of_a_model"),
     Fault("a decoder forgets what its convolutions have read", "nn/models.py", "self.conv.decode(x, recent)",

@@ -172,6 +172,16 @@ def test_what_cannot_be_studied(
     assert not (tmp_path / "out" / "study.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("others", "wanted"), [(["FavorPlus()"], "rotary"), (["Local() + LinearAttention()"], "learned")]
+)
+def test_automatic_positions_are_the_same_for_all(others: list[str], wanted: str) -> None:
+    model = {"width": 16, "heads": 2, "layers": 1, "positions": "auto"}
+    plan = Plan.of(tasks.parse(TASK), others, 1, TrainingSettings(steps=2), model)
+    assert plan.model["positions"] == wanted
+    assert {matched(plan.task, name, plan.model).positions for name in plan.mechanisms} == {wanted}
+
+
 def test_seeds_are_other_weights_and_other_batches_and_alike_for_all() -> None:
     plan = Plan.of(tasks.parse(TASK), [], 2, TrainingSettings(steps=2), {"width": 16, "heads": 2})
     one, two = (plan.settings_for(seed) for seed in (0, 1))

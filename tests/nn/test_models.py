@@ -177,6 +177,27 @@ def test_settings_that_make_no_model(options: dict[str, Any], words: str) -> Non
         ModelConfig(**{"vocab_size": 11, "width": 16, "heads": 2, **options})
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "width", "wanted"),
+    [
+        ("Softmax()", 16, "rotary"),
+        (("Local(window=4)", "FavorPlus(num_features=8)"), 16, "rotary"),
+        (("Local(window=4)", "LinearAttention()"), 16, "learned"),
+        ("FNet()", 16, "learned"),
+        ("Softmax()", 14, "learned"),  # heads of 7 channels have no pairs to rotate
+    ],
+)
+def test_automatic_positions_are_rotary_where_every_layer_can(
+    mechanism: Any, width: int, wanted: str, tmp_path: Path
+) -> None:
+    made = model(mechanism, positions="auto", width=width)
+    assert made.config.positions == wanted
+    assert made.config == model(mechanism, positions=wanted, width=width).config
+    saving.save(made, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["positions"] == wanted
+    assert torch.equal(saving.load(tmp_path)(tokens(2, 9)), made.float()(tokens(2, 9)))
+
+
 def test_too_long_a_sequence_is_named() -> None:
     with pytest.raises(ValueError, match="40 tokens and got 41"):
         model()(tokens(1, 41))

@@ -35,7 +35,8 @@ class ModelConfig(Value):
         heads: Heads per block; must divide ``width``.
         hidden: Width inside the feed-forward layers; 0 for ``4 * width``.
         max_len: Longest sequence for learned positions and for mechanisms with ``traits.bounded``.
-        positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` (mechanisms with ``traits.rotary``) or ``"none"``.
+        positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` (mechanisms with ``traits.rotary``) or ``"none"``;
+            ``"auto"`` becomes rotary where every layer and the heads' width allow it, and learned elsewhere.
         causal: A decoder, whose outputs see the past only, rather than an encoder.
         head: ``"tokens"`` predicts a token at each position, ``"classes"`` one class for the sequence.
         classes: Number of classes.
@@ -85,6 +86,10 @@ class ModelConfig(Value):
             raise ValueError(f"ModelConfig(dropout={self.dropout!r}): dropout must be at least 0 and below 1")
         if self.head == "classes" and self.classes < 2:
             raise ValueError(f"head='classes' needs classes of at least 2; got {self.classes}")
+        if self.positions == "auto":
+            rotates = all(catalogue.parse(name).traits.rotary for name in self.mechanisms)
+            even = self.width // self.heads % 2 == 0
+            object.__setattr__(self, "positions", "rotary" if rotates and even else "learned")
 
     @property
     def mechanisms(self) -> list[str]:

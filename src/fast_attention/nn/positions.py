@@ -14,7 +14,7 @@ from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.packed import Packing
 from fast_attention.value import Value, at_least, one_of
 
-Positions = Literal["learned", "sinusoidal", "rotary", "none"]
+Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
 RopeType = Literal["default", "linear", "dynamic", "yarn"]
 
 
