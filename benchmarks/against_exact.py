@@ -3,13 +3,16 @@
 ``python -m benchmarks.against_exact "Hybrid()" "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=32))"``
 prints for every length the median over the pairs of exact attention's time over the mechanism's: above 1 the mechanism
 is the faster one. Exact attention is torch's own, causal where the mechanism is (``--causal``). ``--threads 1`` takes
-processor time instead of wall time, which other programs disturb less.
+processor time instead of wall time, which other programs disturb less. ``--out FILE`` leaves a record.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
-from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds
-from fast_attention import Bound, Shape
+from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds, title
+from fast_attention import Bound, Shape, files
+from fast_attention.lab import records, surroundings
 
 LENGTHS = (128, 512, 1024, 4096, 16384)
 
@@ -64,21 +68,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="Of torch.")
     parser.add_argument("--rounds", type=int, default=11, help="Pairs of samples, three at least.")
     parser.add_argument("--patience", type=float, default=20.0, help="Seconds of rounds for each figure.")
+    parser.add_argument("--out", type=Path, help="Also write a record.")
     asked = parser.parse_args(arguments)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    table = Table("setting", "pass", *(f"{n:,}" for n in asked.lengths), box=None)
-    for expression in asked.mechanisms:
-        for training in (False, True):
-            cells = []
-            for length in asked.lengths:
-                row = Row(expression, asked.causal, length, training)
-                found = measured(expression, row, asked.rounds, asked.patience)
-                assert found.ratio is not None
-                cells.append(f"{1 / found.ratio:.2f}")
-            setting = expression + (", causal" if asked.causal else "")
-            table.add_row(setting, "training" if training else "forward", *cells)
-    Console().print(table)
+    meta = {"command": arguments or sys.argv[1:], "started": surroundings.timestamp(), "heads": HEADS, "width": WIDTH}
+    found = [
+        measured(expression, Row(expression, asked.causal, length, training), asked.rounds, asked.patience)
+        for expression in asked.mechanisms
+        for training in (False, True)
+        for length in asked.lengths
+    ]
+    Console().print(table(found, asked.lengths))
+    if asked.out:
+        meta |= {
+            "old": "exact attention",
+            **surroundings.surroundings(torch.device("cpu")),
+            "finished": surroundings.timestamp(),
+        }
+        held = {"meta": meta, "rows": [asdict(row) for row in found]}
+        files.write(asked.out, records.sealed("against exact attention", held) + "\n")
+
+
+def table(found: list[Row], lengths: Sequence[int]) -> Table:
+    """A line for each expression and pass: exact attention's time over the mechanism's, length by length."""
+    made = Table("setting", "pass", *(f"{n:,}" for n in lengths), box=None)
+    for start in range(0, len(found), len(lengths)):
+        rows = found[start : start + len(lengths)]
+        cells = [f"{1 / row.ratio:.2f}" for row in rows if row.ratio is not None]
+        made.add_row(title(rows[0]), "training" if rows[0].training else "forward", *cells)
+    return made
 
 
 if __name__ == "__main__":

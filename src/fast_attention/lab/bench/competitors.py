@@ -26,7 +26,10 @@ Kind = Literal["core", "module", "mixer"]
 OURS, TORCH = "fast-attention", "torch"
 Direction = Literal["both", "causal", "bidirectional"]
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-VARIANTS = ("AFTLocal(window=128)", "Manhattan(distance='l1')", "Manhattan(distance='laplacian')")
+VARIANTS = (
+    "AFTLocal(window=128)", "Manhattan(distance='l1')", "Manhattan(distance='laplacian')",
+    "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=32))",
+)  # fmt: skip
 
 
 class Sizes(NamedTuple):
