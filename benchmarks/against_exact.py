@@ -82,6 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     Console().print(table(found, asked.lengths))
     if asked.out:
         meta |= {
+            "status": "complete",
             "old": "exact attention",
             **surroundings.surroundings(torch.device("cpu")),
             "finished": surroundings.timestamp(),
