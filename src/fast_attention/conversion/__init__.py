@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fast_attention.conversion.outcome import Conversion as Conversion
@@ -19,7 +19,7 @@ def convert(
     model: Any,
     mechanism: Mechanism[Any, Any] | str,
     batches: BatchOf,
-    held_out: Sequence[Any],
+    held_out: Sequence[Any] | Mapping[str, Sequence[Any]],
     *,
     settings: ConversionSettings | None = None,
     keep: Sequence[int] = (),
@@ -43,7 +43,8 @@ def convert(
         mechanism: What to run in every layer that is not kept.
         batches: Batch number i, the same for the same number: tensors by name, as a Hugging Face model's forward takes
             them, or a ``fast_attention.tasks.Batch`` for a model of this library, as ``task.batch`` gives it.
-        held_out: Batches that ``batches`` never gives: all reported figures are of these.
+        held_out: Batches that ``batches`` never gives: all reported figures are of these. Or groups of them by name,
+            such as ``{"short": [...], "other text, 2048": [...]}``: each gets figures of its own, too.
         settings: Time, rates, seed.
         keep: Numbers of layers that stay as they are, counted from 0 in the order of the model.
         budget: Before the fine-tune, leave as few layers as they were as a greedy search needs for a loss of at most

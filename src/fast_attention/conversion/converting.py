@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fast_attention import catalogue
-from fast_attention.conversion import adapters, checkpoint, choosing, transfer
+from fast_attention.conversion import adapters, checkpoint, choosing, trained, transfer
 from fast_attention.conversion.adapters import Batch
 from fast_attention.conversion.checkpoint import STAGES, Progress, Stage
 from fast_attention.conversion.goals import HeldOutBatch
-from fast_attention.conversion.outcome import Conversion, Figures
+from fast_attention.conversion.outcome import Conversion
 from fast_attention.conversion.settings import ConversionSettings
 from fast_attention.integrations import crossover
 from fast_attention.integrations.crossover import ExactUpTo
@@ -25,10 +26,12 @@ from fast_attention.mechanism import Unsupported
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
 
+Groups = Mapping[str, Sequence[Batch]]  # what is held out; "" is the name of all if they are not in groups
+Held = Mapping[str, Sequence[HeldOutBatch]]
+
 POINTS = 100  # of a stage's curve of losses
 DECAY = 0.95  # of the running mean of losses, per step
 BETAS = (0.9, 0.98)  # AdamW's
-MAP_RATE_FACTOR = 10.0  # learning rate of the mechanisms' own weights in the fine-tune, relative to all others
 
 
 class _Stopped(Exception):
@@ -36,13 +39,14 @@ class _Stopped(Exception):
 
 
 def run(
-    model: Any, mechanism: Any, batches: Callable[[int], Batch], held_out: Sequence[Batch], *,
+    model: Any, mechanism: Any, batches: Callable[[int], Batch], held_out: Sequence[Batch] | Groups, *,
     settings: ConversionSettings, keep: Sequence[int], budget: float | None, choosing: Sequence[Batch],
     exact_up_to: ExactUpTo | None, checkpoint: str | os.PathLike[str] | None, resume: bool,
     watch: Callable[[dict[str, Any]], None],
 ) -> Conversion:  # fmt: skip
     """See ``fast_attention.convert``."""
-    _check(held_out, budget)
+    groups = dict(held_out) if isinstance(held_out, Mapping) else {"": held_out}
+    _check(groups, budget)
     parsed = catalogue.parse(mechanism)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
@@ -51,12 +55,14 @@ def run(
     conversion = _Run(model, parsed, batches, settings, keep, budget, exact_up_to, path, watch)
     with Signals() as signals:
         conversion.signals = signals
-        return conversion.run(held_out, choosing or held_out, resume)
+        return conversion.run(groups, choosing or [*chain(*groups.values())], resume)
 
 
-def _check(held_out: Sequence[Batch], budget: float | None) -> None:
-    if not held_out:
-        raise ValueError("held_out is empty: give at least one batch that the training does not see")
+def _check(groups: Groups, budget: float | None) -> None:
+    for name, batches in [*groups.items()] or [("", [])]:
+        if not batches:
+            where = f"held_out[{name!r}]" if name else "held_out"
+            raise ValueError(f"{where} is empty: give at least one batch that the training does not see")
     if budget is not None and not budget >= 1.0:
         raise ValueError(f"budget={budget!r} is a multiple of the original's loss, at least 1, such as 1.02")
 
@@ -95,25 +101,23 @@ class _Run:
             "settings": repr(settings),
         }  # fmt: skip
 
-    def run(self, held_out: Sequence[Batch], for_choice: Sequence[Batch], resume: bool) -> Conversion:
+    def run(self, held_out: Groups, for_choice: Sequence[Batch], resume: bool) -> Conversion:
         """Run all stages that are left."""
         if resume and self.path is not None and self.path.exists():
             self._resume(self.path)
-        prepared, prepared_for_choice = (
-            self.goal.prepare(self.original, [self._to_device(batch) for batch in raw])
-            for raw in (held_out, for_choice)
-        )
+        prepared = {name: self._prepared(batches) for name, batches in held_out.items()}
+        prepared_for_choice = self._prepared(for_choice)
         try:
             if "original" not in self.result.figures:
-                self.result.figures["original"] = self._figures("original", self.original, prepared)
+                self._figures("original", self.original, prepared)
             self._measure("swapped", prepared)
             if self.progress.stage == "transfer" and not self.progress.step:
                 first = self._to_device(self.batches(0))
                 transfer.calibrate(self.model, self.original, self.result.converted, first)
-            self._train_stage("transfer", self._transfer_groups())
+            self._train_stage("transfer")
             self._measure("transferred", prepared)
             self._choose(prepared_for_choice)
-            self._train_stage("fine-tune", self._tuned_groups())
+            self._train_stage("fine-tune")
             self._measure("tuned", prepared)
             self._save()
             self._exact_below(prepared)
@@ -145,22 +149,27 @@ class _Run:
         if self.signals.caught:
             raise _Stopped
 
-    def _figures(self, when: str, model: Any, prepared: Sequence[HeldOutBatch]) -> Figures:
+    def _prepared(self, batches: Sequence[Batch]) -> list[HeldOutBatch]:
+        return self.goal.prepare(self.original, [self._to_device(batch) for batch in batches])
+
+    def _figures(self, when: str, model: Any, prepared: Held) -> None:
         self._poll()
         self.watch({"measuring": when})
-        figures = self.goal.measure(model, prepared)
+        figures, groups = self.goal.measure_groups(model, prepared)
         self.watch({"measured": when, **figures})
-        return figures
+        self.result.figures[when] = figures
+        if [*groups] != [""]:
+            self.result.by_group[when] = groups
 
-    def _measure(self, when: str, prepared: Sequence[HeldOutBatch]) -> None:
+    def _measure(self, when: str, prepared: Held) -> None:
         """Measure the figures and every layer's error after a stage, unless a checkpoint brought them."""
         if when not in self.result.figures:
-            figures = self._figures(when, self.model, prepared)
-            batches = [held.batch for held in prepared]
+            self._poll()
+            batches = [held.batch for held in chain(*prepared.values())]
             self.result.errors[when] = transfer.errors(self.model, self.original, self.result.converted, batches)
-            self.result.figures[when] = figures
+            self._figures(when, self.model, prepared)
 
-    def _exact_below(self, prepared: Sequence[HeldOutBatch]) -> None:
+    def _exact_below(self, prepared: Held) -> None:
         """Let exact attention serve the queries that see few tokens, if that was asked for, and measure that."""
         if self.exact_up_to is None:
             return
@@ -174,32 +183,16 @@ class _Run:
         self.result.mechanism = repr(crossover.exact_below(self.mechanism, tokens))
         self._measure("exact", prepared)
 
-    def _transfer_groups(self) -> list[dict[str, Any]]:
-        maps, projections = transfer.weights(self.model, self.result.converted)
-        rates = ((maps, self.settings.lr_maps), (projections, self.settings.lr_projections))
-        rates = rates if self.exact_up_to is None else rates[:1]
-        return [{"params": params, "top": rate, "weight_decay": 0.0} for params, rate in rates if params and rate]
+    def _trained(self, stage: Stage) -> list[dict[str, Any]]:
+        """What a stage trains; nothing but the mechanisms' own weights if short inputs are to stay as they were."""
+        groups_of = trained.transfer_groups if stage == "transfer" else trained.tuned_groups
+        return groups_of(self.model, self.result.converted, self.settings, own=self.exact_up_to is not None)
 
-    def _tuned_groups(self) -> list[dict[str, Any]]:
-        excluded = {id(p) for p in self.adapter.embeddings(self.model)}
-        maps = transfer.weights(self.model, self.result.converted)[0]
-        excluded |= {id(p) for p in maps}
-        trainable = [p for p in self.model.parameters() if id(p) not in excluded]
-        trainable = trainable if self.exact_up_to is None else []
-        matrices, others = [p for p in trainable if p.ndim == 2], [p for p in trainable if p.ndim != 2]
-        decay, rate = self.settings.weight_decay, self.settings.lr
-        groups = [
-            {"params": maps, "top": MAP_RATE_FACTOR * rate, "weight_decay": 0.0},
-            {"params": matrices, "top": rate, "weight_decay": decay},
-            {"params": others, "top": rate, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
-
-    def _train_stage(self, stage: Stage, groups: list[dict[str, Any]]) -> None:
+    def _train_stage(self, stage: Stage) -> None:
         """Run the steps of a stage that are left: none if it is finished or has nothing to train."""
         if STAGES.index(self.progress.stage) > STAGES.index(stage):
             return
-        settings, progress = self.settings, self.progress
+        settings, progress, groups = self.settings, self.progress, self._trained(stage)
         fraction = settings.share if stage == "transfer" else 1 - settings.share
         self.model.requires_grad_(False)
         for parameter in (p for group in groups for p in group["params"]):
@@ -249,8 +242,8 @@ class _Run:
                 loss_tensor = self.goal.loss(self.model, self.original, batch)
             loss_tensor.backward()
             loss = float(loss_tensor.detach())
-            trained = [p for group in optimiser.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(trained, self.settings.clip or math.inf)
+            parameters = [p for group in optimiser.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
         if not math.isfinite(loss):
             raise Diverged(f"in the {stage}, at step {self.progress.step}, the loss is {loss}: try lower rates")
         for group in optimiser.param_groups:

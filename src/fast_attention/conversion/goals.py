@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from fast_attention.conversion.outcome import Figures
 
 Batch = dict[str, Tensor]  # what a Hugging Face model's forward takes
+Scores = dict[str, Tensor]  # by their names, (N,) each: one for every sentence, token or target of a batch
 
 
 class HeldOutBatch(NamedTuple):
@@ -22,25 +24,46 @@ class HeldOutBatch(NamedTuple):
     reference: Tensor | None
 
 
-class Goal(Protocol):
+class Goal(ABC):
     """The loss and the figures of a converted model."""
 
     name: str
 
+    @abstractmethod
     def prepare(self, original: Any, batches: Sequence[Any]) -> list[HeldOutBatch]:
         """Held-out batches with the original's outputs, to measure on."""
-        ...
 
+    @abstractmethod
     def loss(self, model: Any, original: Any, batch: Any) -> Tensor:
         """The loss of the fine-tune."""
-        ...
+
+    @abstractmethod
+    def scores(self, model: Any, held: HeldOutBatch) -> Scores:
+        """What is measured of a batch."""
+
+    @abstractmethod
+    def figures(self, scores: Scores) -> Figures:
+        """The figures of the scores of all batches; ``loss`` is the one that a budget limits."""
 
     def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
-        """The figures of a model; ``loss`` is the one that a budget limits."""
-        ...
+        """The figures of a model."""
+        return self.measure_groups(model, {"": held})[0]
+
+    @torch.no_grad()
+    def measure_groups(
+        self, model: Any, groups: Mapping[str, Sequence[HeldOutBatch]]
+    ) -> tuple[Figures, dict[str, Figures]]:
+        """The figures of a model on all batches, and on those of each group."""
+        scores = {name: _joined(self.scores(model, each) for each in held) for name, held in groups.items()}
+        return self.figures(_joined(scores.values())), {name: self.figures(each) for name, each in scores.items()}
 
 
-class LanguageModel:
+def _joined(scores: Iterable[Scores]) -> Scores:
+    rows = [*scores]
+    return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+
+
+class LanguageModel(Goal):
     """Next-token prediction: nats per token and, with ``distil``, distillation from the original.
 
     Args:
@@ -67,18 +90,17 @@ class LanguageModel:
         output = logits[valid].log_softmax(-1)
         return loss + self.distil * F.kl_div(output, reference, log_target=True, reduction="batchmean")
 
-    @torch.no_grad()
-    def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
-        """``loss``: nats per token over all tokens of all batches."""
-        total, count = 0.0, 0
-        for held_batch in held:
-            logits, targets, valid = _predictions(model, held_batch.batch)
-            total += float(F.cross_entropy(logits[valid], targets[valid], reduction="sum"))
-            count += int(valid.sum())
-        return {"loss": total / max(count, 1)}
+    def scores(self, model: Any, held: HeldOutBatch) -> Scores:
+        """Nats of every token."""
+        logits, targets, valid = _predictions(model, held.batch)
+        return {"nats": F.cross_entropy(logits[valid], targets[valid], reduction="none")}
+
+    def figures(self, scores: Scores) -> Figures:
+        """``loss``: nats per token."""
+        return {"loss": mean(scores["nats"])}
 
 
-class HiddenStates:
+class HiddenStates(Goal):
     """Similarity to the original's hidden states, token by token, and to their mean, the sentence embedding.
 
     The loss that a budget limits is 2 - the mean cosine of the sentence embeddings: the original's is 1, and a budget
@@ -101,19 +123,29 @@ class HiddenStates:
         likeness = F.cosine_similarity(pooled(outputs[-1], mask), pooled(reference[-1], mask), dim=-1)
         return torch.stack(layers).mean() + 1 - likeness.mean()
 
-    @torch.no_grad()
-    def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
-        """Cosines to the original: of the sentence embeddings, mean and least, and of single tokens."""
-        sentences, single = [], []
-        for batch, reference in held:
-            assert reference is not None
-            output, mask = hidden(model, batch)[-1], tokens(batch)
-            sentences.append(F.cosine_similarity(pooled(output, mask), pooled(reference, mask), dim=-1))
-            each = F.cosine_similarity(output, reference, dim=-1)
-            single.append(each.flatten() if mask is None else each[mask])
-        sentence = torch.cat(sentences)
-        figures = {"sentence_cosine": float(sentence.mean()), "worst_sentence_cosine": float(sentence.min())}
-        return {"loss": 2 - figures["sentence_cosine"], **figures, "token_cosine": float(torch.cat(single).mean())}
+    def scores(self, model: Any, held: HeldOutBatch) -> Scores:
+        """Cosines to the original: of the sentence embeddings and of single tokens."""
+        assert held.reference is not None
+        output, mask = run(model, held.batch).last_hidden_state, tokens(held.batch)
+        each = F.cosine_similarity(output, held.reference, dim=-1)
+        return {
+            "sentences": F.cosine_similarity(pooled(output, mask), pooled(held.reference, mask), dim=-1),
+            "tokens": each.flatten() if mask is None else each[mask],
+        }
+
+    def figures(self, scores: Scores) -> Figures:
+        """Mean and least cosine of the sentence embeddings, mean cosine of single tokens."""
+        sentence = mean(scores["sentences"])
+        worst = float(scores["sentences"].min())
+        return {
+            "loss": 2 - sentence, "sentence_cosine": sentence, "worst_sentence_cosine": worst,
+            "token_cosine": mean(scores["tokens"]),
+        }  # fmt: skip
+
+
+def mean(x: Tensor) -> float:
+    """The mean of some scores; 0 if there are none."""
+    return float(x.double().mean()) if len(x) else 0.0
 
 
 def is_language_model(model: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.conversion.goals import HeldOutBatch
+from fast_attention.conversion.goals import Goal, HeldOutBatch, Scores, mean
 from fast_attention.conversion.outcome import Figures
 from fast_attention.integrations import crossover
 from fast_attention.mechanism import Mechanism, Unsupported
@@ -86,7 +86,7 @@ class LibraryAdapter:
         return batch.key_mask
 
 
-class TaskLoss:
+class TaskLoss(Goal):
     """The task's loss: nats per target and, with ``distil``, distillation from the original.
 
     Args:
@@ -114,18 +114,17 @@ class TaskLoss:
         divergence = F.kl_div(logits.log_softmax(-1), reference, log_target=True, reduction="batchmean")
         return loss + self.distil * divergence
 
-    @torch.no_grad()
-    def measure(self, model: Model, held: Sequence[HeldOutBatch]) -> Figures:
-        """``loss``: nats per target over all batches; the fractions of right answers, and of the original's answers."""
-        total, right, same, count = 0.0, 0, 0, 0
-        for batch, reference in held:
-            logits, targets = _predictions(model, batch)
-            predicted = logits.argmax(-1)
-            total += float(F.cross_entropy(logits, targets, reduction="sum"))
-            right, same = right + int((predicted == targets).sum()), same + int((predicted == reference).sum())
-            count += len(targets)
-        count = max(count, 1)
-        return {"loss": total / count, "accuracy": right / count, "same_answer": same / count}
+    def scores(self, model: Model, held: HeldOutBatch) -> Scores:
+        """Of every target: its nats, whether the answer is right, whether it is the original's."""
+        logits, targets = _predictions(model, held.batch)
+        predicted = logits.argmax(-1)
+        nats = F.cross_entropy(logits, targets, reduction="none")
+        return {"nats": nats, "right": predicted == targets, "same": predicted == held.reference}
+
+    def figures(self, scores: Scores) -> Figures:
+        """``loss``: nats per target; the fractions of right answers, and of the original's answers."""
+        loss, right, same = (mean(scores[name]) for name in ("nats", "right", "same"))
+        return {"loss": loss, "accuracy": right, "same_answer": same}
 
 
 def _predictions(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:

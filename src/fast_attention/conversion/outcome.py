@@ -22,6 +22,7 @@ class Conversion:
     kept: dict[str, str]  # those that stayed as they were, each with the reason
     runs: dict[str, str] = field(default_factory=dict)  # what each layer of the original runs
     figures: dict[str, Figures] = field(default_factory=dict)
+    by_group: dict[str, dict[str, Figures]] = field(default_factory=dict)  # of each group that was held out
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # of each layer's output, over its variance
     whole: float | None = None  # the loss before the choice, on the batches for choosing
     put_back: dict[str, float] = field(default_factory=dict)  # that loss with a single original layer, by its name

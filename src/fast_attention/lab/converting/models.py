@@ -37,7 +37,7 @@ class ModelAndData(Protocol):
     """A model and its batches."""
 
     model: Any
-    held_out: list[Any]
+    held_out: dict[str, list[Any]]  # by what they are
     choosing: list[Any]
     positions: int | None  # how many a Hugging Face model knows; None: any
     extension: str  # how it came to know more of them, or nothing
@@ -112,7 +112,7 @@ class Pretrained:
             )
         self.length = data.length or min(LONGEST, self.positions or LONGEST)
         self.read = _reading(data, self.tokenizer, self.length)
-        self.batch, self.held_out, self.choosing = self.read.batch, self.read.held_out, self.read.choosing
+        self.batch, self.held_out, self.choosing = self.read.batch, self.read.groups, self.read.choosing
         self.lengths: list[int] = [*LENGTHS]
 
     def original(self) -> Any:
@@ -131,7 +131,7 @@ class Pretrained:
             "judge": None if self.read.judge is None else self.read.judge.facts,
             "batch_size": self.read.size,
             "length": self.length,
-            "passages": sum(len(batch["input_ids"]) for batch in self.held_out),
+            "passages": sum(len(batch["input_ids"]) for group in self.held_out.values() for batch in group),
             "bits_per_byte_of_a_nat": self.read.tokens_per_byte / math.log(2),
             "loss": "nats per token" if is_language_model(self.model) else LIKENESS,
             "positions": self.extension,
@@ -160,7 +160,7 @@ class Run:
         steps.check(self.task, config)
         count = known.evaluation_batches
         batches = [self.task.batch("valid", i, self.size) for i in range(2 * count)]
-        self.held_out, self.choosing = batches[:count], batches[count:]
+        self.held_out, self.choosing = {"validation": batches[:count]}, batches[count:]
         longest = config.longest
         self.lengths: list[int] = [n for n in LENGTHS if longest is None or n < longest]
         self.lengths += [] if longest is None else [longest]
@@ -180,9 +180,9 @@ class Run:
             "text": repr(self.task),
             "task": repr(self.task),
             "batch_size": self.size,
-            "evaluation_batches": len(self.held_out),
+            "evaluation_batches": len(self.held_out["validation"]),
             "length": self.task.length,
-            "passages": sum(len(batch.tokens) for batch in self.held_out),
+            "passages": sum(len(batch.tokens) for batch in self.held_out["validation"]),
             "bits_per_byte_of_a_nat": 1 / math.log(2) if bits else None,
             "loss": "nats per target of the task",
             "opened_by": "fast_attention.nn.saving.load",

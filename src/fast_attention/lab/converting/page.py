@@ -28,6 +28,17 @@ def stages(record: Converted) -> Table:
     return Table(["", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
 
 
+def groups(record: Converted) -> Table:
+    """The first figure of each group of held-out passages at every stage."""
+    by_stage = {when: record.by_group(when) for when in record.stages}
+    names = list(next(iter(by_stage.values()))) if len(by_stage) else []
+    if len(names) < 2:
+        return Table([""], [])
+    figure = next(iter(record.figures("original")))
+    rows = [[name, *(fixed(each[name][figure], ".4f") for each in by_stage.values())] for name in names]
+    return Table([FIGURES[figure], *(STAGES[when] for when in by_stage)], rows)
+
+
 def layers(record: Converted) -> Table:
     """What every layer runs, its error at every stage, and the loss if that layer alone were as it was."""
     held, rows = record.conversion, []
@@ -71,9 +82,13 @@ def words(record: Converted) -> list[str]:
     return sentences
 
 
+def _quality(record: Converted) -> list[Table]:
+    return [table for table in (stages(record), groups(record)) if table.rows]
+
+
 def tables(record: Converted) -> list[Table]:
     """The tables of a conversion."""
-    return [table for table in (stages(record), layers(record), costs(record)) if table.rows]
+    return [table for table in (*_quality(record), layers(record), costs(record)) if table.rows]
 
 
 def html(record: Converted) -> str:
@@ -93,7 +108,7 @@ def html(record: Converted) -> str:
     if record.stages:
         lead = [Words(each, "lead") for each in words(record)]
         sections += [
-            Section("Quality", [Figure(drawings.stages(record), _STAGES), stages(record)]),
+            Section("Quality", [Figure(drawings.stages(record), _STAGES), *_quality(record)]),
             Section("Layer by layer", [*lead, Figure(drawings.layers(record), _LAYERS), layers(record)]),
         ]
     if record.costs:

@@ -46,8 +46,16 @@ class Converted(Record):
 
     def figures(self, when: str) -> dict[str, float]:
         """What a reader wants to know of a stage, by the names in ``FIGURES``."""
-        known = dict(self.conversion.figures[when])
-        loss, original = known.pop("loss"), self.conversion.figures["original"]["loss"]
+        return self._figures(self.conversion.figures[when], self.conversion.figures["original"])
+
+    def by_group(self, when: str) -> dict[str, dict[str, float]]:
+        """The same of each group of held-out passages."""
+        groups = self.conversion.by_group
+        return {name: self._figures(each, groups["original"][name]) for name, each in groups.get(when, {}).items()}
+
+    def _figures(self, measured: dict[str, float], of_original: dict[str, float]) -> dict[str, float]:
+        known = dict(measured)
+        loss, original = known.pop("loss"), of_original["loss"]
         if "sentence_cosine" not in known:  # the loss is nats, of a text or of a task
             bits = self.meta["bits_per_byte_of_a_nat"]
             nats = {"nats_per_target" if known else "nats_per_token": loss}
