@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention import ConversionSettings, FavorPlusPlus, convert, from_pretrained, swap
+from fast_attention import ConversionSettings, FavorPlusPlus, from_pretrained, swap
 from fast_attention.conversion import adapters, choosing, goals, transfer
 from fast_attention.integrations.attention import layers_of
 from fast_attention.mechanism import Unsupported
+from tests.conversion.plain import convert, settings_of_all
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +28,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 MECHANISM = "LearnedFeatures(num_features=8)"
-STEPS = ConversionSettings(minutes=0.0, steps=6, save_seconds=0.0)
+STEPS = settings_of_all(minutes=0.0, steps=6, save_seconds=0.0)
 
 
 def bert(*sharp: int, factor: float = 60.0) -> Any:
@@ -110,7 +111,7 @@ def test_transfer_lowers_every_layers_error(name: str, mechanism: str) -> None:
         for key, parameter in model.named_parameters():
             if any(part in key for part in ("q_proj", "k_proj", "c_attn")):
                 parameter.data *= 12
-    settings = ConversionSettings(minutes=0.0, steps=60, share=1.0)
+    settings = settings_of_all(minutes=0.0, steps=60, share=1.0)
     told = convert(model, mechanism, batch, HELD, settings=settings)
     before, after = told.errors["swapped"], told.errors["transferred"]
     assert set(before) == set(told.converted) == set(told.layers)
@@ -122,7 +123,7 @@ def test_transfer_lowers_every_layers_error(name: str, mechanism: str) -> None:
 def test_an_error_is_that_of_the_layer_on_the_originals_own_input() -> None:
     model = bert(0, 2)
     original = copy.deepcopy(model)
-    told = convert(model, MECHANISM, batch, [HELD[1]], settings=ConversionSettings(minutes=0.0, steps=2, share=1.0))
+    told = convert(model, MECHANISM, batch, [HELD[1]], settings=settings_of_all(minutes=0.0, steps=2, share=1.0))
     with torch.no_grad():
         states = original(**HELD[1], output_hidden_states=True).hidden_states
         for number, name in enumerate(told.layers):
@@ -136,7 +137,7 @@ def test_an_error_is_that_of_the_layer_on_the_originals_own_input() -> None:
 def test_a_fine_tune_brings_an_encoder_back() -> None:
     model = bert(0, 1, 2)
     original = copy.deepcopy(model)
-    settings = ConversionSettings(minutes=0.0, steps=60, share=0.0, lr=1e-3)
+    settings = settings_of_all(minutes=0.0, steps=60, share=0.0, lr=1e-3)
     told = convert(model, MECHANISM, batch, HELD, settings=settings)
     assert "transfer" not in told.curves
     assert told.figures["transferred"] == told.figures["swapped"]
@@ -172,7 +173,7 @@ def test_a_language_model_is_judged_by_its_text() -> None:
     held = [text(-1), text(-2)]
     with torch.no_grad():
         wanted = sum(float(model(**each, labels=each["input_ids"]).loss) for each in held) / 2
-    settings = ConversionSettings(minutes=0.0, steps=40, distil=1.0, lr=1e-3)
+    settings = settings_of_all(minutes=0.0, steps=40, distil=1.0, lr=1e-3)
     told = convert(model.eval(), MECHANISM, text, held, settings=settings)
     with torch.no_grad():
         after = sum(float(model(**each, labels=each["input_ids"]).loss) for each in held) / 2
@@ -185,7 +186,7 @@ def test_a_language_model_is_judged_by_its_text() -> None:
 
 def test_padding_is_not_told() -> None:
     model = bert(0, 1)
-    settings = ConversionSettings(minutes=0.0, steps=1)
+    settings = settings_of_all(minutes=0.0, steps=1)
 
     def told(filling: int) -> Any:
         held = {**HELD[0], "input_ids": HELD[0]["input_ids"].masked_fill(HELD[0]["attention_mask"] == 0, filling)}
@@ -200,7 +201,7 @@ def test_the_layer_that_matters_stays_exact_for_the_budget() -> None:
     for sharp in (0, 1, 2):
         model = bert(sharp)
         original = copy.deepcopy(model)
-        settings = ConversionSettings(minutes=0.0, steps=1, lr_maps=0.0, lr_projections=0.0, lr=0.0)
+        settings = settings_of_all(minutes=0.0, steps=1, lr_maps=0.0, lr_projections=0.0, lr=0.0)
         told = convert(model, "LearnedFeatures(num_features=4)", batch, HELD, settings=settings, budget=1.005)
         name = f"encoder.layer.{sharp}.attention.self"
         assert min(told.put_back, key=lambda layer: told.put_back[layer]) == name
@@ -279,7 +280,7 @@ def test_a_signal_leaves_a_model_and_a_way_on(tmp_path: Path, stage: str) -> Non
         if (line.get("stage"), line.get("step")) == (stage, 2):
             os.kill(os.getpid(), signal.SIGINT)
 
-    settings = ConversionSettings(minutes=0.0, steps=4)
+    settings = settings_of_all(minutes=0.0, steps=4)
     model, path = bert(0, 1), tmp_path / "checkpoint"
     told = convert(model, MECHANISM, batch, HELD, settings=settings, checkpoint=path, watch=stop)
     assert told.status == "interrupted"
@@ -296,7 +297,7 @@ def test_a_signal_leaves_a_model_and_a_way_on(tmp_path: Path, stage: str) -> Non
 
 
 def test_minutes_are_kept() -> None:
-    settings = ConversionSettings(minutes=0.03, share=0.5)
+    settings = settings_of_all(minutes=0.03, share=0.5)
     lines: list[dict[str, Any]] = []
     convert(bert(0), MECHANISM, batch, HELD, settings=settings, watch=lines.append)
     for stage in ("transfer", "fine-tune"):
@@ -380,7 +381,7 @@ def test_one_layer_at_a_time_in_memory() -> None:
 )
 def test_damping_is_fitted_before_the_transfer(mechanism: str) -> None:
     """To the queries and keys of the original's own inputs; with nothing trained, that is all the transfer does."""
-    settings = ConversionSettings(minutes=0.0, steps=1, lr_projections=0.0, lr=0.0)
+    settings = settings_of_all(minutes=0.0, steps=1, lr_projections=0.0, lr=0.0)
     model, plain = bert(0, 1, 2), bert(0, 1, 2)
     told = convert(model, mechanism, padded, HELD, settings=settings)
     torch.manual_seed(settings.seed)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import ConversionSettings, convert
 from fast_attention.catalogue import parse as parsed
 from fast_attention.lab import commands, loading
 from fast_attention.lab.converting import costs, page
@@ -24,11 +23,12 @@ from fast_attention.training import steps
 from fast_attention.training.loop import train
 from fast_attention.training.processes import Group
 from fast_attention.training.settings import TrainingSettings
+from tests.conversion.plain import convert, settings_of_all
 
 ALONE = Group(0, 1, torch.device("cpu"))
 TASK = parse("Copy(symbols=4, words=3)")
 FEATURES = "LearnedFeatures(num_features=4)"
-STEPS = ConversionSettings(minutes=0.0, steps=4, save_seconds=0.0)
+STEPS = settings_of_all(minutes=0.0, steps=4, save_seconds=0.0)
 SETTINGS = TrainingSettings(steps=250, batch_size=16, evaluate_every=250, evaluation_batches=2, save_every=0, lr=5e-3)
 SIZES: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2}
 
@@ -151,7 +151,7 @@ def test_a_label_for_every_token_is_judged_too(tmp_path: Path) -> None:
     ours = Model(steps.config_for(task, **SIZES)).eval()
     held = [task.batch("valid", i, 8) for i in range(2)]
     assert not all(bool(each.key_mask.all()) for each in held if each.key_mask is not None)
-    settings = ConversionSettings(minutes=0.0, steps=40, lr=1e-3)
+    settings = settings_of_all(minutes=0.0, steps=40, lr=1e-3)
     told = convert(ours, FEATURES, lambda i: task.batch("train", i, 8), held, settings=settings)
     assert told.figures["tuned"]["loss"] < told.figures["swapped"]["loss"]
     assert told.figures["tuned"]["accuracy"] > told.figures["swapped"]["accuracy"]
@@ -160,7 +160,7 @@ def test_a_label_for_every_token_is_judged_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{}, {"reversible": True, "positions": "rotary"}, {"positions": "sinusoidal"}])
 def test_transfer_lowers_every_layers_error(settings: dict[str, Any]) -> None:
     ours = model(**settings)
-    asked = ConversionSettings(minutes=0.0, steps=60, share=1.0)
+    asked = settings_of_all(minutes=0.0, steps=60, share=1.0)
     told = convert(ours, "Local(window=(2, 0))", batch, HELD, settings=asked)
     before, after = told.errors["swapped"], told.errors["transferred"]
     assert len(told.converted) == 2
@@ -170,7 +170,7 @@ def test_transfer_lowers_every_layers_error(settings: dict[str, Any]) -> None:
 
 def test_what_the_figures_mean() -> None:
     ours, original = model(), model()
-    told = convert(ours, FEATURES, batch, HELD, settings=ConversionSettings(minutes=0.0, steps=30, lr=3e-3, distil=1.0))
+    told = convert(ours, FEATURES, batch, HELD, settings=settings_of_all(minutes=0.0, steps=30, lr=3e-3, distil=1.0))
     total, right, alike, count = 0.0, 0, 0, 0
     for each in HELD:
         with torch.no_grad():

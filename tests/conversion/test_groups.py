@@ -6,9 +6,9 @@ import copy
 
 import pytest
 
-from fast_attention import convert
 from fast_attention.lab.converting import page
 from fast_attention.lab.converting.record import Converted
+from tests.conversion.plain import convert
 from tests.conversion.test_conversion import HELD, MECHANISM, STEPS, batch, bert, decoder
 from tests.conversion.test_convert_own import batch as own_batch
 from tests.conversion.test_convert_own import model as own_model

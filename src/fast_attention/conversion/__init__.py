@@ -8,6 +8,8 @@ from typing import Any
 
 from fast_attention.conversion.outcome import Conversion as Conversion
 from fast_attention.conversion.settings import ConversionSettings as ConversionSettings
+from fast_attention.conversion.teachers import Chunks as Chunks
+from fast_attention.conversion.teachers import Teacher
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.mechanism import Mechanism
 
@@ -25,7 +27,8 @@ def convert(
     keep: Sequence[int] = (),
     budget: float | None = None,
     choosing: Sequence[Any] = (),
-    exact_up_to: ExactUpTo | None = None,
+    exact_up_to: ExactUpTo | None = "auto",
+    teacher: Teacher = "original",
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
     watch: Watch = lambda line: None,
@@ -33,10 +36,12 @@ def convert(
     """Give a trained model another attention, in place, and train it until it is near the original.
 
     Attention transfer first: every layer learns to give the original layer's output on the original's inputs (squared
-    error; the mechanism's weights and the layer's projections learn). Then all weights but the input embeddings are
-    tuned together: a model that ``train`` made on the loss of its task, a decoder with a head of tokens on the loss of
-    its text, any other model on the original's hidden states and on the cosine of their means. The model stays in
-    evaluation mode; nothing is dropped.
+    error). Then all is tuned together: a model that ``train`` made on the loss of its task, a decoder with a head of
+    tokens on the loss of its text, any other model on the teacher's hidden states and on the cosine of the embeddings.
+    What is trained are the mechanisms' own weights; with ``settings.train="model"`` also the projections in the
+    transfer, and all weights but the input embeddings in the end. The model stays in evaluation mode; nothing is
+    dropped. It gets the weights of the stage that was best on ``held_out``, the untrained swap among them; groups whose
+    names begin with "trained text" do not count there.
 
     Args:
         model: A Hugging Face model, encoder or decoder, or a ``fast_attention.nn.models.Model``.
@@ -54,8 +59,11 @@ def convert(
         choosing: Held-out batches for that choice and for the loss with each layer put back; ``held_out`` if empty.
         exact_up_to: Run exact attention in the converted layers for queries that see at most so many tokens;
             ``"auto"`` measures from which length on the mechanism is faster on this machine, at the layers' own heads
-            and widths. Nothing but the mechanism's own weights is trained then, and by long and short passages alike,
-            so that a Hugging Face model gives for short inputs what it gave, to the bit.
+            and widths; None: never. The mechanism learns from long and short passages alike; all figures are with it.
+            With ``settings.train="mechanism"`` a Hugging Face model gives for short inputs what it gave, to the bit.
+        teacher: Of encoders that give embeddings: ``"original"`` reads every text whole, by exact attention;
+            ``Chunks(tokens=512)`` in chunks, whose mean is the embedding that is asked for. There is no transfer then,
+            for which every layer would need the whole.
         checkpoint: A file to which the state is written from time to time, whole or not at all.
         resume: Continue from that file, if it exists. With ``settings.steps`` and no minutes, the result equals that of
             an uninterrupted run to the bit.
@@ -75,10 +83,10 @@ def convert(
 
     return converting.run(
         model, mechanism, batches, held_out, settings=settings or ConversionSettings(), keep=keep, budget=budget,
-        choosing=choosing, exact_up_to=exact_up_to, checkpoint=checkpoint, resume=resume, watch=watch,
+        choosing=choosing, exact_up_to=exact_up_to, teacher=teacher, checkpoint=checkpoint, resume=resume, watch=watch,
     )  # fmt: skip
 
 
 __all__ = [
-    "Conversion", "ConversionSettings", "convert",
+    "Chunks", "Conversion", "ConversionSettings", "convert",
 ]  # fmt: skip

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fast_attention.conversion.goals import Goal
+from fast_attention.conversion.teachers import Teacher
+from fast_attention.integrations import crossover
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.models import Model
 
 Batch = Any  # tensors by name, as a Hugging Face model's forward takes them; a ``tasks.Batch`` for one of this library
+
+Groups = Mapping[str, Sequence[Batch]]  # what is held out; "" is the name of all if they are not in groups
+
+
+def groups_of(held_out: Sequence[Batch] | Groups) -> Groups:
+    """Held-out batches by their groups.
+
+    Raises:
+        ValueError: There are none, or none in a group.
+    """
+    groups = dict(held_out) if isinstance(held_out, Mapping) else {"": held_out}
+    empty = [f"[{name!r}]" if name else "" for name, batches in groups.items() if not batches]
+    if empty or not groups:
+        which = "".join(empty[:1])
+        raise ValueError(f"held_out{which} is empty: give at least one batch that the training does not see")
+    return groups
 
 
 class Adapter(Protocol):
@@ -40,8 +58,16 @@ class Adapter(Protocol):
         """Put the original's layers, weights included, in place of ``kept``; the other ``names`` stay as they are."""
         ...
 
-    def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> None:
-        """Let exact attention serve the queries of the layers ``names`` that see at most so many tokens."""
+    def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> Callable[[], None]:
+        """Let exact attention serve the queries of the layers ``names`` that see at most so many tokens.
+
+        Returns:
+            What undoes that.
+        """
+        ...
+
+    def bind(self, model: Any, name: str, bound: Bound) -> None:
+        """Let a layer run this mechanism with these weights, with the layer's own projections."""
         ...
 
     def is_causal(self, model: Any, name: str) -> bool:
@@ -52,8 +78,12 @@ class Adapter(Protocol):
         """The embeddings, which the fine-tune leaves as they are."""
         ...
 
-    def goal(self, model: Any, distil: float) -> Goal:
-        """The model's loss and figures."""
+    def goal(self, model: Any, distil: float, teacher: Teacher) -> Goal:
+        """The model's loss and figures.
+
+        Raises:
+            ValueError: The model has no use for such a teacher.
+        """
         ...
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
@@ -87,3 +117,10 @@ def of(model: Any) -> Adapter:
         f"convert takes a Hugging Face model or a fast_attention.nn.models.Model, and {type(model).__name__} is "
         "neither. What would work: swap(...), and training the model as it was trained"
     )
+
+
+def crossover_of(adapter: Adapter, model: Any, name: str) -> int:
+    """The tokens up to which exact attention is faster on this machine than what a layer runs."""
+    bound, like = adapter.layers(model)[name], next(model.parameters())
+    is_causal = adapter.is_causal(model, name)
+    return crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)

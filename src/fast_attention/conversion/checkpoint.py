@@ -30,6 +30,16 @@ class Progress:
     result: dict[str, Any] = field(default_factory=dict)
 
 
+def identity(original: Any, settings: Any, *, mechanism: str, exact_up_to: Any, **others: Any) -> dict[str, str]:
+    """What a conversion is of, by name: one with another model, mechanism or settings cannot resume from its file."""
+    return {
+        "model": f"{type(original).__name__} of {sum(p.numel() for p in original.parameters()):,} parameters",
+        "mechanism": mechanism + ("" if exact_up_to is None else f", exact up to {exact_up_to}"),
+        **{name: repr(value) for name, value in others.items()},
+        "settings": repr(settings),
+    }
+
+
 def save(
     path: Path, identity: dict[str, str], progress: Progress, tensors: dict[str, Any], optimiser: dict[str, Any] | None
 ) -> None:

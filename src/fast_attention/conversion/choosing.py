@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from fast_attention.mechanism import Unsupported
+
 LossWith = Callable[[Sequence[str]], float]
 
 
@@ -48,3 +50,20 @@ def choose(loss_with: LossWith, names: Sequence[str], limit: float) -> Choice:
         kept.append(best)
         losses.append(loss)
     return Choice(tuple(kept), tuple(losses), loss <= limit)
+
+
+def within(loss_with: LossWith, names: Sequence[str], limit: float, budget: str, mechanism: Any) -> Choice:
+    """``choose``, for a budget in words.
+
+    Raises:
+        Unsupported: Nothing but the original's layers is within the limit.
+    """
+    choice = choose(loss_with, names, limit)
+    if len(choice.kept) == len(names):
+        best = [loss_with([]), *choice.losses][-2]
+        raise Unsupported(
+            f"within {budget} times the original's loss no layer can run {mechanism!r}: with one layer of {len(names)} "
+            f"left to it the loss is {best:.4f}, and {limit:.4f} is allowed. What would work: a larger budget, more "
+            "minutes"
+        )
+    return choice

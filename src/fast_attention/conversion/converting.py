@@ -14,23 +14,23 @@ from typing import Any
 import torch
 
 from fast_attention import catalogue
-from fast_attention.conversion import adapters, checkpoint, choosing, trained, transfer
-from fast_attention.conversion.adapters import Batch
+from fast_attention.conversion import ablation, adapters, checkpoint, choosing, trained, transfer
+from fast_attention.conversion.adapters import Batch, Groups
 from fast_attention.conversion.checkpoint import STAGES, Progress, Stage
 from fast_attention.conversion.goals import HeldOutBatch
 from fast_attention.conversion.outcome import Conversion
 from fast_attention.conversion.settings import ConversionSettings
+from fast_attention.conversion.teachers import Teacher
 from fast_attention.integrations import crossover
 from fast_attention.integrations.crossover import ExactUpTo
-from fast_attention.mechanism import Unsupported
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
 
-Groups = Mapping[str, Sequence[Batch]]  # what is held out; "" is the name of all if they are not in groups
 Held = Mapping[str, Sequence[HeldOutBatch]]
 
 POINTS = 100  # of a stage's curve of losses
 DECAY = 0.95  # of the running mean of losses, per step
+BEST = "best:"  # before the names of the best stage's tensors in a checkpoint
 BETAS = (0.9, 0.98)  # AdamW's
 
 
@@ -41,30 +41,22 @@ class _Stopped(Exception):
 def run(
     model: Any, mechanism: Any, batches: Callable[[int], Batch], held_out: Sequence[Batch] | Groups, *,
     settings: ConversionSettings, keep: Sequence[int], budget: float | None, choosing: Sequence[Batch],
-    exact_up_to: ExactUpTo | None, checkpoint: str | os.PathLike[str] | None, resume: bool,
+    exact_up_to: ExactUpTo | None, teacher: Teacher, checkpoint: str | os.PathLike[str] | None, resume: bool,
     watch: Callable[[dict[str, Any]], None],
 ) -> Conversion:  # fmt: skip
     """See ``fast_attention.convert``."""
-    groups = dict(held_out) if isinstance(held_out, Mapping) else {"": held_out}
-    _check(groups, budget)
+    groups = adapters.groups_of(held_out)
+    if budget is not None and not budget >= 1.0:
+        raise ValueError(f"budget={budget!r} is a multiple of the original's loss, at least 1, such as 1.02")
     parsed = catalogue.parse(mechanism)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
         crossover.exact_below(parsed, 1)  # which refuses mechanisms that say it themselves
     path = None if checkpoint is None else Path(checkpoint)
-    conversion = _Run(model, parsed, batches, settings, keep, budget, exact_up_to, path, watch)
+    conversion = _Run(model, parsed, batches, settings, keep, budget, exact_up_to, teacher, path, watch)
     with Signals() as signals:
         conversion.signals = signals
         return conversion.run(groups, choosing or [*chain(*groups.values())], resume)
-
-
-def _check(groups: Groups, budget: float | None) -> None:
-    for name, batches in [*groups.items()] or [("", [])]:
-        if not batches:
-            where = f"held_out[{name!r}]" if name else "held_out"
-            raise ValueError(f"{where} is empty: give at least one batch that the training does not see")
-    if budget is not None and not budget >= 1.0:
-        raise ValueError(f"budget={budget!r} is a multiple of the original's loss, at least 1, such as 1.02")
 
 
 class _Run:
@@ -72,12 +64,12 @@ class _Run:
 
     def __init__(
         self, model: Any, mechanism: Any, batches: Callable[[int], Batch], settings: ConversionSettings,
-        keep: Sequence[int], budget: float | None, exact_up_to: ExactUpTo | None, path: Path | None,
+        keep: Sequence[int], budget: float | None, exact_up_to: ExactUpTo | None, teacher: Teacher, path: Path | None,
         watch: Callable[[dict[str, Any]], None],
     ) -> None:  # fmt: skip
         self.model, self.mechanism, self.batches = model, mechanism, batches
         self.settings, self.budget, self.path, self.watch = settings, budget, path, watch
-        self.exact_up_to: ExactUpTo | None = exact_up_to
+        self.exact_up_to, self.teacher = exact_up_to, teacher
         self.adapter = adapters.of(model)
         self.original = self.adapter.original(model)
         self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -90,37 +82,39 @@ class _Run:
         torch.manual_seed(settings.seed)
         kept |= self.adapter.put(model, mechanism, [name for name in layers if name not in kept])
         model.eval()
-        self.goal = self.adapter.goal(model, settings.distil)
+        self.goal = self.adapter.goal(model, settings.distil, teacher)
         self.result = Conversion(self.goal.name, repr(mechanism), layers, kept, mechanisms)
+        self.result.exact_up_to = None if exact_up_to == "auto" else exact_up_to
         self.device = next(model.parameters()).device
         self.progress, self.optimiser = Progress(), None
-        self.identity = {
-            "model": f"{type(model).__name__} of {sum(p.numel() for p in self.original.parameters()):,} parameters",
-            "mechanism": repr(mechanism) + ("" if exact_up_to is None else f", exact up to {exact_up_to}"),
-            "keep": repr(sorted(keep)), "budget": repr(budget),
-            "settings": repr(settings),
-        }  # fmt: skip
+        self.best: dict[str, torch.Tensor] = {}  # the model's state at the best stage, if that is no longer its own
+        self.identity = checkpoint.identity(
+            self.original, settings, mechanism=repr(mechanism), exact_up_to=exact_up_to, keep=sorted(keep),
+            budget=budget, teacher=teacher,
+        )  # fmt: skip
 
     def run(self, held_out: Groups, for_choice: Sequence[Batch], resume: bool) -> Conversion:
         """Run all stages that are left."""
-        if resume and self.path is not None and self.path.exists():
+        if resume and self.path is not None:
             self._resume(self.path)
         prepared = {name: self._prepared(batches) for name, batches in held_out.items()}
         prepared_for_choice = self._prepared(for_choice)
         try:
             if "original" not in self.result.figures:
+                self._poll()
                 self._figures("original", self.original, prepared)
-            self._measure("swapped", prepared)
+            self._find_exact_up_to()
             if self.progress.stage == "transfer" and not self.progress.step:
                 first = self._to_device(self.batches(0))
                 transfer.calibrate(self.model, self.original, self.result.converted, first)
+            self._measure("swapped", prepared)
             self._train_stage("transfer")
             self._measure("transferred", prepared)
             self._choose(prepared_for_choice)
             self._train_stage("fine-tune")
             self._measure("tuned", prepared)
             self._save()
-            self._exact_below(prepared)
+            self._finish(prepared)
             self.result.status = "complete"
         except _Stopped:
             self.result.status = "interrupted"
@@ -131,19 +125,23 @@ class _Run:
         return self.result
 
     def _resume(self, path: Path) -> None:
+        if not path.exists():
+            return
         self.progress, tensors, self.optimiser = checkpoint.load(path, self.identity)
         self.result = Conversion(**{**self.progress.result, "status": "running"})
         if self.result.chosen:
             names = [*self.result.converted, *self.result.chosen]
             self.adapter.keep(self.model, self.original, self.mechanism, names, [*self.result.chosen])
-        self.model.load_state_dict(tensors)
+        self.best = {name.removeprefix(BEST): x for name, x in tensors.items() if name.startswith(BEST)}
+        self.model.load_state_dict({name: x for name, x in tensors.items() if not name.startswith(BEST)})
         self.watch({"message": f"resumes from {path}: {self.progress.stage}, step {self.progress.step:,}"})
 
     def _save(self, optimiser: torch.optim.Optimizer | None = None) -> None:
         if self.path is not None:
             self.progress.result = asdict(self.result)
             state = None if optimiser is None else optimiser.state_dict()
-            checkpoint.save(self.path, self.identity, self.progress, self.model.state_dict(), state)
+            best = {BEST + name: x for name, x in self.best.items()}
+            checkpoint.save(self.path, self.identity, self.progress, self.model.state_dict() | best, state)
 
     def _poll(self) -> None:
         if self.signals.caught:
@@ -153,7 +151,6 @@ class _Run:
         return self.goal.prepare(self.original, [self._to_device(batch) for batch in batches])
 
     def _figures(self, when: str, model: Any, prepared: Held) -> None:
-        self._poll()
         self.watch({"measuring": when})
         figures, groups = self.goal.measure_groups(model, prepared)
         self.watch({"measured": when, **figures})
@@ -162,38 +159,58 @@ class _Run:
             self.result.by_group[when] = groups
 
     def _measure(self, when: str, prepared: Held) -> None:
-        """Measure the figures and every layer's error after a stage, unless a checkpoint brought them."""
-        if when not in self.result.figures:
-            self._poll()
-            batches = [held.batch for held in chain(*prepared.values())]
-            self.result.errors[when] = transfer.errors(self.model, self.original, self.result.converted, batches)
-            self._figures(when, self.model, prepared)
-
-    def _exact_below(self, prepared: Held) -> None:
-        """Let exact attention serve the queries that see few tokens, if that was asked for, and measure that."""
-        if self.exact_up_to is None:
+        """Measure a stage, unless a checkpoint brought that: figures, errors of the layers; keep the best."""
+        if when in self.result.figures:
             return
-        tokens, names = self.exact_up_to, self.result.converted
-        if tokens == "auto":
+        self._poll()
+        result, batches = self.result, [held.batch for held in chain(*prepared.values())]
+        if self.teacher == "original":
+            result.errors[when] = transfer.errors(self.model, self.original, result.converted, batches)
+        undo = self._limit()
+        self._figures(when, self.model, prepared)
+        undo()
+        if result.chosen or not result.best or result.judged(when) < result.judged(result.best):
+            result.best = when
+            self.best = {name: x.clone() for name, x in self.model.state_dict().items()}
+
+    def _find_exact_up_to(self) -> None:
+        """Measure up to which length exact attention is faster, if that was asked for."""
+        if self.exact_up_to == "auto" and self.result.exact_up_to is None:
             self.watch({"measuring": "up to which length exact attention is faster"})
-            bound, is_causal = self.adapter.layers(self.model)[names[0]], self.adapter.is_causal(self.model, names[0])
-            like = next(self.model.parameters())
-            tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
-        self.adapter.exact_below(self.model, self.original, names, tokens)
-        self.result.mechanism = repr(crossover.exact_below(self.mechanism, tokens))
-        self._measure("exact", prepared)
+            self.result.exact_up_to = adapters.crossover_of(self.adapter, self.model, self.result.converted[0])
+
+    def _limit(self) -> Callable[[], None]:
+        """Let exact attention serve the queries that see few tokens, if that was asked for; what undoes that."""
+        if self.result.exact_up_to is None:
+            return lambda: None
+        return self.adapter.exact_below(self.model, self.original, self.result.converted, self.result.exact_up_to)
+
+    def _finish(self, prepared: Held) -> None:
+        """Give the model the weights of the best stage; measure what its mechanism's parts are worth."""
+        result = self.result
+        if result.best != "tuned":
+            self.model.load_state_dict(self.best)
+        result.ablations = ablation.measure(
+            self.model, result.converted, self._limit, lambda: self.goal.measure_groups(self.model, prepared)
+        )
+        self._limit()
+        if result.exact_up_to is not None:
+            result.mechanism = repr(crossover.exact_below(self.mechanism, result.exact_up_to))
 
     def _trained(self, stage: Stage) -> list[dict[str, Any]]:
-        """What a stage trains; nothing but the mechanisms' own weights if short inputs are to stay as they were."""
+        """What a stage trains. No transfer for a teacher that reads chunks."""
+        if stage == "transfer" and self.teacher != "original":
+            return []
         groups_of = trained.transfer_groups if stage == "transfer" else trained.tuned_groups
-        return groups_of(self.model, self.result.converted, self.settings, own=self.exact_up_to is not None)
+        return groups_of(self.model, self.result.converted, self.settings)
 
     def _train_stage(self, stage: Stage) -> None:
         """Run the steps of a stage that are left: none if it is finished or has nothing to train."""
         if STAGES.index(self.progress.stage) > STAGES.index(stage):
             return
         settings, progress, groups = self.settings, self.progress, self._trained(stage)
-        fraction = settings.share if stage == "transfer" else 1 - settings.share
+        share = settings.share * (self.teacher == "original")
+        fraction = share if stage == "transfer" else 1 - share
         self.model.requires_grad_(False)
         for parameter in (p for group in groups for p in group["params"]):
             parameter.requires_grad_(True)
@@ -240,7 +257,8 @@ class _Run:
         else:
             with autocast:
                 loss_tensor = self.goal.loss(self.model, self.original, batch)
-            loss_tensor.backward()
+            if loss_tensor.requires_grad:  # a window over everything leaves nothing to train
+                loss_tensor.backward()
             loss = float(loss_tensor.detach())
             parameters = [p for group in optimiser.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
@@ -252,6 +270,7 @@ class _Run:
         optimiser.zero_grad(set_to_none=True)
         self.progress.loss = loss if self.progress.loss is None else DECAY * self.progress.loss + (1 - DECAY) * loss
         self.progress.step += 1
+        self.result.steps += 1
         self.progress.batches += 1
 
     def _choose(self, prepared: Sequence[HeldOutBatch]) -> None:
@@ -272,14 +291,7 @@ class _Run:
         self.result.put_back = {name: loss_with([name]) for name in names}
         if self.budget is not None:
             self.result.limit = self.budget * self.goal.measure(self.original, prepared)["loss"]
-            choice = choosing.choose(loss_with, names, self.result.limit)
-            if len(choice.kept) == len(names):
-                best = [self.result.whole, *choice.losses][-2]
-                raise Unsupported(
-                    f"within {self.budget:g} times the original's loss no layer can run {self.mechanism!r}: with one "
-                    f"layer of {len(names)} left to it the loss is {best:.4f}, and {self.result.limit:.4f} is allowed. "
-                    "What would work: a larger budget, more minutes"
-                )
+            choice = choosing.within(loss_with, names, self.result.limit, f"{self.budget:g}", self.mechanism)
             if choice.kept:
                 self.adapter.keep(self.model, self.original, self.mechanism, names, choice.kept)
                 self.result.chosen = dict(zip(choice.kept, choice.losses, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.conversion import teachers
 from fast_attention.conversion.outcome import Figures
+from fast_attention.conversion.reads import Batch, hidden, pooled, run, tokens
 
-Batch = dict[str, Tensor]  # what a Hugging Face model's forward takes
 Scores = dict[str, Tensor]  # by their names, (N,) each: one for every sentence, token or target of a batch
 
 
@@ -22,6 +22,7 @@ class HeldOutBatch(NamedTuple):
 
     batch: Any
     reference: Tensor | None
+    sentences: Tensor | None = None  # the embeddings that are asked for, (B, D)
 
 
 class Goal(ABC):
@@ -101,7 +102,7 @@ class LanguageModel(Goal):
 
 
 class HiddenStates(Goal):
-    """Similarity to the original's hidden states, token by token, and to their mean, the sentence embedding.
+    """Similarity to the teacher's hidden states, token by token, and to its sentence embeddings.
 
     The loss that a budget limits is 2 - the mean cosine of the sentence embeddings: the original's is 1, and a budget
     of 1.02 asks for a cosine of 0.98.
@@ -109,27 +110,30 @@ class HiddenStates(Goal):
 
     name = "likeness to the original"
 
+    def __init__(self, teacher: teachers.Teacher = "original") -> None:
+        self.teacher = teachers.of(teacher)
+
     def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
-        """Batches with the original's last hidden states."""
-        with torch.no_grad():
-            return [HeldOutBatch(batch, hidden(original, batch)[-1]) for batch in batches]
+        """Batches with the teacher's last hidden states and embeddings."""
+        read = (self.teacher.read(original, batch) for batch in batches)
+        return [HeldOutBatch(batch, each.states[-1], each.sentences) for batch, each in zip(batches, read, strict=True)]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
-        """Squared errors of the hidden states behind every block over their variance, and 1 - cosine of the mean."""
-        with torch.no_grad():
-            reference = [x.float() for x in hidden(original, batch)]
+        """Errors of the hidden states behind every block, and 1 - cosine of the sentence embeddings."""
+        reference = self.teacher.read(original, batch)
         outputs, mask = [x.float() for x in hidden(model, batch)], tokens(batch)
-        layers = [error(a, b, mask) for a, b in zip(outputs[1:], reference[1:], strict=True)]
-        likeness = F.cosine_similarity(pooled(outputs[-1], mask), pooled(reference[-1], mask), dim=-1)
+        layers = [error(a, b, mask) for a, b in zip(outputs[1:], reference.states[1:], strict=True)]
+        likeness = F.cosine_similarity(pooled(outputs[-1], mask), reference.sentences.float(), dim=-1)
         return torch.stack(layers).mean() + 1 - likeness.mean()
 
     def scores(self, model: Any, held: HeldOutBatch) -> Scores:
         """Cosines to the original: of the sentence embeddings and of single tokens."""
         assert held.reference is not None
+        assert held.sentences is not None
         output, mask = run(model, held.batch).last_hidden_state, tokens(held.batch)
         each = F.cosine_similarity(output, held.reference, dim=-1)
         return {
-            "sentences": F.cosine_similarity(pooled(output, mask), pooled(held.reference, mask), dim=-1),
+            "sentences": F.cosine_similarity(pooled(output, mask), held.sentences, dim=-1),
             "tokens": each.flatten() if mask is None else each[mask],
         }
 
@@ -151,31 +155,6 @@ def mean(x: Tensor) -> float:
 def is_language_model(model: Any) -> bool:
     """Whether a model is a decoder with a head of tokens, by its class."""
     return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def run(model: Any, batch: Batch, *, hidden_states: bool = False) -> Any:
-    """A forward pass without a cache."""
-    parameters = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in parameters else {}
-    return model(**batch, **options, **({"output_hidden_states": True} if hidden_states else {}))
-
-
-def hidden(model: Any, batch: Batch) -> tuple[Tensor, ...]:
-    """The hidden states before the first block and behind every block, (B, L, D) each."""
-    return run(model, batch, hidden_states=True).hidden_states
-
-
-def tokens(batch: Batch) -> Tensor | None:
-    """Mask (B, L) of the positions that are tokens; None: all."""
-    mask = batch.get("attention_mask")
-    return None if mask is None or bool(mask.all()) else mask.bool()
-
-
-def pooled(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over the tokens of each sequence, (B, L, D) to (B, D)."""
-    if mask is None:
-        return x.mean(1)
-    return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
 def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fast_attention.conversion import goals
+from fast_attention.conversion import goals, reads, teachers
 from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.attention import CHILD, layers_of
 from fast_attention.mechanism import Mechanism, Unsupported
@@ -50,11 +50,21 @@ class HuggingFaceAdapter:
             state |= {f"{name}.{key}": x for key, x in original.get_submodule(name).state_dict().items()}
         model.load_state_dict(state)
 
-    def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> None:
-        """Put the layers' mechanisms, with their weights, behind exact attention."""
-        for name, swapped in layers_of(model).items():
-            if name in names:
-                swapped.bound = crossover.limited(swapped.bound, tokens, next(model.parameters()))
+    def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> Callable[[], None]:
+        """Put the layers' mechanisms, with their weights, behind exact attention; what undoes that."""
+        bounds, like = {name: self.layers(model)[name] for name in names}, next(model.parameters())
+        for name, bound in bounds.items():
+            self.bind(model, name, crossover.limited(bound, tokens, like))
+
+        def undo() -> None:
+            for name, bound in bounds.items():
+                self.bind(model, name, bound)
+
+        return undo
+
+    def bind(self, model: Any, name: str, bound: Bound) -> None:
+        """Let a layer run this."""
+        layers_of(model)[name].bound = bound
 
     def is_causal(self, model: Any, name: str) -> bool:
         """As transformers' attention modules say."""
@@ -64,9 +74,12 @@ class HuggingFaceAdapter:
         """The input embeddings."""
         return model.get_input_embeddings().parameters()
 
-    def goal(self, model: Any, distil: float) -> goals.Goal:
-        """The text's loss for a decoder with a head of tokens, the original's hidden states for every other model."""
-        return goals.LanguageModel(distil) if goals.is_language_model(model) else goals.HiddenStates()
+    def goal(self, model: Any, distil: float, teacher: teachers.Teacher) -> goals.Goal:
+        """The text's loss for a decoder with a head of tokens, the teacher's hidden states for every other model."""
+        if not goals.is_language_model(model):
+            return goals.HiddenStates(teacher)
+        teachers.whole(teacher, model)
+        return goals.LanguageModel(distil)
 
     def to_device(self, batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Move every tensor of a batch."""
@@ -74,8 +87,8 @@ class HuggingFaceAdapter:
 
     def run(self, model: Any, batch: dict[str, Tensor]) -> Any:
         """A forward pass without a cache."""
-        return goals.run(model, batch)
+        return reads.run(model, batch)
 
     def tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
         """The batch's padding mask."""
-        return goals.tokens(batch)
+        return reads.tokens(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fast_attention.conversion import teachers
 from fast_attention.conversion.goals import Goal, HeldOutBatch, Scores, mean
 from fast_attention.conversion.outcome import Figures
 from fast_attention.integrations import crossover
@@ -52,14 +53,26 @@ class LibraryAdapter:
             model.set_submodule(name, copy.deepcopy(original.get_submodule(name)))
         _update_config(model)
 
-    def exact_below(self, model: Model, original: Model, names: Sequence[str], tokens: int) -> None:
+    def exact_below(self, model: Model, original: Model, names: Sequence[str], tokens: int) -> Callable[[], None]:
         """Copies of the original's token mixers, whose projections exact attention needs, with the layers' weights."""
+        before = {name: model.get_submodule(name) for name in names}
         for name in names:
             bound = crossover.limited(_mixers(model)[name].attention, tokens, model.embedding.weight)
             mixer = _mixers(original)[name].with_mechanism(bound.mechanism)
             mixer.attention.adopt(bound.w)
             model.set_submodule(name, mixer.train(model.training))
         _update_config(model)
+
+        def undo() -> None:
+            for name, mixer in before.items():
+                model.set_submodule(name, mixer)
+            _update_config(model)
+
+        return undo
+
+    def bind(self, model: Model, name: str, bound: Bound) -> None:
+        """Let a token mixer run this."""
+        _mixers(model)[name].attention = bound
 
     def is_causal(self, model: Model, name: str) -> bool:
         """All layers are, or none."""
@@ -69,8 +82,9 @@ class LibraryAdapter:
         """The token embedding, which a head may share."""
         return model.embedding.parameters()
 
-    def goal(self, model: Model, distil: float) -> TaskLoss:
+    def goal(self, model: Model, distil: float, teacher: teachers.Teacher) -> TaskLoss:
         """The task's own loss."""
+        teachers.whole(teacher, model)
         return TaskLoss(distil)
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:

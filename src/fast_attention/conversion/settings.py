@@ -9,6 +9,7 @@ from typing import Literal
 from fast_attention.value import Value, at_least, is_seed, one_of
 
 Precision = Literal["float32", "bfloat16"]
+Train = Literal["mechanism", "model"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -16,6 +17,9 @@ class ConversionSettings(Value):
     """The settings of a conversion: time, learning rates, seed.
 
     Args:
+        train: ``"mechanism"`` trains the mechanisms' own weights only, which act where they run: inputs that exact
+            attention serves stay as they were, to the bit. ``"model"`` trains all weights: it may gain more on texts
+            like those of the training and lose on others and on short inputs.
         minutes: Time for transfer and fine-tune together, measurements not included; 0 for no limit but ``steps``.
         steps: Training steps in each of the two; 0 for no limit but ``minutes``.
         share: The transfer's fraction of the minutes; 0 or 1 leaves one of the two out.
@@ -32,6 +36,7 @@ class ConversionSettings(Value):
         save_seconds: Seconds between checkpoints; one is always written at the end of a stage.
     """
 
+    train: Train = "mechanism"
     minutes: float = 10.0
     steps: int = 0
     share: float = 0.2
@@ -55,6 +60,7 @@ class ConversionSettings(Value):
         ):  # fmt: skip
             at_least(self, setting, getattr(self, setting), 0.0)
         one_of(self, "precision", self.precision, Precision)
+        one_of(self, "train", self.train, Train)
         for setting, limit in (("share", 1.0), ("warmup", 0.99)):
             if getattr(self, setting) > limit:
                 raise ValueError(f"{self!r}: {setting} is a fraction, at most {limit:g}")

@@ -12,18 +12,19 @@ MAP_RATE_FACTOR = 10.0  # learning rate of the mechanisms' own weights in the fi
 Groups = list[dict[str, Any]]  # as AdamW takes them, ``"top"`` the highest rate of each
 
 
-def transfer_groups(model: Any, names: Sequence[str], settings: ConversionSettings, *, own: bool) -> Groups:
+def transfer_groups(model: Any, names: Sequence[str], settings: ConversionSettings) -> Groups:
     """The mechanisms' own weights in the layers ``names`` and, unless they alone are trained, the projections."""
     maps, projections = transfer.weights(model, names)
-    rates = ((maps, settings.lr_maps), ([] if own else projections, settings.lr_projections))
+    projections = [] if settings.train == "mechanism" else projections
+    rates = ((maps, settings.lr_maps), (projections, settings.lr_projections))
     return [{"params": params, "top": rate, "weight_decay": 0.0} for params, rate in rates if params and rate]
 
 
-def tuned_groups(model: Any, names: Sequence[str], settings: ConversionSettings, *, own: bool) -> Groups:
+def tuned_groups(model: Any, names: Sequence[str], settings: ConversionSettings) -> Groups:
     """The mechanisms' own weights and, unless they alone are trained, all others but the input embeddings."""
     maps = transfer.weights(model, names)[0]
     excluded = {id(p) for p in (*adapters.of(model).embeddings(model), *maps)}
-    others = [] if own else [p for p in model.parameters() if id(p) not in excluded]
+    others = [] if settings.train == "mechanism" else [p for p in model.parameters() if id(p) not in excluded]
     groups = [
         {"params": maps, "top": MAP_RATE_FACTOR * settings.lr, "weight_decay": 0.0},
         {"params": [p for p in others if p.ndim == 2], "top": settings.lr, "weight_decay": settings.weight_decay},

@@ -24,7 +24,8 @@ def train(model: Any, original: Any, names: Sequence[str], batch: Batch) -> floa
     errors: dict[str, list[float]] = {}
 
     def on_error(name: str, error: Tensor) -> None:
-        error.backward()
+        if error.requires_grad:  # a window over everything leaves nothing to train
+            error.backward()
         errors.setdefault(name, []).append(float(error.detach()))
 
     with _layer_errors(model, original, names, batch, on_error, learning=True), torch.no_grad():

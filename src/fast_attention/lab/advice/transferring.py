@@ -47,7 +47,7 @@ def transfer(
     length = min(length, source.context or length)
     seed = record.meta["seed"]
     reading = Reading([source.corpus], source.tokenizer, length, BATCH, seed)
-    settings = ConversionSettings(minutes=minutes, share=1.0, seed=seed)
+    settings = ConversionSettings(train="model", minutes=minutes, share=1.0, seed=seed)
     results: dict[str, dict[str, Any]] = {}
     record.meta["transfer"] = results
     record.meta["transfer_minutes"] = minutes
@@ -55,7 +55,9 @@ def transfer(
         watch(f"transfer of {mechanism!r}")
         held = reading.held_out[:HELD]
         try:
-            conversion = convert(copy.deepcopy(source.model), mechanism, reading.batch, held, settings=settings)
+            conversion = convert(
+                copy.deepcopy(source.model), mechanism, reading.batch, held, settings=settings, exact_up_to=None
+            )
         except (Unsupported, ValueError, Diverged) as error:
             results[repr(mechanism)] = {"note": first_line(error)}
             continue

@@ -47,11 +47,14 @@ def convert_command(
         float | None, typer.Option(min=1.0, help="Put as few layers back as keep the loss within this multiple.")
     ] = None,
     exact_up_to: Annotated[
-        str | None,
-        typer.Option(
-            help="Exact attention up to so many tokens, or 'auto': up to where it is faster. Trains maps only."
-        ),
-    ] = None,
+        str, typer.Option(help="Exact attention up to so many tokens, 'auto': up to where it is faster, or 'none'.")
+    ] = "auto",
+    train: Annotated[
+        str, typer.Option(help="mechanism: its own weights. model: all, which may lose on short inputs, other texts.")
+    ] = "mechanism",
+    teacher: Annotated[
+        str, typer.Option(help="original: reads all with exact attention. chunks: the mean of chunks of its positions.")
+    ] = "original",
     length: Annotated[int | None, typer.Option(help="Tokens of a passage. Default: 512 or less, or the run's.")] = None,
     positions: Annotated[
         int | None, typer.Option(min=2, help="Let a Hugging Face model read so many tokens, by more positions.")
@@ -83,16 +86,17 @@ def convert_command(
             return 0
         inputs.threads(threads or measure.useful_threads())
         limits = {"minutes": 0.0 if steps and minutes is None else minutes, "steps": steps}
-        given: dict[str, Any] = {**limits, "share": share, "lr": lr, "precision": precision}
+        given: dict[str, Any] = {**limits, "share": share, "lr": lr, "precision": precision, "train": train}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(seed=seed, **given)
         kind = inputs.mechanisms([mechanism])[0]
-        exact = inputs.tokens_or_auto("--exact-up-to", exact_up_to)
+        exact = None if exact_up_to == "none" else inputs.tokens_or_auto("--exact-up-to", exact_up_to)
         data = Data(text, judge, fasta, length, batch_size, positions, seed)
         source = opened(model, inputs.device(device), data, out)
-        held = Converted(_meta(model, source, settings, budget), Conversion("", repr(kind), [], {}))
+        teaching = source.teacher(teacher)
+        held = Converted(_meta(model, source, settings, budget, teaching), Conversion("", repr(kind), [], {}))
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
-        held.conversion = _carry_out(source, kind, settings, keep, budget, exact, out, resume)
+        held.conversion = _carry_out(source, kind, settings, keep, budget, exact, teaching, out, resume)
         source.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
@@ -112,16 +116,18 @@ def _complete(out: Path, resume: bool, restart: bool) -> Converted | None:
     return held if held.conversion.status == "complete" else None
 
 
-def _meta(name: str, source: ModelAndData, settings: ConversionSettings, budget: float | None) -> dict[str, Any]:
+def _meta(
+    name: str, source: ModelAndData, settings: ConversionSettings, budget: float | None, teacher: Any
+) -> dict[str, Any]:
     parameters = [*source.model.parameters()]
     model = f"{name} ({type(source.model).__name__}, {sum(p.numel() for p in parameters):,} parameters)"
-    settled = {"model": model, "settings": repr(settings), "budget": budget, **source.meta()}
+    settled = {"model": model, "settings": repr(settings), "budget": budget, "teacher": str(teacher), **source.meta()}
     return surroundings.begun(parameters[0].device, **settled)
 
 
 def _carry_out(
     source: ModelAndData, mechanism: Any, settings: ConversionSettings, keep: list[int], budget: float | None,
-    exact_up_to: Any, out: Path, resume: bool,
+    exact_up_to: Any, teacher: Any, out: Path, resume: bool,
 ) -> Conversion:  # fmt: skip
     """Convert under a progress bar, with a line for everything that is measured."""
     with progress.measured() as (update, say):
@@ -140,7 +146,8 @@ def _carry_out(
 
         return convert(
             source.model, mechanism, source.batch, source.held_out, settings=settings, keep=keep, budget=budget,
-            choosing=source.choosing, exact_up_to=exact_up_to, checkpoint=out / CHECKPOINT, resume=resume, watch=watch,
+            choosing=source.choosing, exact_up_to=exact_up_to, teacher=teacher, checkpoint=out / CHECKPOINT,
+            resume=resume, watch=watch,
         )  # fmt: skip
 
 
@@ -166,4 +173,4 @@ def _show(held: Converted, out: Path, as_json: bool) -> None:
         tables.say("interrupted; the model is saved as it is, and the same command with --resume resumes it.")
     tables.say(f"\nModel: {out.resolve()}")
     shown = [part for table in page.tables(held) for part in (table, "")]
-    tables.present(held, out, as_json, *shown, *page.words(held))
+    tables.present(held, out, as_json, *page.gain(held), *shown, *page.choice(held))

@@ -37,7 +37,8 @@ def layers(record: Converted) -> tuple[Figure, str]:
     for number, (when, errors) in enumerate(held.errors.items()):
         at = [held.layers.index(name) + (number - len(held.errors) / 2 + 0.5) * wide for name in errors]
         left.bar(at, list(errors.values()), wide, color=COLOURS[number], label=STAGES[when])
-    left.legend()
+    if held.errors:
+        left.legend()
     if held.whole is not None:
         losses = held.put_back
         right.bar([held.layers.index(name) for name in losses], list(losses.values()), color=COLOURS[0])

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fast_attention import tasks
+from fast_attention.conversion import Chunks
 from fast_attention.conversion.goals import is_language_model
+from fast_attention.conversion.teachers import Teacher
 from fast_attention.integrations import extend
 from fast_attention.lab import capture, corpus, inputs, loading, texts
 from fast_attention.lab.converting.reading import Reading
@@ -26,6 +28,7 @@ from fast_attention.training.settings import TrainingSettings
 
 LONGEST = 512  # tokens of a passage, unless --length says more
 SHORTEST = 32  # tokens of a passage of a text
+TEACHERS = ("original", "chunks")
 LENGTHS = (512, 2048, 8192)  # where time and memory are measured
 LIKENESS = (
     "2 - the mean cosine of the sentence embeddings (mean pooled) to the original's: the original's loss is 1, and a "
@@ -53,6 +56,10 @@ class ModelAndData(Protocol):
 
     def meta(self) -> dict[str, Any]:
         """For the record: what was learnt on, in which units."""
+        ...
+
+    def teacher(self, name: str) -> Teacher:
+        """What the model learns from, by the option's word."""
         ...
 
     def save(self, out: Path) -> None:
@@ -103,6 +110,7 @@ class Pretrained:
     def __init__(self, source: ModelFolder, device: torch.device, data: Data) -> None:
         self.name, self.device, self.tokenizer = source.name, device, loading.tokenizer(source.name)
         self.wanted, self.extension = data.positions, ""
+        self.own_positions = 0
         self.model = self.original()
         self.positions = capture.context(self.model.config, self.tokenizer)
         if data.length is not None and self.positions is not None and data.length > self.positions:
@@ -118,6 +126,7 @@ class Pretrained:
     def original(self) -> Any:
         """The model, with more positions where they were asked for."""
         model = loading.load(self.name).float().to(self.device)
+        self.own_positions = capture.context(model.config, loading.tokenizer(self.name)) or 0
         if self.wanted is not None:
             with inputs.refusing(where=f"--positions {self.wanted}: "):
                 self.extension = str(extend(model, self.wanted, tokenizer=self.tokenizer))
@@ -138,6 +147,15 @@ class Pretrained:
             "opened_by": "fast_attention.from_pretrained",
             "transformers": inputs.need("transformers", "hf", "converting a model").__version__,
         }
+
+    def teacher(self, name: str) -> Teacher:
+        """The original whole, or in chunks of as many tokens as it was trained to read."""
+        _check_teacher(name, TEACHERS)
+        marks = self.read.passages
+        if name == "original":
+            return name
+        tokens = min(self.own_positions or LONGEST, LONGEST)
+        return Chunks(tokens, len(marks.before), len(marks.behind))
 
     def save(self, out: Path) -> None:
         """Save the model with its tokenizer."""
@@ -189,9 +207,19 @@ class Run:
             "transformers": None,
         }
 
+    def teacher(self, name: str) -> Teacher:
+        """The model itself."""
+        _check_teacher(name, TEACHERS[:1])
+        return "original"
+
     def save(self, out: Path) -> None:
         """Save the model as ``train`` does."""
         saving.save(self.model, out)
+
+
+def _check_teacher(name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise InputError(f"--teacher {name}: this model learns from {' or '.join(known)}")
 
 
 def _reading(data: Data, tokenizer: Any, length: int) -> Reading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fast_attention.conversion.outcome import mean_of_others
 from fast_attention.lab import pages
 from fast_attention.lab.converting import drawings
 from fast_attention.lab.converting.record import FIGURES, STAGES, Converted
@@ -9,6 +10,7 @@ from fast_attention.lab.numbers import bytes_of, factor, fixed, milliseconds
 from fast_attention.lab.pages import Figure, Section, Words
 from fast_attention.lab.tables import Table
 
+LEAST_GAIN = 0.001  # of the loss: what a part must be worth
 _STAGES = "The original is the line."
 _LAYERS = """Left: squared error of a layer's output over its variance, on the original's own inputs; right: the loss
 with this layer alone put back to the original's."""
@@ -23,7 +25,7 @@ def stages(record: Converted) -> Table:
     rows = []
     for when, figures in by_stage.items():
         errors = list(record.conversion.errors.get(when, {}).values())
-        mean = f"{sum(errors) / len(errors):.3f}" if errors else "0"
+        mean = f"{sum(errors) / len(errors):.3f}" if errors else "0" if when == "original" else "-"
         rows.append([STAGES[when], *(f"{figures[name]:.4f}" for name in names), mean])
     return Table(["", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
 
@@ -37,6 +39,21 @@ def groups(record: Converted) -> Table:
     figure = next(iter(record.figures("original")))
     rows = [[name, *(fixed(each[name][figure], ".4f") for each in by_stage.values())] for name in names]
     return Table([FIGURES[figure], *(STAGES[when] for when in by_stage)], rows)
+
+
+def ablations(record: Converted) -> Table:
+    """The first figure of each group, as converted and with either part of a Hybrid off."""
+    held = record.conversion
+    if not held.ablations:
+        return Table([""], [])
+    figure, whole = next(iter(record.figures("original"))), record.by_group(held.best)
+    variants = {"as converted": whole or {"": record.figures(held.best)}}
+    variants |= {words: record.ablations(words) for words in held.ablations}
+    rows = [
+        [name or "all", *(f"{groups[name][figure]:.4f}" for groups in variants.values())]
+        for name in variants["as converted"]
+    ]
+    return Table([FIGURES[figure], *variants], rows)
 
 
 def layers(record: Converted) -> Table:
@@ -65,7 +82,27 @@ def costs(record: Converted) -> Table:
     return Table(heads, rows)
 
 
-def words(record: Converted) -> list[str]:
+def gain(record: Converted) -> list[str]:
+    """What was gained where nothing was learnt from, in steps and losses, and what a Hybrid's far part is worth."""
+    held = record.conversion
+    if not held.best:
+        return []
+    where = "on texts of another source" if len(held.by_group.get(held.best, {})) > 1 else "on the held-out passages"
+    before, after = (held.judged(when) for when in ("swapped", held.best))
+    if held.best == "swapped":
+        tried = ", ".join(f"{STAGES[when]} {held.judged(when):.4f}" for when in record.stages[2:])
+        first = f"{held.steps:,} steps, and nothing was gained {where}: the loss is {before:.4f} without training"
+        sentences = [f"{first}, {tried}. The model is the untrained swap."]
+    else:
+        sentences = [f"{held.steps:,} steps; {where} the loss fell from {before:.4f}, untrained, to {after:.4f}."]
+    if "far part off" in held.ablations:
+        off = mean_of_others(held.ablations["far part off"])
+        earns = f"without it the loss is {off:.4f}, with it {after:.4f}"
+        sentences.append(f"The far part earns {'nothing' if off <= after + LEAST_GAIN else 'its place'}: {earns}.")
+    return sentences
+
+
+def choice(record: Converted) -> list[str]:
     """The choice of layers in words."""
     held, budget = record.conversion, record.meta["budget"]
     if not held.put_back or held.whole is None:
@@ -83,7 +120,7 @@ def words(record: Converted) -> list[str]:
 
 
 def _quality(record: Converted) -> list[Table]:
-    return [table for table in (stages(record), groups(record)) if table.rows]
+    return [table for table in (stages(record), groups(record), ablations(record)) if table.rows]
 
 
 def tables(record: Converted) -> list[Table]:
@@ -102,13 +139,21 @@ def html(record: Converted) -> str:
         "Training": f"{meta['settings']}, {meta['batch_size']} passages a batch",
         "Budget": "none" if meta["budget"] is None else f"{meta['budget']:g} times the original's loss",
         "Loss": meta["loss"],
+        **({"Teacher": meta["teacher"]} if meta.get("teacher") else {}),
         **({"Positions": meta["positions"]} if meta.get("positions") else {}),
     }
     sections = [pages.run(meta, facts)]
     if record.stages:
-        lead = [Words(each, "lead") for each in words(record)]
+        gained, lead = ([Words(each, "lead") for each in words(record)] for words in (gain, choice))
         sections += [
-            Section("Quality", [Figure(drawings.stages(record), _STAGES), *_quality(record)]),
+            Section(
+                "Quality",
+                [
+                    *gained,
+                    Figure(drawings.stages(record), _STAGES),
+                    *_quality(record),
+                ],
+            ),
             Section("Layer by layer", [*lead, Figure(drawings.layers(record), _LAYERS), layers(record)]),
         ]
     if record.costs:

@@ -62,6 +62,18 @@ class Converted(Record):
             known = nats | ({} if bits is None else {"bits_per_byte": loss * bits}) | known
         return {**known, "against_original": loss / original if original else 1.0 if not loss else math.inf}
 
+    def ablations(self, words: str) -> dict[str, dict[str, float]]:
+        """Figures by group of the model with a part of its mechanism off, by the words for that."""
+        held = self.conversion
+        known = {name: held.by_group["original"].get(name) for name in held.by_group.get("original", {})}
+        original = held.figures["original"]
+        return {name: self._figures(each, known.get(name) or original) for name, each in held.ablations[words].items()}
+
+    @property
+    def best(self) -> str:
+        """The stage whose weights the model has."""
+        return self.conversion.best
+
     def before(self, name: str) -> str:
         """What a layer of the original runs."""
         runs = self.conversion.runs.get(name, SOFTMAX)
