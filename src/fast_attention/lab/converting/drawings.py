@@ -81,7 +81,8 @@ def curves(record: Converted) -> tuple[Figure, str]:
     for axes, (stage, points) in zip(panels, held.items(), strict=True):
         axes.plot([x[1] for x in points], [x[2] for x in points], color=COLOURS[0], linewidth=1.2)
         axes.set_title(stage)
-        axes.set_yscale("log")
+        if any(point[2] > 0 for point in points):
+            axes.set_yscale("log")
         labelled(axes, "seconds", "loss")
     ends = "; ".join(f"{stage} {points[-1][2]:.4g}" for stage, points in held.items() if points)
     return figure, f"Training losses, at the end {ends}"
