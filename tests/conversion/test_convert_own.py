@@ -28,6 +28,7 @@ from tests.conversion.plain import convert, settings_of_all
 ALONE = Group(0, 1, torch.device("cpu"))
 TASK = parse("Copy(symbols=4, words=3)")
 FEATURES = "LearnedFeatures(num_features=4)"
+EVERYWHERE = ["--exact-up-to", "none", "--train", "model"]  # the mechanism at every length, all weights trained
 STEPS = settings_of_all(minutes=0.0, steps=4, save_seconds=0.0)
 SETTINGS = TrainingSettings(steps=250, batch_size=16, evaluate_every=250, evaluation_batches=2, save_every=0, lr=5e-3)
 SIZES: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2}
@@ -91,7 +92,19 @@ def test_a_run_is_converted_and_opened_like_a_run(
     name: str, runs: Any, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = runs(name), tmp_path / "fast"
-    words = ["--mechanism", FEATURES, "--minutes", "0.02", "--threads", "1", "--lr", "1e-3", "--share", "0.5"]
+    words = [
+        "--mechanism",
+        FEATURES,
+        "--minutes",
+        "0.02",
+        "--threads",
+        "1",
+        "--lr",
+        "1e-3",
+        "--share",
+        "0.5",
+        *EVERYWHERE,
+    ]
     assert commands.run(["convert", str(run), *words, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "nats per target" in said
@@ -114,7 +127,7 @@ def test_a_run_is_converted_and_opened_like_a_run(
 
 def test_a_converted_run_is_converted_again(runs: Any, tmp_path: Path) -> None:
     """The report says which task it learnt; layers that are kept run what they ran."""
-    quick = ["--minutes", "0.01", "--threads", "1"]
+    quick = ["--minutes", "0.01", "--threads", "1", *EVERYWHERE]
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["convert", str(runs("copy")), "--mechanism", FEATURES, *quick, "--keep-layers", "1"]
     assert commands.run([*words, "--out", str(first)]) == 0
@@ -296,6 +309,7 @@ def test_a_model_of_which_nobody_says_what_it_learnt(tmp_path: Path, capsys: pyt
     """One that reads bytes or residues has a task all the same; any other needs its run."""
     saving.save(model(), tmp_path / "numbers")
     given = ["--mechanism", "FavorPlus(num_features=8)", "--minutes", "0.01", "--threads", "1", "--batch-size", "2"]
+    given += EVERYWHERE
     assert commands.run(["convert", str(tmp_path / "numbers"), *given, "--out", str(tmp_path / "a")]) == 2
     assert "give the folder of the run" in capsys.readouterr().err
     out = tmp_path / "b"

@@ -151,11 +151,10 @@ class Pretrained:
     def teacher(self, name: str) -> Teacher:
         """The original whole, or in chunks of as many tokens as it was trained to read."""
         _check_teacher(name, TEACHERS)
-        marks = self.read.passages
         if name == "original":
             return name
         tokens = min(self.own_positions or LONGEST, LONGEST)
-        return Chunks(tokens, len(marks.before), len(marks.behind))
+        return Chunks(tokens, len(self.read.passages.before), len(self.read.passages.behind))
 
     def save(self, out: Path) -> None:
         """Save the model with its tokenizer."""
