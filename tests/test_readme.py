@@ -52,7 +52,7 @@ def test_the_page_of_long_texts_prints_what_it_shows(
     assert capsys.readouterr().out == shown
     assert space["tokenizer"].model_max_length == 8192
     exec(swapping, space)
-    assert "ByLength(long=BlockLocal(block_size=256), above=512)" in capsys.readouterr().out
+    assert "ByLength(long=BlockLocal(block_size=256))" in capsys.readouterr().out
     source = (ROOT / "src/fast_attention/lab/converting/command.py").read_text(encoding="utf-8")
     for option in re.findall(r"--([a-z-]+)", re.findall(r"fast-attention convert .*", page)[0]):
         assert f"    {option.replace('-', '_')}: " in source, option
