@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
             "finished": surroundings.timestamp(),
         }
         held = {"meta": meta, "rows": [asdict(row) for row in found]}
-        files.write(asked.out, records.sealed("against exact attention", held) + "\n")
+        files.write(asked.out, records.sealed("against exact", held) + "\n")
 
 
 def table(found: list[Row], lengths: Sequence[int]) -> Table:

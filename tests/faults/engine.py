@@ -41,7 +41,7 @@ FAULTS = [
           "return x.clamp(max=bound)", "tests/engine/test_bounds.py -k 'AFTConv'"),
     Fault("threads share the memory of a loop over blocks", "engine/workspace.py", "self._held: dict[str, Tensor] = {}",
           "self._held = Workspace._allocated.__dict__",
-          LAW + "'threads and LSH'"),
+          LAW + "'threads and Sinkhorn'"),
     Fault("decayed sums do not decay between blocks", "engine/decay.py",
           "join(inside + spread(_decay(log_scale_before, log_scale), x.shape[-1]) * before, length)",
           "join(inside + before, length)", "tests/aft/test_aft.py -k scans"),
