@@ -36,7 +36,7 @@ FLOORS = [
     ["mixers"],
     ["hybrid"],
     ["mechanisms"],
-    ["catalogue", "packed", "grouped"],
+    ["catalogue", "packed", "grouped", "parallel"],
     ["functional", "nn", "counting", "clock", "attention_maps"],
     ["conformance", "data", "explanation", "exporting", "integrations"],
     ["tasks"],

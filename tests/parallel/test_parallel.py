@@ -1,0 +1,134 @@
+"""One sequence over 2 and 4 processes gives what one process gives: outputs, gradients, refusals, bytes, leaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fast_attention import Unsupported
+from fast_attention.parallel import attend, collectives
+from tests.cases import ATTENTIONS, bind, qkv, some_keys
+
+LENGTHS = {2: [6, 5], 4: [3, 1, 5, 2]}
+HEADS = 4
+
+
+def cut(x: Any, rank: int, world: int, axis: int = -2) -> Any:
+    return x.split(LENGTHS[world], axis)[rank]
+
+
+def compare(mechanism: Any, rank: int, world: int, is_causal: bool, masked: bool) -> str:
+    """What differs from one process; ``refused`` where the mechanism is refused by name."""
+    bound = bind(mechanism, heads=HEADS)
+    torch.manual_seed(3)
+    inputs, mask = qkv(11, heads=HEADS), some_keys(2, 11) if masked else None
+    direction = torch.randn(2, HEADS, 11, 8, dtype=torch.float64)
+    whole = [x.clone().requires_grad_() for x in inputs]
+    shards = [cut(x, rank, world).clone().requires_grad_() for x in inputs]
+    key_mask = None if mask is None else cut(mask, rank, world, -1)
+    try:
+        out = attend(
+            mechanism,
+            shards[0],
+            shards[1],
+            shards[2],
+            bound.w,
+            group=dist.group.WORLD,
+            is_causal=is_causal,
+            key_mask=key_mask,
+        )
+    except Unsupported as error:
+        return "refused" if repr(mechanism) in str(error) and "What would work" in str(error) else str(error)
+    wanted = mechanism(*whole, bound.w, is_causal=is_causal, key_mask=mask)
+    grads = [torch.autograd.grad(y, x, d, materialize_grads=True, allow_unused=True)
+             for y, x, d in ((out, shards, cut(direction, rank, world)), (wanted, whole, direction))]  # fmt: skip
+    error = (out - cut(wanted, rank, world)).abs().max().item()
+    slopes = max(
+        ((a - cut(b, rank, world)).abs().max() / b.abs().max().clamp_min(1)).item() for a, b in zip(*grads, strict=True)
+    )
+    return "" if error <= 1e-12 and slopes <= 1e-11 else f"outputs {error}, gradients {slopes}"
+
+
+def leaks(rank: int, world: int) -> bool:
+    """Whether future tokens, or masked ones of another rank, move an output."""
+    moved = False
+    for name in ("LinearAttention()", "Softmax()"):
+        mechanism = next(m for m in ATTENTIONS if repr(m) == name)
+        torch.manual_seed(3)
+        first = [cut(x, rank, world) for x in qkv(11, heads=HEADS)]
+        other = [x + 9.0 if rank == world - 1 else x for x in first]
+        mask = torch.full((2, first[0].shape[-2]), rank < world - 1)
+        for options in ({"is_causal": True}, {"key_mask": mask}):
+            a, b = (attend(mechanism, *x, group=dist.group.WORLD, **options) for x in (first, other))
+            moved |= rank < world - 1 and not torch.equal(a, b)
+    return moved
+
+
+def traffic(length: int) -> int:
+    mechanism = next(m for m in ATTENTIONS if repr(m) == "LinearAttention()")
+    with collectives.counted() as sums:
+        attend(mechanism, *(torch.randn(1, 8, length, 64) for _ in range(3)), group=dist.group.WORLD, is_causal=True)
+    return sums.bytes
+
+
+def draws(rank: int) -> str:
+    torch.manual_seed(rank)
+    mechanism = next(m for m in ATTENTIONS if repr(m) == "Softmax()")
+    q = torch.randn(1, HEADS, 3, 8)
+    try:
+        attend(mechanism, q, q, q, (torch.randn(4),), group=dist.group.WORLD)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def process(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    results: dict[Any, Any] = {}
+    for mechanism in ATTENTIONS:
+        traits = mechanism.traits
+        for is_causal in [False, True] if traits.causal else [False]:
+            for masked in [False, True] if traits.padding else [False]:
+                results[repr(mechanism), is_causal, masked] = compare(mechanism, rank, world, is_causal, masked)
+    results |= {"leaks": leaks(rank, world), "bytes": (traffic(40), traffic(400)), "draws": draws(rank)}
+    torch.save(results, f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder: Path = tmp_path_factory.mktemp("processes")
+    mp.spawn(process, (request.param, str(folder)), nprocs=request.param)  # type: ignore[attr-defined]
+    return [torch.load(folder / str(rank), weights_only=False) for rank in range(request.param)]
+
+
+def test_shards_are_one_process(results: list[dict[Any, Any]]) -> None:
+    """Also that the ranks agree on who is refused, and that most are served."""
+    cases = [{key: value for key, value in each.items() if isinstance(key, tuple)} for each in results]
+    wrong = [(key, value) for each in cases for key, value in each.items() if value not in ("", "refused")]
+    assert not wrong, {str(key) + value for key, value in wrong}
+    assert all({k for k, x in each.items() if x} == {k for k, x in cases[0].items() if x} for each in cases)
+    for name in ("Softmax()", "LinearAttention()", "Local()", "AFTSimple()"):
+        assert cases[0][name, True, True] == "", name
+    assert any(value == "refused" for value in cases[0].values())
+
+
+def test_nothing_leaks(results: list[dict[Any, Any]]) -> None:
+    assert not any(each["leaks"] for each in results)
+
+
+def test_bytes_of_states_are_independent_of_the_length(results: list[dict[Any, Any]]) -> None:
+    for each in results:
+        short, long = each["bytes"]
+        assert 0 < short == long <= 1.05 * len(results) * 8 * 64 * (64 + 2) * 4
+
+
+def test_different_weights_raise(results: list[dict[Any, Any]]) -> None:
+    assert all("different weights" in each["draws"] for each in results)
