@@ -59,8 +59,8 @@ def attend(
     if is_causal and mechanism.traits.memory == "constant":
         if getattr(mechanism, "clamp", None):
             raise Unsupported(
-                f"{mechanism!r} has a clamp, and gradients over processes were not those of one. What would work: one "
-                "process"
+                f"{mechanism!r} clamps by the largest norm of all keys so far, which its state holds without a gradient. "
+                "What would work: clamp=None, or one process"
             )
         return _by_states(mechanism, q, k, v, w, group, key_mask)
     return _by_heads(mechanism, (q, k, v), w, group, (queries, keys, keys), is_causal, key_mask)
