@@ -59,7 +59,7 @@ def attend(
     if is_causal and mechanism.traits.memory == "constant":
         if getattr(mechanism, "clamp", None):
             raise Unsupported(
-                f"{mechanism!r} clamps by the largest norm of all keys so far, which its state holds without a gradient. "
+                f"{mechanism!r} clamps by the largest norm of all keys so far, which states hold without a gradient. "
                 "What would work: clamp=None, or one process"
             )
         return _by_states(mechanism, q, k, v, w, group, key_mask)
