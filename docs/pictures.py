@@ -86,7 +86,7 @@ def main() -> None:
     """All pictures, each of its newest record."""
     files.write(TIMES, times(newest("bench")))
     study = Study.read(newest("study-mqar"))
-    files.write(ROOT / "docs" / "study-prices.svg", drawings.costs(study).svg)
+    files.write(ROOT / "docs" / "study-costs.svg", drawings.costs(study).svg)
     files.write(ROOT / "docs" / "study-curves.svg", drawings.curves(study).svg)
 
 
