@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from fast_attention import conformance
 from fast_attention.engine import dispatch
 from fast_attention.mechanisms.lsh import short
 from fast_attention.mechanisms.lsh.fast import hashed_attention
+from fast_attention.mechanisms.lsh.lsh import LSH
 from fast_attention.mechanisms.lsh.reference import Rules, buckets, hashed_softmax
-from tests.cases import qkv, some_keys
+from tests import test_oracles
+from tests.cases import ATTENTIONS, qkv, some_keys
 
 KINDS = {
     "causal": Rules(8, 16, True, False, True, True, 1.0),
@@ -18,6 +23,8 @@ KINDS = {
     "sorted": Rules(8, 16, False, False, False, True, 1.0),
     "across": Rules(8, 16, False, True, False, True, 1.0),
 }
+LSHS = [mechanism for mechanism in ATTENTIONS if isinstance(mechanism, LSH)]
+LAWS = [law for law in conformance.LAWS if "torch" not in law.name]  # those cost seconds
 
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
@@ -49,6 +56,29 @@ def test_many_short_sequences_go_chunk_by_chunk() -> None:
     with dispatch.recorded() as steps:
         hashed_attention(x, x, torch.zeros(lanes, 1, 1, 64, dtype=torch.int32), **vars(rules))
     assert [step.path for step in steps] == ["chunks of hashed tokens, gathered once a round"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mechanism", LSHS, ids=repr)
+def test_chunks_agree_with_the_oracle(
+    mechanism: Any, is_causal: bool, masked: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short forms serve the lengths of oracles and laws; what serves longer ones is held to both as well."""
+    monkeypatch.setattr(short, "SHORT", 0)
+    with dispatch.recorded() as steps:
+        test_oracles.test_attention(mechanism, is_causal, masked, device)
+    assert {step.path for step in steps} == {"chunks of hashed tokens, gathered once a round"}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("mechanism", LSHS, ids=repr)
+def test_chunks_keep_the_laws(
+    mechanism: Any, law: conformance.Law, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short, "SHORT", 0)
+    finding = law(conformance.of(mechanism), str(device))
+    assert finding.status != "broken", finding
 
 
 def is_the_plain_form(kind: str, length: int, masked: bool, scale: float) -> None:
