@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from fast_attention import checks, decoding
@@ -116,17 +117,9 @@ class Attention(Mechanism[W, S]):
         raise self.refuse("combining states", "memory")
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: W | tuple[()] = (),
-        *,
-        is_causal: bool = False,
-        key_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False,
+        key_mask: Tensor | None = None, attn_mask: Tensor | None = None, dropout: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         """Attend.
 
         Args:
@@ -147,7 +140,7 @@ class Attention(Mechanism[W, S]):
             ValueError: Sizes, dtypes or weights do not fit.
         """
         traits = self.traits
-        self._check(traits, q, k, v, is_causal, key_mask)
+        self.check(traits, q, k, v, is_causal, key_mask)
         weights = checks.weights(self, w, q)
         unmasked = attn_mask is None and dropout == 0.0
         if not unmasked and not isinstance(self, MaskedAttention):
@@ -165,15 +158,9 @@ class Attention(Mechanism[W, S]):
         return out
 
     def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: W | tuple[()] = (),
-        state: State | None = None,
-        *,
+        self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), state: State | None = None, *,
         key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """Attend causally with one or more new tokens; any split of a sequence gives the same outputs.
 
         Args:
@@ -192,7 +179,7 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         if traits.memory is None:
             raise self.refuse("decoding", "memory")
-        self._check(traits, q, k, v, True, key_mask)
+        self.check(traits, q, k, v, True, key_mask)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
         if q.is_meta:
@@ -216,7 +203,7 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory")
-        self._check(traits, k, k, v, True, key_mask)
+        self.check(traits, k, k, v, True, key_mask)
         new_state = decoding.empty(self.expression, traits.reads, k, k, v, w if traits.random else ())
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
         return replaced(new_state, held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
@@ -233,7 +220,25 @@ class Attention(Mechanism[W, S]):
         new_state = decoding.combined(self.expression, earlier, later)
         return replaced(new_state, held=self.merged(earlier.held, later.held))
 
-    def _check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()], state: State, *, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Outputs (..., H, L, Ev) of queries (..., H, L, E) that see all of a state of their tokens, and nothing else.
+
+        ``k`` and ``v``, some masked, are the tokens beside the queries; only mechanisms that read no queries need them.
+
+        Raises:
+            Unsupported: ``traits.memory`` is not ``"constant"``.
+            ValueError: Sizes, dtypes or weights do not fit.
+        """
+        if self.traits.memory != "constant":
+            raise self.refuse("reading from a state", "memory")
+        nothing = torch.zeros(*q.shape[:-3], q.shape[-2], dtype=torch.bool, device=q.device)
+        keys, values = (q.new_zeros(*q.shape[:-1], x.shape[-1]) for x in (k, v))
+        return self.decode(q, keys, values, w, state, key_mask=nothing)[0]
+
+    def check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
+        """Raise unless the tensors fit one another and these traits, which are the mechanism's."""
         checks.tensors(q=q, k=k, v=v)
         checks.heads(q, k, v, alike=traits.reads == "qkv")
         if q.shape[-2] != k.shape[-2] and not traits.cross:
@@ -246,17 +251,9 @@ class MaskedAttention(Attention[W, S]):
 
     @abstractmethod
     def attend_masked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: W,
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        dropout: float,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None,
+        attn_mask: Tensor | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
         """``attend`` with a boolean or additive mask on the scores and dropout on the weights."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:

@@ -114,10 +114,7 @@ def test_shards_are_one_process(results: list[dict[Any, Any]]) -> None:
     cases = [{key: value for key, value in each.items() if isinstance(key, tuple)} for each in results]
     wrong = [(key, value) for each in cases for key, value in each.items() if value not in ("", "refused")]
     assert not wrong, {str(key) + value for key, value in wrong}
-    assert all({k for k, x in each.items() if x} == {k for k, x in cases[0].items() if x} for each in cases)
-    for name in ("Softmax()", "LinearAttention()", "Local()", "AFTSimple()"):
-        assert cases[0][name, True, True] == "", name
-    assert any(value == "refused" for value in cases[0].values())
+    assert all(value == "" for each in cases for value in each.values())
 
 
 def test_nothing_leaks(results: list[dict[Any, Any]]) -> None:

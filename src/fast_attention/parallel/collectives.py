@@ -1,4 +1,4 @@
-"""What processes send one another, with gradients: all-gather and all-to-all of flat tensors, and bytes counted.
+"""What processes send one another, with gradients: all-gather, all-to-all and swaps of flat tensors; counts bytes.
 
 Every gradient is made contiguous and goes back to the process that its tensor came from.
 """
@@ -44,6 +44,12 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
 def all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
     """Send ``outgoing[j]`` numbers of a flat tensor to rank j, and join the ``incoming[i]`` numbers of every rank i."""
     return _AllToAll.apply(x, outgoing, incoming, group)  # type: ignore[no-any-return]
+
+
+def swap(x: Tensor, partner: int, group: Any) -> Tensor:
+    """The flat tensor of another process, equal in size, which gets this one's."""
+    sizes = [x.numel() * (rank == partner) for rank in range(dist.get_world_size(group))]
+    return all_to_all(x, sizes, sizes, group)
 
 
 def with_gradient(out: Tensor, received: Tensor) -> Tensor:

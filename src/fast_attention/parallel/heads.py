@@ -1,0 +1,107 @@
+"""Spreads mechanisms by heads: between two transpositions each process has some heads of all tokens.
+
+Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Heads are independent in every attention, so that it serves all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine.precision import rebuild
+from fast_attention.mechanism import Attention, Shape, Unsupported
+from fast_attention.parallel import collectives
+from fast_attention.parallel.shards import Shards
+from fast_attention.parallel.strategy import Call, Sizes, Strategy
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend with all tokens of this process's heads, between two transpositions."""
+    shards, mechanism = call.shards, call.mechanism
+    check(call, q.shape[-3])
+    w = weights_of_heads(mechanism, call.w, q.shape[-3], shards)
+    inputs = zip((q, k, v), (shards.queries, shards.keys, shards.keys), strict=True)
+    all_q, all_k, all_v = (to_heads(x, sizes, shards) for x, sizes in inputs)
+    key_mask = call.key_mask
+    if key_mask is not None:
+        rows = key_mask.expand(*k.shape[:-3], key_mask.shape[-1])[..., None, :, None]
+        rows = rows.expand(*k.shape[:-3], shards.world, -1, 1).to(torch.uint8)
+        key_mask = to_heads(rows, shards.keys, shards)[..., 0, :, 0].bool()
+    out = mechanism(all_q, all_k, all_v, w, is_causal=call.is_causal, key_mask=key_mask)
+    return to_sequence(out, shards.queries, shards)
+
+
+def check(call: Call, heads: int) -> None:
+    """Raise ``Unsupported`` unless the processes divide the heads."""
+    if heads % call.shards.world:
+        raise Unsupported(
+            f"{call.mechanism!r} with {heads} heads on {call.shards.world} processes: each takes heads / processes of "
+            f"them. What would work: a number of processes that divides {heads}, or LinearAttention()"
+        )
+
+
+def to_heads(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
+    """This process's heads (..., H / W, L, E) of all tokens, from all heads of its tokens."""
+    by_rank = x.unflatten(-3, (shards.world, -1)).movedim(-4, 0)
+    shape, size = by_rank.shape[1:], by_rank[0].numel()
+    token = shape[:-2].numel() * shape[-1]
+    outgoing, incoming = [size] * shards.world, [n * token for n in lengths]
+    flat = collectives.all_to_all(by_rank.reshape(-1), outgoing, incoming, shards.group)
+    parts = flat.split(incoming)
+    return torch.cat([part.view(*shape[:-2], n, shape[-1]) for part, n in zip(parts, lengths, strict=True)], -2)
+
+
+def to_sequence(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
+    """All heads of this process's tokens, from its heads (..., H / W, L, E) of all tokens."""
+    parts = [part.reshape(-1) for part in x.split(list(lengths), -2)]
+    incoming = [parts[shards.rank].numel()] * shards.world
+    flat = collectives.all_to_all(torch.cat(parts), [part.numel() for part in parts], incoming, shards.group)
+    by_rank = flat.view(shards.world, *x.shape[:-2], lengths[shards.rank], x.shape[-1])
+    return by_rank.movedim(0, -4).flatten(-4, -3)
+
+
+def weights_of_heads(mechanism: Attention[Any, Any], w: Any, heads: int, shards: Shards) -> Any:
+    """The part of the weights that belongs to this process's heads."""
+    share = heads // shards.world
+
+    def cut(tensor: Any, axes: Any) -> Any:
+        if isinstance(tensor, Tensor):
+            for axis in axes:
+                size = tensor.shape[axis] // shards.world
+                tensor = tensor.narrow(axis, shards.rank * size, size)
+            return tensor
+        if not isinstance(tensor, tuple):
+            return tensor
+        return rebuild(tensor, [cut(*pair) for pair in zip(tensor, axes, strict=True)])
+
+    return cut(w, _head_axes(mechanism, heads, share)) if isinstance(w, tuple) and w else w
+
+
+@functools.lru_cache(maxsize=256)
+def _head_axes(mechanism: Attention[Any, Any], heads: int, share: int) -> Any:
+    """For every tensor of the weights, the axes that grow with the heads: seen by making weights that hold nothing."""
+    with torch.device("meta"):
+        whole, part = (mechanism.weights(Shape(n, 8, 64)) for n in (heads, share))
+
+    def axes(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor):
+            return tuple(i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n)
+        return tuple(axes(*pair) for pair in zip(a, b, strict=True)) if isinstance(a, tuple) else ()
+
+    return axes(whole, part)
+
+
+def sends(call: Call, sizes: Sizes) -> int:
+    """Bytes sent: the other processes' heads of this process's tokens, and its heads of theirs."""
+    shards, share = call.shards, sizes.batch * sizes.heads // call.shards.world
+    queries, keys = shards.queries[shards.rank], shards.keys[shards.rank]
+    there = (shards.world - 1) * share * (queries * sizes.width + keys * (sizes.width + sizes.values)) * sizes.itemsize
+    back = share * (shards.length - queries) * sizes.values * sizes.itemsize
+    mask = (shards.world - 1) * sizes.batch * keys if call.masked else 0
+    return there + back + mask
+
+
+HEADS = Strategy("heads", "four all-to-alls, of queries, keys, values and outputs", attend, sends)

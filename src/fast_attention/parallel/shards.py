@@ -1,0 +1,84 @@
+"""Who holds which tokens of one sequence: the lengths of every process's shard, agreed on once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fast_attention.parallel import collectives
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The shards of one sequence over the processes of a group, in the order of ranks.
+
+    Args:
+        group: The ``ProcessGroup``.
+        rank: This process's number in it.
+        queries: Number of queries on each process.
+        keys: Number of keys on each process; those of ``queries`` but for cross attention.
+    """
+
+    group: Any
+    rank: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return len(self.queries)
+
+    @property
+    def length(self) -> int:
+        """The number of queries of all processes."""
+        return sum(self.queries)
+
+    @property
+    def num_keys(self) -> int:
+        """The number of keys of all processes."""
+        return sum(self.keys)
+
+    @property
+    def start(self) -> int:
+        """The position of this process's first query."""
+        return sum(self.queries[: self.rank])
+
+    @property
+    def key_start(self) -> int:
+        """The position of this process's first key."""
+        return sum(self.keys[: self.rank])
+
+    def starts(self, keys: bool = True) -> list[int]:
+        """The positions of every process's first token, and the number of all."""
+        return [0, *accumulate(self.keys if keys else self.queries)]
+
+    def of(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Shards:
+        """The same processes with other lengths."""
+        return replace(self, queries=queries, keys=keys)
+
+
+def shards(group: Any, length: int, keys: int | None = None, device: torch.device | str = "cpu") -> Shards:
+    """Agree on the lengths of one sequence's shards: every process of the group calls this with its own.
+
+    A module of many layers asks once and hands the answer on as ``group=``, so that no layer has to ask again.
+
+    Args:
+        group: The ``ProcessGroup`` that holds the sequence.
+        length: Tokens of this process.
+        keys: Its keys where there are others than queries.
+        device: Where the numbers are exchanged: that of the tokens.
+    """
+    numbers = torch.tensor([length, length if keys is None else keys], device=device)
+    rows = collectives.all_gather(numbers, group).tolist()
+    return Shards(group, dist.get_rank(group), tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+
+def local(x: Tensor, sizes: tuple[int, ...], rank: int, axis: int = -2) -> Tensor:
+    """The part of a whole tensor that one process holds."""
+    return x.narrow(axis, sum(sizes[:rank]), sizes[rank])

@@ -1,0 +1,127 @@
+"""Spreads mechanisms whose state has constant size: only states are sent (LASP-2, Sun et al. 2025, arXiv 2502.07563).
+
+Causal: one all-gather, and each process reads from what the shards before its own combine to. Else: one all-reduce by
+``combine``, from which every query reads.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.decoding import State
+from fast_attention.engine.precision import rebuild
+from fast_attention.parallel import collectives
+from fast_attention.parallel.strategy import Call, Sizes, Strategy
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """This process's outputs, from the state of what its queries see on other processes."""
+    mechanism, w = call.mechanism, call.w
+    if call.is_causal:
+        before, received = prefix(call, k, v)
+        out, _ = mechanism.decode(q, k, v, w, before, key_mask=call.key_mask)
+    else:
+        total, received = everything(call, k, v)
+        out = mechanism.read(q, k, v, w, total, key_mask=call.key_mask)
+    return collectives.with_gradient(out, received)
+
+
+def prefix(call: Call, k: Tensor, v: Tensor, state: State | None = None) -> tuple[State | None, Tensor]:
+    """The state before this process's first token, after ``state``, and the tensor of which it is made."""
+    shards = call.shards
+    like, flat = _flat(call, k, v)
+    gathered = collectives.all_gather(flat, shards.group)
+    states = [] if state is None else [state]
+    states += [unpacked(like, row) for row, n in zip(gathered[: shards.rank], shards.keys, strict=False) if n]
+    return (reduce(call.mechanism.combine, states) if states else None), gathered
+
+
+def everything(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
+    """The state of all processes' tokens, equal on all of them, and the tensor of which it is made.
+
+    In rounds of ``combine`` with the process whose number differs in one bit; each round sends one state. Where the
+    number of processes is no power of 2, states are gathered instead.
+    """
+    shards, combine = call.shards, call.mechanism.combine
+    state, flat = _flat(call, k, v)
+    if shards.world & (shards.world - 1) or 0 in shards.keys:
+        gathered = collectives.all_gather(flat, shards.group)
+        states = [unpacked(state, row) for row, n in zip(gathered, shards.keys, strict=True) if n]
+        return reduce(combine, states), gathered
+    step = 1
+    while step < shards.world:
+        partner = shards.rank ^ step
+        other = unpacked(state, collectives.swap(packed(state), partner, shards.group))
+        state = combine(state, other) if shards.rank < partner else combine(other, state)
+        step *= 2
+    return state, packed(state)
+
+
+def _flat(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
+    """This process's own state, and its numbers; that of a masked token where it has none."""
+    mask = call.key_mask
+    if not k.shape[-2]:
+        k, v = k.new_zeros(*k.shape[:-2], 1, k.shape[-1]), v.new_zeros(*v.shape[:-2], 1, v.shape[-1])
+        mask = torch.zeros(*k.shape[:-3], 1, dtype=torch.bool, device=k.device)
+    state = call.mechanism.summarise(k, v, call.w, key_mask=mask)
+    return state, packed(state)
+
+
+def packed(state: State) -> Tensor:
+    """The numbers of a state in one row."""
+    tensors = leaves(state.held)
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return torch.cat([x.reshape(-1).to(dtype) for x in tensors])
+
+
+def unpacked(state: State, flat: Tensor) -> State:
+    """A state like another, with the numbers of a row."""
+    tensors = leaves(state.held)
+    parts = iter([
+        part.view_as(x).to(x.dtype) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)
+    ])  # fmt: skip
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return next(parts)
+        return rebuild(node, [filled(each) for each in node]) if isinstance(node, tuple) else node
+
+    return state._replace(held=filled(state.held))
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a tree of tuples."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [x for part in tree for x in leaves(part)] if isinstance(tree, tuple) else []
+
+
+def sends(call: Call, sizes: Sizes) -> int:
+    """Bytes sent: a state to every other process, or one in each round."""
+    world = call.shards.world
+    rounds = world - 1 if call.is_causal or world & (world - 1) else world.bit_length() - 1
+    return rounds * _bytes(call, sizes)
+
+
+def _bytes(call: Call, sizes: Sizes) -> int:
+    """Bytes of one state, whose sizes one token shows."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[sizes.itemsize]
+    like = next(iter(leaves(call.w)), torch.empty(0))
+    k, v = (torch.zeros(sizes.batch, sizes.heads, 1, n, dtype=dtype, device=like.device)
+            for n in (sizes.width, sizes.values))  # fmt: skip
+    with torch.no_grad():
+        flat = packed(call.mechanism.summarise(k, v, call.w))
+    return flat.numel() * flat.element_size()
+
+
+STATES = Strategy("states", "one all-gather of states if causal, else one all-reduce", attend, sends)
+
+
+def after(call: Call, k: Tensor, v: Tensor, state: State | None) -> State:
+    """The state after the tokens of all processes, which each of them then holds."""
+    total, _ = everything(call, k, v)
+    return total if state is None else call.mechanism.combine(state, total)

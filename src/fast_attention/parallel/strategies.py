@@ -1,0 +1,21 @@
+"""Which strategy serves a mechanism: the one table, which calls, ``explain`` and ``bench`` read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fast_attention.mechanism import Attention
+from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
+from fast_attention.mechanisms.log_manhattan.manhattan import Manhattan
+from fast_attention.parallel.heads import HEADS
+from fast_attention.parallel.states import STATES
+from fast_attention.parallel.strategy import Strategy
+
+
+def strategy(mechanism: Attention[Any, Any], is_causal: bool) -> Strategy:
+    """How calls of a mechanism are spread over processes."""
+    if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):
+        return HEADS  # of Favor's clamp, states hold the keys' largest norm without a gradient
+    if not is_causal and isinstance(mechanism, DecayedLinearAttention | Manhattan):
+        return HEADS
+    return STATES
