@@ -1,0 +1,50 @@
+"""Fetches tokens that other processes hold: windows reach over the borders of shards, over several where they are short."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fast_attention.parallel import collectives
+from fast_attention.parallel.shards import Shards
+
+Ranges = list[tuple[int, int]]
+
+
+def fetch(x: Tensor, wanted: Ranges, shards: Shards) -> Tensor:
+    """The keys' tokens ``wanted[rank]`` of the whole sequence, from this process's (..., S, E).
+
+    One all-to-all, in which every process sends what others want of its tokens; gradients go home the same way.
+
+    Args:
+        x: This process's tokens.
+        wanted: First position and the one behind the last, for each process, inside the sequence.
+        shards: Who holds what.
+    """
+    borders = list(pairwise(shards.starts()))
+    mine, first = borders[shards.rank], borders[shards.rank][0]
+    outgoing = [x[..., a - first : b - first, :] for a, b in (_common(mine, each) for each in wanted)]
+    incoming = [b - a for a, b in (_common(each, wanted[shards.rank]) for each in borders)]
+    token = x.shape[:-2].numel() * x.shape[-1]
+    flat = collectives.all_to_all(
+        torch.cat([part.reshape(-1) for part in outgoing]),
+        [part.numel() for part in outgoing],
+        [n * token for n in incoming],
+        shards.group,
+    )
+    parts = flat.split([n * token for n in incoming])
+    return torch.cat([p.view(*x.shape[:-2], n, x.shape[-1]) for p, n in zip(parts, incoming, strict=True)], -2)
+
+
+def tokens_sent(wanted: Ranges, shards: Shards) -> int:
+    """How many of its tokens this process sends to others, one counted as often as it is sent."""
+    mine = list(pairwise(shards.starts()))[shards.rank]
+    overlaps = (_common(mine, each) for rank, each in enumerate(wanted) if rank != shards.rank)
+    return sum(b - a for a, b in overlaps)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
