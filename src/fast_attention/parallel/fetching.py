@@ -1,4 +1,4 @@
-"""Fetches tokens that other processes hold: windows reach over the borders of shards, over several where they are short."""
+"""Fetches tokens that other processes hold, by ranges: windows reach over borders of shards, over several of them."""
 
 from __future__ import annotations
 
