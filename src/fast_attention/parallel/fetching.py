@@ -24,8 +24,8 @@ def fetch(x: Tensor, wanted: Ranges, shards: Shards) -> Tensor:
         shards: Who holds what.
     """
     borders = list(pairwise(shards.starts()))
-    mine, first = borders[shards.rank], borders[shards.rank][0]
-    outgoing = [x[..., a - first : b - first, :] for a, b in (_common(mine, each) for each in wanted)]
+    borders_here, first = borders[shards.rank], borders[shards.rank][0]
+    outgoing = [x[..., a - first : b - first, :] for a, b in (_common(borders_here, each) for each in wanted)]
     incoming = [b - a for a, b in (_common(each, wanted[shards.rank]) for each in borders)]
     token = x.shape[:-2].numel() * x.shape[-1]
     flat = collectives.all_to_all(
@@ -40,8 +40,8 @@ def fetch(x: Tensor, wanted: Ranges, shards: Shards) -> Tensor:
 
 def tokens_sent(wanted: Ranges, shards: Shards) -> int:
     """How many of its tokens this process sends to others, one counted as often as it is sent."""
-    mine = list(pairwise(shards.starts()))[shards.rank]
-    overlaps = (_common(mine, each) for rank, each in enumerate(wanted) if rank != shards.rank)
+    borders_here = list(pairwise(shards.starts()))[shards.rank]
+    overlaps = (_common(borders_here, each) for rank, each in enumerate(wanted) if rank != shards.rank)
     return sum(b - a for a, b in overlaps)
 
 
