@@ -25,6 +25,7 @@ from fast_attention.mechanisms import AFTSimple as AFTSimple, AFTConv as AFTConv
 from fast_attention.mechanisms import FNet as FNet, GMLP as GMLP, MLPMixer as MLPMixer
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid as Hybrid
 from fast_attention.mechanisms.hybrid.by_length import ByLength as ByLength
+from fast_attention.mechanisms.hybrid.adapted import Adapted as Adapted
 from fast_attention.feature_maps import features as features
 
 from fast_attention import catalogue as catalogue, functional as functional, decoding as decoding

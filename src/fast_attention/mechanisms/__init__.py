@@ -32,6 +32,7 @@ from fast_attention.mechanisms.mixers.gmlp import GMLP as GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer as MLPMixer
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid as Hybrid
 from fast_attention.mechanisms.hybrid.by_length import ByLength as ByLength
+from fast_attention.mechanisms.hybrid.adapted import Adapted as Adapted
 
 # Settings that are mathematics are values of their own.
 from fast_attention.mechanisms.dense.synthesizer import DotProduct as DotProduct
@@ -41,7 +42,8 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "BigBird", "BlockLocal", "ByLength", "DecayedLinearAttention",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "Adapted", "BigBird", "BlockLocal", "ByLength",
+    "DecayedLinearAttention",
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",

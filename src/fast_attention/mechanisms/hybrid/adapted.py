@@ -1,0 +1,162 @@
+"""Attention adapted: low-rank deltas of queries, keys and values in front of any mechanism, trained where it runs.
+
+A pretrained model's projections suit exact attention. What another mechanism would have them changed to is learnt in
+weights of its own, so that the projections, and all that is computed by exact attention, stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fast_attention.decoding import State
+from fast_attention.mechanism import Attention, Mixer, Shape, Traits
+from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.value import at_least, one_of
+
+Adapts = Literal["qkv", "qk", "kv", "qv", "q", "k", "v"]
+
+
+class Delta(NamedTuple):
+    """The two factors of one delta; ``up`` begins at zero."""
+
+    down: Float[Tensor, "heads width rank"]
+    up: Float[Tensor, "heads rank width"]
+
+
+class Deltas(NamedTuple):
+    """Those of queries, keys and values, None where they stay as they are, and the weights of the mechanism."""
+
+    q: Delta | None
+    k: Delta | None
+    v: Delta | None
+    inner: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Adapted(Attention[Deltas, Any]):
+    """A mechanism whose queries, keys and values get a trained low-rank delta, head by head: ``x + (x D) U``.
+
+    The factors U begin at zero, so that nothing changes before training. Deltas of low rank are LoRA's (Hu et al. 2021,
+    arXiv 2106.09685), here of each head's projected tokens: with a projection W they are ``W + W D U``, and belong to
+    the mechanism. In ``ByLength(long=Adapted(...))`` they act only where the long form runs.
+
+    Args:
+        mechanism: Any attention.
+        rank: The rank of each delta, from 1 to the heads' width.
+        adapts: Which of q, k and v get one. Behind rotary positions only ``"v"``: queries and keys that were rotated
+            may not be mapped, or their product depends on more than the distance.
+    """
+
+    mechanism: Attention[Any, Any] = Local()  # noqa: RUF009
+    rank: int = 4
+    adapts: Adapts = "qkv"
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: ``mechanism`` is no attention, or the others are out of range.
+        """
+        if not isinstance(self.mechanism, Attention):
+            takes = "mixes whole tokens" if isinstance(self.mechanism, Mixer) else "is no attention"
+            raise ValueError(
+                f"Adapted(mechanism={self.mechanism!r}): {self.mechanism!r} {takes}; give one such as Local()"
+            )
+        at_least(self, "rank", self.rank, 1)
+        one_of(self, "adapts", self.adapts, get_args(Adapts))
+        if not set(self.adapts) & set(reads := self.mechanism.traits.reads):
+            raise ValueError(f"{self!r}: {self.mechanism!r} reads {reads} only, so that nothing would be adapted")
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of the mechanism, with weights to train; the output is no longer a matrix times v where v is mapped."""
+        inner = self.mechanism.traits
+        return Traits(
+            paper=f"{inner.paper}; Hu et al. 2021, arXiv 2106.09685",
+            formula=f"{self.mechanism!r} of x + (x D) U for x in {self.adapts}, U begins at zero",
+            cost=f"{inner.cost} + n d r",
+            order=inner.order,
+            reads=inner.reads,
+            causal=inner.causal,
+            padding=inner.padding,
+            cross=inner.cross,
+            rotary=inner.rotary and self.adapts == "v",
+            memory=inner.memory,
+            bounded=inner.bounded,
+            random=inner.random,
+            matrix=inner.matrix and "v" not in self.adapts,
+            learned=True,
+            compile=inner.compile,
+            export=inner.export,
+            spans=inner.spans,
+            approximates=None,
+        )
+
+    def weights(self, shape: Shape) -> Deltas:
+        """Deltas that change nothing yet, and the mechanism's weights."""
+        if self.rank > shape.head_dim:
+            raise ValueError(f"{self!r}: a rank above the heads' width, {shape.head_dim}, adds nothing")
+        deltas = {name: self._delta(shape) for name in self.adapts if name in self.mechanism.traits.reads}
+        return Deltas(deltas.get("q"), deltas.get("k"), deltas.get("v"), self.mechanism.weights(shape))
+
+    def _delta(self, shape: Shape) -> Delta:
+        down = torch.randn(shape.heads, shape.head_dim, self.rank) / math.sqrt(shape.head_dim)
+        return Delta(nn.Parameter(down), nn.Parameter(torch.zeros(shape.heads, self.rank, shape.head_dim)))
+
+    def heads_of(self, w: Deltas) -> int:
+        """The heads of any of the deltas."""
+        return next(len(delta.up) for delta in w[:3] if delta is not None)
+
+    def redrawn(self, w: Deltas, shape: Shape) -> Deltas:
+        """The mechanism's random tensors drawn again."""
+        return w._replace(inner=self.mechanism.redrawn(w.inner, shape))
+
+    def calibrated(self, q: Tensor, k: Tensor, w: Deltas, *, key_mask: Tensor | None = None) -> Deltas:
+        """The mechanism's weights suited to the adapted queries and keys."""
+        inner = self.mechanism.calibrated(_moved(q, w.q), _moved(k, w.k), w.inner, key_mask=key_mask)
+        return w._replace(inner=inner)
+
+    def adapted(self, q: Tensor, k: Tensor, v: Tensor, w: Deltas) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values with their deltas, as the mechanism gets them."""
+        return _moved(q, w.q), _moved(k, w.k), _moved(v, w.v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Deltas, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """The mechanism of the adapted tokens."""
+        q, k, v = self.adapted(q, k, v, w)
+        return self.mechanism.attend(q, k, v, w.inner, is_causal=is_causal, key_mask=key_mask)
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Deltas, state: Any, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The mechanism's next step, of the adapted tokens."""
+        q, k, v = self.adapted(q, k, v, w)
+        return self.mechanism.advance(q, k, v, w.inner, state, key_mask=key_mask)
+
+    def summary(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
+        """The mechanism's state of the adapted tokens."""
+        return self.mechanism.summary(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)
+
+    def merged(self, earlier: Any, later: Any) -> Any:
+        """As the mechanism combines them."""
+        return self.mechanism.merged(earlier, later)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: State, *, key_mask: Tensor | None = None) -> Tensor:
+        """As the mechanism reads adapted queries from a state of adapted keys."""
+        if self.traits.memory != "constant":
+            raise self.refuse("reading from a state", "memory")
+        q, k, v = self.adapted(q, k, v, w)
+        state = state._replace(mechanism=self.mechanism.expression)
+        return self.mechanism.read(q, k, v, w.inner, state, key_mask=key_mask)
+
+
+def _moved(x: Tensor, delta: Delta | None) -> Tensor:
+    """``x + (x D) U``."""
+    if delta is None:
+        return x
+    return x + (x @ delta.down.to(x.dtype)) @ delta.up.to(x.dtype)
