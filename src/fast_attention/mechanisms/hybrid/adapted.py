@@ -44,7 +44,7 @@ class Adapted(Attention[Deltas, Any]):
 
     The factors U begin at zero, so that nothing changes before training. Deltas of low rank are LoRA's (Hu et al. 2021,
     arXiv 2106.09685), here of each head's projected tokens: with a projection W they are ``W + W D U``, and belong to
-    the mechanism. In ``ByLength(long=Adapted(...))`` they act only where the long form runs.
+    the mechanism. In ``ByLength`` they act only where the long form runs.
 
     Args:
         mechanism: Any attention.
