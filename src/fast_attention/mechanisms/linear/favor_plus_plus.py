@@ -147,7 +147,7 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
 
         ``Bound.adopt`` puts it into a module.
         """
-        self._check(self.traits, q, k, k, False, key_mask)
+        self.check(self.traits, q, k, k, False, key_mask)
         return w._replace(damping=optimal_damping(q, k, key_mask=key_mask).to(w.damping))
 
     def features_of(self, w: DampedProjection) -> tuple[RandomFeatureMap, Heads]:
