@@ -43,10 +43,12 @@ class State(NamedTuple):
 _READ = "of what it reads of q, k, v"
 
 
-def empty(mechanism: str, reads: str, q: Tensor, k: Tensor, v: Tensor, drawn: Any = ()) -> State:
-    """An empty state for inputs (..., H, N, E); ``drawn`` are the weights if they are drawn at random."""
-    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in reads)
-    return State(mechanism, tuple(v.shape[:-3]), v.shape[-3], widths, str(v.dtype), _draw(drawn), None)
+def empty(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any) -> State:
+    """An empty state of a mechanism with weights ``w`` for inputs (..., H, N, E)."""
+    traits = mechanism.traits
+    widths = tuple(x.shape[-1] for name, x in (("q", q), ("k", k), ("v", v)) if name in traits.reads)
+    draw = _draw(w if traits.random else ())
+    return State(mechanism.expression, tuple(v.shape[:-3]), v.shape[-3], widths, str(v.dtype), draw, None)
 
 
 def _draw(weights: Any) -> tuple[float, ...]:

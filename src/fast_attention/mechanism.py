@@ -116,6 +116,12 @@ class Attention(Mechanism[W, S]):
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only)."""
         raise self.refuse("combining states", "memory")
 
+    def read_summary(self, q: Tensor, k: Tensor, v: Tensor, w: W, state: S, *, key_mask: Tensor | None) -> Tensor:
+        """Compute ``read`` after validation; unless overridden, by new tokens that are masked."""
+        nothing = torch.zeros(*q.shape[:-3], 1, q.shape[-2], dtype=torch.bool, device=q.device)
+        keys, values = (q.new_zeros(*q.shape[:-1], x.shape[-1]) for x in (k, v))
+        return self.advance(q, keys, values, w, state, key_mask=nothing)[0]
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False,
         key_mask: Tensor | None = None, attn_mask: Tensor | None = None, dropout: float = 0.0,
@@ -150,12 +156,10 @@ class Attention(Mechanism[W, S]):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
         if unmasked or not isinstance(self, MaskedAttention):
-            out = self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
-        else:
-            out = self.attend_masked(
-                q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
-            )
-        return out
+            return self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
+        return self.attend_masked(
+            q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
+        )
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), state: State | None = None, *,
@@ -184,8 +188,7 @@ class Attention(Mechanism[W, S]):
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
         if q.is_meta:
             raise ValueError("decode keeps what it read, and tensors on the meta device hold nothing: give others")
-        weights, drawn = checks.weights(self, w, q), w if traits.random else ()
-        new_state = decoding.empty(self.expression, traits.reads, q, k, v, drawn)
+        weights, new_state = checks.weights(self, w, q), decoding.empty(self, q, k, v, w)
         held = decoding.validated(state, new_state)
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
@@ -204,9 +207,9 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory")
         self.check(traits, k, k, v, True, key_mask)
-        new_state = decoding.empty(self.expression, traits.reads, k, k, v, w if traits.random else ())
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        return replaced(new_state, held=self.summary(k, v, checks.weights(self, w, k), key_mask=mask))
+        held = self.summary(k, v, checks.weights(self, w, k), key_mask=mask)
+        return replaced(decoding.empty(self, k, k, v, w), held=held)
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only).
@@ -217,25 +220,29 @@ class Attention(Mechanism[W, S]):
         """
         if self.traits.memory != "constant":
             raise self.refuse("combining states", "memory")
-        new_state = decoding.combined(self.expression, earlier, later)
-        return replaced(new_state, held=self.merged(earlier.held, later.held))
+        empty = decoding.combined(self.expression, earlier, later)
+        return replaced(empty, held=self.merged(earlier.held, later.held))
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()], state: State, *, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Outputs (..., H, L, Ev) of queries (..., H, L, E) that see all of a state of their tokens, and nothing else.
+        """Outputs (..., H, L, Ev) of queries that see all of a state, and nothing else.
 
-        ``k`` and ``v``, some masked, are the tokens beside the queries; only mechanisms that read no queries need them.
+        ``k`` and ``v``, some masked, are those beside the queries: some mechanisms weigh a token's own apart.
 
         Raises:
             Unsupported: ``traits.memory`` is not ``"constant"``.
             ValueError: Sizes, dtypes or weights do not fit.
         """
-        if self.traits.memory != "constant":
+        traits = self.traits
+        if traits.memory != "constant":
             raise self.refuse("reading from a state", "memory")
-        nothing = torch.zeros(*q.shape[:-3], q.shape[-2], dtype=torch.bool, device=q.device)
-        keys, values = (q.new_zeros(*q.shape[:-1], x.shape[-1]) for x in (k, v))
-        return self.decode(q, keys, values, w, state, key_mask=nothing)[0]
+        self.check(traits, q, k, v, False, key_mask)
+        weights, held = checks.weights(self, w, q), decoding.validated(state, decoding.empty(self, q, k, v, w))
+        if checks.empty(q):
+            return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
+        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        return self.read_summary(q, k, v, weights, held, key_mask=mask)
 
     def check(self, traits: Traits, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless the tensors fit one another and these traits, which are the mechanism's."""

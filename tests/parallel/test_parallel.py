@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fast_attention import Unsupported
-from fast_attention.parallel import attend, collectives
+from fast_attention.parallel import attend, collectives, shards, strategy
+from fast_attention.parallel.states import leaves
+from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 
 LENGTHS = {2: [6, 5], 4: [3, 1, 5, 2]}
@@ -29,29 +31,32 @@ def compare(mechanism: Any, rank: int, world: int, is_causal: bool, masked: bool
     inputs, mask = qkv(11, heads=HEADS), some_keys(2, 11) if masked else None
     direction = torch.randn(2, HEADS, 11, 8, dtype=torch.float64)
     whole = [x.clone().requires_grad_() for x in inputs]
-    shards = [cut(x, rank, world).clone().requires_grad_() for x in inputs]
+    parts = [cut(x, rank, world).clone().requires_grad_() for x in inputs]
     key_mask = None if mask is None else cut(mask, rank, world, -1)
+    lengths = shards(dist.group.WORLD, LENGTHS[world][rank])
+    call = Call(mechanism, bound.w, lengths, is_causal, key_mask)
+    q, k, v = parts
     try:
-        out = attend(
-            mechanism,
-            shards[0],
-            shards[1],
-            shards[2],
-            bound.w,
-            group=dist.group.WORLD,
-            is_causal=is_causal,
-            key_mask=key_mask,
-        )
+        with collectives.counted() as traffic:
+            out = attend(mechanism, q, k, v, bound.w, group=lengths, is_causal=is_causal, key_mask=key_mask)
     except Unsupported as error:
         return "refused" if repr(mechanism) in str(error) and "What would work" in str(error) else str(error)
+    declared = strategy(mechanism, is_causal).sends(call, Sizes(2, HEADS, 8, 8, 8))
     wanted = mechanism(*whole, bound.w, is_causal=is_causal, key_mask=mask)
-    grads = [torch.autograd.grad(y, x, d, materialize_grads=True, allow_unused=True)
-             for y, x, d in ((out, shards, cut(direction, rank, world)), (wanted, whole, direction))]  # fmt: skip
-    error = (out - cut(wanted, rank, world)).abs().max().item()
-    slopes = max(
-        ((a - cut(b, rank, world)).abs().max() / b.abs().max().clamp_min(1)).item() for a, b in zip(*grads, strict=True)
+    weights = [x for x in leaves(bound.w) if x.requires_grad]
+    grads, all_grads = (
+        list(torch.autograd.grad(y, [*x, *weights], d, materialize_grads=True, allow_unused=True))
+        for y, x, d in ((out, parts, cut(direction, rank, world)), (wanted, whole, direction))
     )
-    return "" if error <= 1e-12 and slopes <= 1e-11 else f"outputs {error}, gradients {slopes}"
+    for grad in grads[3:]:
+        dist.all_reduce(grad)
+    error = (out - cut(wanted, rank, world)).abs().max().item()
+    wanted_grads = [*(cut(x, rank, world) for x in all_grads[:3]), *all_grads[3:]]
+    sizes = [x.abs().max().clamp_min(1) for x in all_grads]
+    slopes = [((a - b).abs().max() / c).item() for a, b, c in zip(grads, wanted_grads, sizes, strict=True)]
+    if error > 1e-12 or max(slopes) > 1e-11:
+        return f"outputs {error}, gradients {slopes}"
+    return "" if traffic.bytes == declared else f"{traffic.bytes} bytes and {declared} declared"
 
 
 def leaks(rank: int, world: int) -> bool:

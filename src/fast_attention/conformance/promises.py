@@ -153,7 +153,7 @@ def transforms(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 
 @law("states combine")
 def combining(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
-    """States of constant size combine associatively, and a combined state decodes on as if it had seen it all."""
+    """States of constant size combine associatively; a combined state decodes on, or is read, as if it had seen all."""
     mechanism = subject.mechanism
     if not isinstance(mechanism, Attention) or mechanism.traits.memory != "constant":
         return unclaimed("no state of constant size")
@@ -168,7 +168,29 @@ def combining(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     one_pass = subject.call(module, (q, k, v), True, None)[:, :, rest]
     if tuple(t.shape for t in a.held) != tuple(t.shape for t in left.held):
         return judged(float("inf"), 0.0, "the state grows")
-    return judged(max(moved(out, one_pass) for out in outs), rounding(subject.dtype))
+    size = max(moved(out, one_pass) for out in outs)
+    return judged(max(size, _reading(subject, mechanism, device)), rounding(subject.dtype))
+
+
+def _reading(subject: AttentionUnderTest, mechanism: Attention[Any, Any], device: str) -> float:
+    """How far noncausal outputs move if they are read from the state of two chunks; 0.0 where that is refused."""
+    module, q, k, v = subject.built(device=device), *subject.draw(subject.length, device=device)
+    mask, worst = torch.ones(2, subject.length, dtype=torch.bool, device=q.device), 0.0
+    mask[1, 2:7] = mask[1, -3:] = False
+    for key_mask in (None, mask) if subject.padding else (None,):
+        parts = [slice(0, 9), slice(9, subject.length)]
+        masks = [None if key_mask is None else key_mask[:, part] for part in parts]
+        whole = subject.call(module, (q, k, v), False, key_mask)
+        a, b = (
+            mechanism.summarise(k[:, :, part], v[:, :, part], module.w, key_mask=visible)
+            for part, visible in zip(parts, masks, strict=True)
+        )
+        try:
+            read = mechanism.read(q, k, v, module.w, mechanism.combine(a, b), key_mask=key_mask)
+        except Unsupported:
+            return worst
+        worst = max(worst, moved(read, whole))
+    return worst
 
 
 @law("declared order")

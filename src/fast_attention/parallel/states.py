@@ -71,16 +71,16 @@ def _flat(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
     return state, packed(state)
 
 
-def packed(state: State) -> Tensor:
-    """The numbers of a state in one row."""
-    tensors = leaves(state.held)
+def packed(state: Any) -> Tensor:
+    """The numbers of a state, any tree of tuples, in one row."""
+    tensors = leaves(state)
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
     return torch.cat([x.reshape(-1).to(dtype) for x in tensors])
 
 
-def unpacked(state: State, flat: Tensor) -> State:
+def unpacked(state: Any, flat: Tensor) -> Any:
     """A state like another, with the numbers of a row."""
-    tensors = leaves(state.held)
+    tensors = leaves(state)
     parts = iter([
         part.view_as(x).to(x.dtype) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)
     ])  # fmt: skip
@@ -90,7 +90,7 @@ def unpacked(state: State, flat: Tensor) -> State:
             return next(parts)
         return rebuild(node, [filled(each) for each in node]) if isinstance(node, tuple) else node
 
-    return state._replace(held=filled(state.held))
+    return filled(state)
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -104,10 +104,10 @@ def sends(call: Call, sizes: Sizes) -> int:
     """Bytes sent: a state to every other process, or one in each round."""
     world = call.shards.world
     rounds = world - 1 if call.is_causal or world & (world - 1) else world.bit_length() - 1
-    return rounds * _bytes(call, sizes)
+    return rounds * bytes_of_state(call, sizes)
 
 
-def _bytes(call: Call, sizes: Sizes) -> int:
+def bytes_of_state(call: Call, sizes: Sizes) -> int:
     """Bytes of one state, whose sizes one token shows."""
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[sizes.itemsize]
     like = next(iter(leaves(call.w)), torch.empty(0))

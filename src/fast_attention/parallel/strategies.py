@@ -7,8 +7,8 @@ from typing import Any
 from fast_attention.mechanism import Attention
 from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
-from fast_attention.mechanisms.log_manhattan.manhattan import Manhattan
 from fast_attention.parallel.adapted import adapted
+from fast_attention.parallel.decayed import DECAYED
 from fast_attention.parallel.heads import HEADS
 from fast_attention.parallel.states import STATES
 from fast_attention.parallel.strategy import Strategy
@@ -20,6 +20,6 @@ def strategy(mechanism: Attention[Any, Any], is_causal: bool) -> Strategy:
         return adapted(strategy(mechanism.mechanism, is_causal))
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):
         return HEADS  # of Favor's clamp, states hold the keys' largest norm without a gradient
-    if not is_causal and isinstance(mechanism, DecayedLinearAttention | Manhattan):
-        return HEADS
+    if not is_causal and isinstance(mechanism, DecayedLinearAttention):
+        return DECAYED
     return STATES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from torch.nn import functional as F
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
-from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
 from fast_attention.mechanisms.linear import decayed_sums
-from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+from fast_attention.mechanisms.linear.decayed_sums import DecayedState, Sides
 from fast_attention.value import at_least, one_of
 
 
@@ -116,6 +117,36 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             q, k, v, _log_decay(k, w), feature_map=self.feature_map, normalize=self.normalize, eps=self.eps,
             is_causal=is_causal, key_mask=key_mask,
         )  # fmt: skip
+
+    @in_float32
+    def attend_between(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Gates, sides: Sides, *, key_mask: Tensor | None
+    ) -> Tensor:
+        """Noncausal outputs of tokens that stand between others, whose sums are ``sides``."""
+        return decayed_sums.attend(
+            q, k, v, _unmasked(_log_decay(k, w), key_mask), key_mask, phi=self.feature_map, normalize=self.normalize,
+            eps=self.eps, is_causal=False, sides=sides,
+        )  # fmt: skip
+
+    @in_float32
+    def sides(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None) -> Sides:
+        """The sums over some tokens as those after them see them, and as those before them do."""
+        log_decay = _unmasked(_log_decay(k, w), key_mask)
+        summarise = partial(decayed_sums.summarise, k, v, log_decay, key_mask, phi=self.feature_map)
+        return Sides(summarise(), summarise(backwards=True))
+
+    def read_summary(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState, *, key_mask: Tensor | None
+    ) -> Tensor:
+        """Refused: decays count from both sides.
+
+        Raises:
+            Unsupported: Always.
+        """
+        raise Unsupported(
+            f"{self!r} does not support reading from one state: keys decay on both sides of a query. What would work: "
+            "decode, or attend_between with the sums of both sides"
+        )
 
     @in_float32
     def advance(

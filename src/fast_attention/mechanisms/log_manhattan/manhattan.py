@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,6 +22,7 @@ from fast_attention.value import at_least, one_of
 
 Normalize = Literal["mean", "none", "l1"]
 Reference = Literal["self", "first"]
+States = Differences | PastKeys
 
 
 def manhattan_attention(
@@ -49,26 +50,23 @@ def manhattan_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class Manhattan(Attention[tuple[()], Differences | PastKeys]):
+class Manhattan(Attention[tuple[()], States]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
-    Channel by channel, k standing for h(k) > 0. This is the source's Eq. 12 with its reading choices as settings. Know
-    what you get: the signed weights sum to zero around the mean key, so that the relative term depends on the token
-    only through ``log k_i`` times the mean value; for centred values it is one vector for all tokens. Keys are as wide
-    as the values, or 1 wide. A masked token's own row is that of a key of zeros.
+    Channel by channel, k standing for h(k) > 0. Eq. 12 of the source, its reading choices as settings. The signed
+    weights sum to zero around the mean key, so that the relative term depends on the token only through ``log k_i``
+    times the mean value; for centred values it is one vector for all. Keys are as wide as values, or 1 wide. A masked
+    token's own row is that of a key of zeros.
 
     Args:
-        distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, which
-            favours unlike keys, O(n log n) by sorting, causal O(n log^2 n); ``"laplacian"``: the similarity
-            ``exp(-|log k_j - log k_i| / temperature)`` at the same cost, with its own weight 1 in place of ``k_i v_i``.
-        normalize: ``"mean"``: divide the relative term by the number of visible keys, which keeps its size at any
-            length; ``"none"``: as printed; ``"l1"``: divide the output by the sum of all absolute weights (for
-            ``"laplacian"`` a weighted mean), which costs a sort for ``"signed"`` too.
+        distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, O(n log n)
+            by sorting, causal O(n log^2 n); ``"laplacian"``: ``exp(-|log k_j - log k_i| / temperature)`` at the same
+            cost, with its own weight 1 in place of ``k_i v_i``.
+        normalize: ``"mean"``: the relative term over the number of visible keys; ``"none"``: as printed; ``"l1"``: the
+            output over the sum of all absolute weights (for ``"laplacian"`` a weighted mean), which costs a sort.
         reference: ``"self"``: differences to the token's own key; ``"first"``: to the first visible key, whose
-            ``k_1 v_1`` then is the first term: all tokens get the same output unless causal. Only for ``"signed"``
-            with ``"mean"`` or ``"none"``.
-        feature_map: h, which makes keys positive: ``PositiveSoftplus()``, ``PositiveExp()``, ``PositiveElu()`` or
-            ``PositiveRelu()``.
+            ``k_1 v_1`` is the first term: all outputs are the same unless causal. Needs ``"signed"``, not ``"l1"``.
+        feature_map: h > 0: ``PositiveSoftplus()``, ``PositiveExp()``, ``PositiveElu()`` or ``PositiveRelu()``.
         query_dim: 0: no query, as printed. Ours: 1: a gate per token and head on the output, the sigmoid of the mean
             over the query's channels; None: a gate per channel, ``sigmoid(q_i)`` (queries as wide as values, or 1).
         key_dim: None: keys as they come; 1: one key per token and head, the mean over the key's channels before h.
@@ -133,44 +131,42 @@ class Manhattan(Attention[tuple[()], Differences | PastKeys]):
         if is_causal:
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
-        count = ones[..., :1].sum(-2, keepdim=True)
-        if not self._linear:
-            l1 = self.normalize == "l1"
-            total, size = pair_sums(l, x, ones, None, distance=self.distance, sizes=l1, is_causal=False)
-            return self._out(q, diagonal, total, weight + size if l1 else count)
-        sums = reference.summarised(l, x, diagonal, key_mask)
-        return self._out(q, sums.first.expand_as(diagonal), sums.weighted, count)
+        if self._linear:
+            return self._of_sums(q, l, diagonal, reference.summarised(l, x, diagonal, key_mask))
+        l1 = self.normalize == "l1"
+        total, size = pair_sums(l, x, ones, None, distance=self.distance, sizes=l1, is_causal=False)
+        return self._out(q, diagonal, total, weight + size if l1 else ones[..., :1].sum(-2, keepdim=True))
 
     @in_float32
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Differences | PastKeys | None, *,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Differences | PastKeys]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, States]:
         """Outputs of new tokens, and the sums over all keys up to the last, or the keys themselves."""
         l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
         if self._linear:
-            assert state is None or isinstance(state, Differences)
             sums = reference.running(l, x, diagonal, key_mask, state)
-            if self.reference == "self":
-                return self._out(q, diagonal, reference.relative(l, sums), sums.number), reference.last(sums)
-            first = sums.first.masked_fill(sums.number == 0, 0.0)
-            return self._out(q, first, sums.weighted, sums.number), reference.last(sums)
-        assert state is None or isinstance(state, PastKeys)
-        keys, l1 = appended(state, l, x, ones), self.normalize == "l1"
+            return self._of_sums(q, l, diagonal, sums), reference.last(sums)
+        l1, keys = self.normalize == "l1", appended(state, l, x, ones)
         total, size = pair_sums(l, x, ones, state, distance=self.distance, sizes=l1, is_causal=True)
-        count = prefix_sums(keys.ones[..., :1])[..., -l.shape[-2] :, :]
-        return self._out(q, diagonal, total, weight + size if l1 else count), keys
+        divisor = weight + size if l1 else prefix_sums(keys.ones[..., :1])[..., -l.shape[-2] :, :]
+        return self._out(q, diagonal, total, divisor), keys
 
     @in_float32
-    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Differences | PastKeys:
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         l, x, _, diagonal, _ = self._terms(k, v, key_mask)
         return reference.summarised(l, x, diagonal, key_mask)
 
-    def merged(self, earlier: Differences | PastKeys, later: Differences | PastKeys) -> Differences | PastKeys:
+    @in_float32
+    def read_summary(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
+    ) -> Tensor:
+        """Outputs of tokens from the sums over all keys; their own term is that of their key and value."""
+        l, *_, diagonal, _ = self._terms(k, v, key_mask)
+        return self._of_sums(q, l, diagonal, state)
+
+    def merged(self, earlier: Any, later: Any) -> States:
         """The sums over two neighbouring chunks."""
-        assert isinstance(earlier, Differences)
-        assert isinstance(later, Differences)
         return reference.combined(earlier, later)
 
     def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -179,6 +175,12 @@ class Manhattan(Attention[tuple[()], Differences | PastKeys]):
         l = l if self.temperature == 1.0 else l / self.temperature
         x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
         return l, x, pool.visible_ones(l, key_mask), h * x, h
+
+    def _of_sums(self, q: Tensor, l: Tensor, diagonal: Tensor, sums: Differences) -> Tensor:
+        if self.reference == "self":
+            return self._out(q, diagonal, reference.relative(l, sums), sums.number)
+        first = sums.first.masked_fill(sums.number == 0, 0.0)
+        return self._out(q, first.expand_as(diagonal), sums.weighted, sums.number)
 
     def _out(self, q: Tensor, diagonal: Tensor, total: Tensor, divisor: Tensor) -> Tensor:
         if self.normalize == "l1":
