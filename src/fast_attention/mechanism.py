@@ -289,12 +289,16 @@ class Mixer(Mechanism[W, S]):
         Returns:
             Tokens (..., N, E) in the dtype of ``x``.
         """
-        checks.tensors(x=x)
+        self.check(x, is_causal, key_mask)
         checks.threads()  # mixers begin with a product or an FFT
-        if x.ndim < 2:
-            raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
-        self._check_masks(self.traits, is_causal, key_mask, x.shape[:-2], x)
         weights = checks.weights(self, w)
         if checks.empty(x):
             return checks.zeros(x.shape, x)
         return self.mix(masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)
+
+    def check(self, x: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
+        """Raise unless these are tokens and the traits grant what is asked."""
+        checks.tensors(x=x)
+        if x.ndim < 2:
+            raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
+        self._check_masks(self.traits, is_causal, key_mask, x.shape[:-2], x)

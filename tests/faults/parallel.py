@@ -12,4 +12,9 @@ FAULTS = [
     Fault("a token's own Manhattan term is that of a masked one", "mechanisms/log_manhattan/manhattan.py",
           "l, *_, diagonal, _ = self._terms(k, v, key_mask)",
           "l, *_, diagonal, _ = self._terms(k, 0.0 * v, key_mask)", "tests/conformance/test_contract.py -k Manhattan"),
+    Fault("channel 0 of a spread Fourier transform mirrors itself", "parallel/channels.py",
+          "first = int(shards.rank == 0 and mirrored[0] > 0)", "first = 0", "tests/parallel/test_mixers.py -k one_process"),
+    Fault("a spread gMLP's small head sees the other processes' future", "parallel/channels.py",
+          "end if call.is_causal else call.shards.length", "call.shards.length",
+          "tests/parallel/test_mixers.py -k one_process"),
 ]  # fmt: skip

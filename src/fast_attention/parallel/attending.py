@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fast_attention.mechanism import Attention
+from fast_attention import checks
+from fast_attention.mechanism import Attention, Mechanism, Mixer
 from fast_attention.parallel import collectives
 from fast_attention.parallel.shards import Shards
 from fast_attention.parallel.states import leaves
@@ -39,41 +41,76 @@ def attend(
         ValueError: Sizes do not fit, or processes hold different weights. All processes raise, also those whose own
             arguments are sound: a process that goes on alone would wait for ever.
     """
-    error = _error(mechanism, q, k, v, is_causal, key_mask)
-    if isinstance(group, Shards):
-        if error is not None:
-            raise error
-        shards = group
-    else:
-        shards, masked = _agreed(mechanism, q, k, w, group, key_mask, error)
-        if masked and key_mask is None:
-            key_mask = torch.ones(*k.shape[:-3], k.shape[-2], dtype=torch.bool, device=k.device)
-    if is_causal and shards.queries != shards.keys:
+    error = _error(lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask))
+    call = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error)
+    if is_causal and call.shards.queries != call.shards.keys:
         raise ValueError(
-            f"causal shards need as many queries as keys; they hold {list(shards.queries)} and {list(shards.keys)}"
+            "causal shards need as many queries as keys; they hold "
+            f"{list(call.shards.queries)} and {list(call.shards.keys)}"
         )
-    return strategy(mechanism, is_causal).attend(Call(mechanism, w, shards, is_causal, key_mask), q, k, v)
+    return strategy(mechanism, is_causal).attend(call, q, k, v)
 
 
-def _error(
-    mechanism: Attention[Any, Any], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_mask: Tensor | None
-) -> Exception | None:
+def mix(
+    mechanism: Mixer[Any, Any], x: Tensor, w: Any = (), *, group: Any, is_causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Mix the tokens of the sequence that the shards of all processes of a group make, in the order of ranks.
+
+    Args:
+        mechanism: The mixer, the same on every process.
+        x: This process's tokens (..., N, E). Processes may differ in N.
+        w: Weights, as in ``attend``, and so is ``group``.
+        group: The ``ProcessGroup``, or the ``Shards`` of it.
+        is_causal: Output i depends on tokens up to i of the whole sequence.
+        key_mask: Boolean (..., N) of this process's tokens, True = may be seen.
+
+    Returns:
+        This process's outputs (..., N, E).
+
+    Raises:
+        Unsupported: The mixer's traits deny what was asked, or it is none of ours.
+        ValueError: As in ``attend``, on all processes.
+    """
+    error = _error(lambda: mechanism.check(x, is_causal, key_mask))
+    call = _call(mechanism, w, (x,), group, is_causal, key_mask, error)
+    return strategy(mechanism, is_causal).attend(call, x)
+
+
+def _error(check: Callable[[], None]) -> Exception | None:
     """What is wrong with this process's arguments."""
     try:
-        mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
+        check()
     except (TypeError, ValueError, NotImplementedError) as error:
         return error
     return None
 
 
+def _call(
+    mechanism: Mechanism[Any, Any], w: Any, inputs: tuple[Tensor, ...], group: Any, is_causal: bool,
+    key_mask: Tensor | None, error: Exception | None,
+) -> Call:  # fmt: skip
+    """The call as every process knows it; raises on all processes what is wrong on any."""
+    if isinstance(group, Shards):
+        if error is not None:
+            raise error
+        return Call(mechanism, checks.weights(mechanism, w), group, is_causal, key_mask)
+    shards, masked = _agreed(mechanism, inputs, w, group, key_mask, error)
+    if masked and key_mask is None:
+        keys = inputs[-1]
+        batch = keys.shape[: -2 if len(inputs) == 1 else -3]
+        key_mask = torch.ones(*batch, keys.shape[-2], dtype=torch.bool, device=keys.device)
+    return Call(mechanism, checks.weights(mechanism, w), shards, is_causal, key_mask)
+
+
 def _agreed(
-    mechanism: Attention[Any, Any], q: Tensor, k: Tensor, w: Any, group: Any, key_mask: Tensor | None,
+    mechanism: Mechanism[Any, Any], inputs: tuple[Tensor, ...], w: Any, group: Any, key_mask: Tensor | None,
     error: Exception | None,
 ) -> tuple[Shards, bool]:  # fmt: skip
     """Everyone's lengths, and whether anyone has a mask; raises on all processes what is wrong on any."""
-    sizes = [0, 0] if error is not None else [q.shape[-2], k.shape[-2]]
+    sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
     facts = [float(error is not None), *sizes, float(key_mask is not None), *_checksum(w)]
-    device = k.device if isinstance(k, Tensor) else torch.device("cpu")
+    device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
     rows = collectives.all_gather(torch.tensor(facts, dtype=torch.float64, device=device), group).tolist()
     if error is not None:
         raise error

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from fast_attention.mechanism import Attention
+from fast_attention.mechanism import Attention, Mixer, Unsupported
 from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
+from fast_attention.mechanisms.mixers.fnet import FNet
+from fast_attention.mechanisms.mixers.gmlp import GMLP
+from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
 from fast_attention.parallel.adapted import adapted
+from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
 from fast_attention.parallel.heads import HEADS
 from fast_attention.parallel.states import STATES
 from fast_attention.parallel.strategy import Strategy
 
+MIXERS: dict[type[Mixer[Any, Any]], Strategy] = {FNet: FOURIER, GMLP: GATE, MLPMixer: TOKEN_MLP}
 
-def strategy(mechanism: Attention[Any, Any], is_causal: bool) -> Strategy:
-    """How calls of a mechanism are spread over processes."""
+
+def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) -> Strategy:
+    """How calls of a mechanism are spread over processes.
+
+    Raises:
+        Unsupported: It is a mixer that is none of ours.
+    """
+    if isinstance(mechanism, Mixer):
+        if type(mechanism) not in MIXERS:
+            names = ", ".join(f"{each.__name__}()" for each in MIXERS)
+            raise Unsupported(f"{mechanism!r} is not spread over processes. What would work: {names}")
+        return MIXERS[type(mechanism)]
     if isinstance(mechanism, Adapted):
         return adapted(strategy(mechanism.mechanism, is_causal))
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fast_attention.mechanism import Attention
 from fast_attention.parallel.shards import Shards
 
 
 class Call(NamedTuple):
     """One call as every process knows it. ``key_mask`` is None on all processes or on none."""
 
-    mechanism: Attention[Any, Any]
+    mechanism: Any
     w: Any
     shards: Shards
     is_causal: bool
@@ -28,7 +27,10 @@ class Call(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of one process's queries (batch, heads, L, width) and values, of which bytes are counted."""
+    """The sizes of one process's queries (batch, heads, L, width) and values, of which bytes are counted.
+
+    A mixer's tokens (batch, L, width) have one head, and values as wide as they.
+    """
 
     batch: int
     heads: int
@@ -44,12 +46,12 @@ class Strategy:
     Args:
         name: One word or two.
         collectives: What is sent, in words.
-        attend: ``(call, q, k, v) -> outputs`` of this process's queries. Raises ``Unsupported`` on all processes alike.
+        attend: ``(call, q, k, v) -> outputs`` of this process's queries; of a mixer ``(call, x) -> outputs``. Raises ``Unsupported`` on all processes alike.
         sends: ``(call, sizes) -> bytes`` that this process sends to others in the forward pass; ``call`` has no tensors
             but its weights. The backward pass sends as many, of gradients.
     """
 
     name: str
     collectives: str
-    attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]
+    attend: Callable[..., Tensor]
     sends: Callable[[Call, Sizes], int]

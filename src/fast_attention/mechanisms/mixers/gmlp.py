@@ -55,14 +55,29 @@ def gated_mlp(
     zeros again where W mixes, so that they change nothing.
     """
     x = masks.drop(x, key_mask)
-    kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
-    gate = masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
-    W = spatial_weights(w.W, x.shape[-2])
-    b = narrow(w.b, x.shape[-2], axis=0)
-    gate = lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
+    kept, gate = halves(x, w, key_mask=key_mask)
+    gate = spatial(gate, w, is_causal=is_causal)
     if w.tiny is not None:
-        gate = gate + tiny_attention(x, w.tiny, is_causal=is_causal, key_mask=key_mask)
+        q, k, v = (x @ w.tiny.QKV).chunk(3, -1)
+        mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
+        gate = gate + tiny_attention(q, k, v, mask) @ w.tiny.O
     return F.linear(kept * gate, w.V.mT, w.V_bias)
+
+
+def halves(
+    x: Float[Tensor, "*batch length width"], w: GatedMLP, *, key_mask: Tensor | None
+) -> tuple[Float[Tensor, "*batch length half"], Float[Tensor, "*batch length half"]]:
+    """Z1 and LN(Z2) of visible tokens, token by token."""
+    kept, gate = F.gelu(F.linear(x, w.U.mT, w.U_bias)).chunk(2, -1)
+    return kept, masks.drop(F.layer_norm(gate, gate.shape[-1:], w.gain, w.shift), key_mask)
+
+
+def spatial(
+    gate: Float[Tensor, "*batch length some"], w: GatedMLP, *, is_causal: bool
+) -> Float[Tensor, "*batch length some"]:
+    """``W gate + b`` over the tokens, channel by channel: some or all of them."""
+    W, b = spatial_weights(w.W, gate.shape[-2]), narrow(w.b, gate.shape[-2], axis=0)
+    return lower(W, gate) + b[:, None] if is_causal else affine(W, gate, b)
 
 
 def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
@@ -74,14 +89,13 @@ def spatial_weights(W: Tensor, length: int) -> Float[Tensor, "length length"]:
 
 
 def tiny_attention(
-    x: Float[Tensor, "*batch length width"], w: TinyAttention, *, is_causal: bool, key_mask: Tensor | None
-) -> Float[Tensor, "*batch length half"]:
-    """``softmax(q k^T / sqrt(a)) v O``: one head of width a, from the block's input."""
-    dispatch.record("a small head with all its scores at once", "added to the gate, under a mask", width=w.O.shape[0])
-    q, k, v = (x @ w.QKV).chunk(3, -1)
+    q: Float[Tensor, "*batch length a"], k: Float[Tensor, "*batch keys a"], v: Float[Tensor, "*batch keys a"],
+    mask: Tensor | None,
+) -> Float[Tensor, "*batch length a"]:  # fmt: skip
+    """``softmax(q k^T / sqrt(a)) v``: one head of width a, from the block's input."""
+    dispatch.record("a small head with all its scores at once", "added to the gate, under a mask", width=q.shape[-1])
     q, k = bounded(q), bounded(k)
-    mask = masks.visible(x.shape[-2], x.shape[-2], is_causal=is_causal, key_mask=key_mask, device=x.device)
-    return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v @ w.O
+    return masks.masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, mask) @ v
 
 
 @dataclass(frozen=True, repr=False)
