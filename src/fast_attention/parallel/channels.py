@@ -165,4 +165,3 @@ _TWICE = "two all-to-alls, from tokens to channels and back"
 TOKEN_MLP = Strategy("channels", _TWICE, mix_tokens, mixed_bytes)
 GATE = Strategy("channels", f"{_TWICE}, of the gate", gate_tokens, gated_bytes)
 FOURIER = Strategy("channels", f"{_TWICE}, of half of the spectrum", transform, transformed_bytes)
-
