@@ -46,7 +46,8 @@ class Strategy:
     Args:
         name: One word or two.
         collectives: What is sent, in words.
-        attend: ``(call, q, k, v) -> outputs`` of this process's queries; of a mixer ``(call, x) -> outputs``. Raises ``Unsupported`` on all processes alike.
+        attend: ``(call, q, k, v) -> outputs`` of this process's queries; of a mixer ``(call, x) -> outputs``. Raises
+            ``Unsupported`` on all processes alike.
         sends: ``(call, sizes) -> bytes`` that this process sends to others in the forward pass; ``call`` has no tensors
             but its weights. The backward pass sends as many, of gradients.
     """
