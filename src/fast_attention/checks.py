@@ -67,6 +67,13 @@ def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool, grouped: bool = False
         raise ValueError(f"q has width 0 (shape {tuple(q.shape)}): a dot product needs at least 1")
 
 
+def tokens(x: Tensor) -> None:
+    """Raise unless x is a floating-point tensor (..., tokens, width)."""
+    tensors(x=x)
+    if x.ndim < 2:
+        raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
+
+
 def flag(name: str, value: object) -> None:
     """Raise a ``TypeError`` unless ``value`` is True or False."""
     if value is not True and value is not False:

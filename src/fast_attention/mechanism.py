@@ -278,16 +278,13 @@ class Mixer(Mechanism[W, S]):
     def __call__(
         self, x: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Mix tokens; raises ``Unsupported`` and ``ValueError`` as an attention does.
+        """Tokens (..., N, E), mixed, in the dtype of ``x``; raises as an attention does.
 
         Args:
             x: Tokens (..., N, E).
             w: Weights from ``weights(shape)``; not needed where ``needs_weights`` is False.
             is_causal: Output i depends on tokens up to i.
             key_mask: Boolean (..., N), True = may be seen.
-
-        Returns:
-            Tokens (..., N, E) in the dtype of ``x``.
         """
         self.check(x, is_causal, key_mask)
         checks.threads()  # mixers begin with a product or an FFT
@@ -298,7 +295,5 @@ class Mixer(Mechanism[W, S]):
 
     def check(self, x: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless these are tokens and the traits grant what is asked."""
-        checks.tensors(x=x)
-        if x.ndim < 2:
-            raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
+        checks.tokens(x)
         self._check_masks(self.traits, is_causal, key_mask, x.shape[:-2], x)

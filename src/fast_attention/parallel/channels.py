@@ -97,14 +97,14 @@ def _tiny_attention(call: Call, x: Tensor, w: TinyAttention) -> Tensor:
     """The small head: queries stay, keys and values, and whether they are visible, go to all who see them."""
     q, k, v = (x @ w.QKV).chunk(3, -1)
     flags = [] if call.key_mask is None else [call.key_mask.expand(x.shape[:-1])[..., None].to(x.dtype)]
-    tokens = fetching.fetch(torch.cat([k, v, *flags], -1), _seen(call), call.shards)
+    tokens = fetching.fetch(torch.cat([k, v, *flags], -1), _visible(call), call.shards)
     k, v, *visible = tokens.split([k.shape[-1], v.shape[-1], *(1 for _ in flags)], -1)
     key_mask = visible[0][..., 0] > 0.5 if visible else None
     mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=call.is_causal, key_mask=key_mask, device=x.device)
     return gmlp.tiny_attention(q, k, v, mask) @ w.O
 
 
-def _seen(call: Call) -> fetching.Ranges:
+def _visible(call: Call) -> fetching.Ranges:
     """The tokens that each process's queries see."""
     ends = call.shards.starts(keys=False)[1:]
     return [(0, end if call.is_causal else call.shards.length) for end in ends]
@@ -115,7 +115,7 @@ def gated_bytes(call: Call, sizes: Sizes) -> int:
     tiny, held = call.w.tiny, columns(call.w.gain.shape[0], call.shards.world)
     numbers = _moved(held, held, call.shards)
     if tiny is not None:
-        numbers += fetching.tokens_sent(_seen(call), call.shards) * (2 * tiny.O.shape[0] + call.masked)
+        numbers += fetching.tokens_sent(_visible(call), call.shards) * (2 * tiny.O.shape[0] + call.masked)
     return sizes.batch * numbers * _itemsize(sizes)
 
 
