@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fast_attention import catalogue, grouped, packed
+from fast_attention import catalogue, grouped, packed, parallel
 from fast_attention.checks import checked
+from fast_attention.engine import heads
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -79,6 +80,7 @@ def attention(
     cu_seqlens: CuSeqlens | None = None,
     lengths: Lengths | None = None,
     compile: Fusion = "off",
+    group: Any = None,
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 
@@ -110,6 +112,8 @@ def attention(
         lengths: Instead of ``cu_seqlens`` the number of tokens of each sequence, or a pair: as a tuple of Python's ints
             also in compiled and exported code, which cannot read ``cu_seqlens``.
         compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works.
+        group: A ``ProcessGroup``, whose processes' tokens together are the sequence, in the order of ranks: each hands
+            in its tokens and gets their outputs (docs/parallel.md). What is drawn must be drawn alike: seed alike.
 
     Returns:
         Outputs (..., H, L, Ev).
@@ -125,11 +129,20 @@ def attention(
         raise Unsupported(f"{mechanism!r} has learned weights: use MultiheadAttention, TokenMixer or Bound")
     if scale is not None:
         mechanism, q = _scaled(mechanism, q, scale)
-    sequences = packed.packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask)
+    spread = group is not None  # then the borders are those of all processes' tokens
+    sequences = None if spread else packed.packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask)
     w: Any = ()
     if mechanism.needs_weights:
         longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
         w = _to_device(mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=longest)), q)
+    if spread:
+        if enable_gqa:
+            k, v = heads.repeated(q.shape[-3], k=k, v=v)
+        packing = {} if cu_seqlens is None and lengths is None else {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        return parallel.run(
+            mechanism, (q, k, v), w, group=group, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
+            dropout=dropout_p, **packing,
+        )  # fmt: skip
     run: Any = partial(grouped.attend, mechanism) if enable_gqa else mechanism
     run = partial(run, w=w, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout_p)
     with fusing(compile) if compile != "off" else nullcontext():

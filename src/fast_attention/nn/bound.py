@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention import catalogue, grouped, packed
+from fast_attention import catalogue, grouped, packed, parallel
+from fast_attention.engine import heads
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths
+from fast_attention.parallel.spreading import Spread
 from fast_attention.value import one_of
 
 
-class Bound(nn.Module):
+class Bound(Spread, nn.Module):
     """A mechanism and its weights as a module: learned weights are parameters, drawn or fixed ones are buffers.
 
     Both are in the ``state_dict``, so a saved model keeps its random features. Call it as the mechanism itself:
@@ -109,6 +111,7 @@ class Bound(nn.Module):
         cu_seqlens: CuSeqlens | None = None,
         lengths: Lengths | None = None,
         enable_gqa: bool = False,
+        group: Any = None,
     ) -> Tensor:
         """Call the mechanism with these weights: ``(q, k, v)`` for an attention, ``(x)`` for a mixer.
 
@@ -122,6 +125,7 @@ class Bound(nn.Module):
                 begins and the last one ends, or a pair for queries and keys, as in ``fast_attention.attention``.
             lengths: Instead of it the number of tokens of each sequence, or a pair.
             enable_gqa: Let keys and values have fewer heads, as in ``fast_attention.attention``.
+            group: The processes whose tokens together are the sequence, as in ``fast_attention.attention``.
 
         Raises:
             ValueError: Sizes disagree with the shape this module was built for, or ``cu_seqlens`` do not rise from 0 to
@@ -129,6 +133,14 @@ class Bound(nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
         """
         self._check(inputs, enable_gqa)
+        if (group := self.group_of(group)) is not None:
+            if enable_gqa:
+                inputs = (inputs[0], *heads.repeated(self.shape.heads, k=inputs[1], v=inputs[2]))
+            packing = {} if cu_seqlens is None and lengths is None else {"cu_seqlens": cu_seqlens, "lengths": lengths}
+            return parallel.run(
+                self.mechanism, inputs, self.w, group=group, is_causal=is_causal, key_mask=key_mask,
+                attn_mask=attn_mask, dropout=dropout, **packing,
+            )  # fmt: skip
         run = partial(self._call, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout, enable_gqa=enable_gqa)
         with nullcontext() if self.fusion == "off" or torch.compiler.is_compiling() else fusing(self.fusion):
             if cu_seqlens is None and lengths is None:

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention import checks
 from fast_attention.engine import masks
 from fast_attention.engine.precision import in_float32
+from fast_attention.parallel.fetching import fetch
+from fast_attention.parallel.spreading import Spread
 
 
 class ConvolutionState(NamedTuple):
@@ -20,7 +23,7 @@ class ConvolutionState(NamedTuple):
     inner: Any
 
 
-class CausalConvolution(nn.Module):
+class CausalConvolution(Spread, nn.Module):
     """A short depthwise convolution in front of queries, keys and values: ``x_t + sum_i weight_i x_(t - i)``, i < size.
 
     Linear attention and other constant states cannot single out the token before; Based (arXiv 2402.18668) and Mamba
@@ -41,10 +44,23 @@ class CausalConvolution(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size, width))
 
     def forward(
-        self, x: Float[Tensor, "*batch length embed"], *, key_mask: Bool[Tensor, "*#batch2 length"] | None = None
-    ) -> Float[Tensor, "*batch length embed"]:
-        """Tokens (..., L, E) to tokens (..., L, E); where ``key_mask`` (..., L) is False a token counts as zeros."""
-        return self.decode(x, key_mask=key_mask)[0]
+        self, x: Float[Tensor, "*batch length embed"], *, key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+        group: Any = None,
+    ) -> Float[Tensor, "*batch length embed"]:  # fmt: skip
+        """Tokens (..., L, E) to tokens (..., L, E); where ``key_mask`` (..., L) is False a token counts as zeros.
+
+        ``group``: the processes whose tokens together are the sequence.
+        """
+        shards = self.shards_of(group, x)
+        if shards is None:
+            return self.decode(x, key_mask=key_mask)[0]
+        if key_mask is not None:
+            checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
+            x = masks.drop(x, key_mask)
+        before = len(self.weight) - 1
+        recent = fetch(x, [(max(start - before, 0), start) for start in shards.starts()[:-1]], shards)
+        recent = F.pad(recent, (0, 0, before - recent.shape[-2], 0))
+        return convolve(torch.cat([recent, x], -2), self.weight)
 
     def decode(
         self,

@@ -17,6 +17,8 @@ from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.positions import Positions, PositionTable
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer
+from fast_attention.parallel.collectives import all_gather
+from fast_attention.parallel.spreading import Spread
 from fast_attention.value import Value, at_least, one_of
 
 Head = Literal["tokens", "classes"]
@@ -168,7 +170,7 @@ class ModelState(NamedTuple):
     layers: tuple[Any, ...]
 
 
-class Model(nn.Module):
+class Model(Spread, nn.Module):
     """A transformer whose token mixing is any mechanism, layer by layer.
 
     Args:
@@ -213,9 +215,11 @@ class Model(nn.Module):
     def hidden(
         self, tokens: Int[Tensor, "batch length"], key_mask: Bool[Tensor, "batch length"] | None = None
     ) -> Float[Tensor, "batch length width"]:
-        """The tokens' vectors after the last block and norm."""
+        """The tokens' vectors after the last block and norm; over processes (``parallelize``) those of local tokens."""
         x = self.embedding(tokens)
-        x = x if self.places is None else self.places(x)
+        if self.places is not None:
+            shards = self.shards_of(None, x)
+            x = self.places(x, 0 if shards is None else shards.start)
         if isinstance(self.blocks, ReversibleSequence):
             x = self.blocks(x, is_causal=self.config.causal, key_mask=key_mask)
         else:
@@ -234,7 +238,7 @@ class Model(nn.Module):
         """
         x = self.hidden(tokens, key_mask)
         if self.config.head == "classes":
-            x = x.mean(-2) if key_mask is None else _mean(x, key_mask)
+            x = _mean(x, key_mask, self.group_of(None))
         return self.out(x)
 
     def decode(
@@ -268,6 +272,13 @@ class Model(nn.Module):
         return all(module.mechanism.traits.memory for module in self.modules() if isinstance(module, TokenMixer))
 
 
-def _mean(x: Tensor, key_mask: Tensor) -> Tensor:
-    visible = key_mask[..., None]
-    return x.masked_fill(~visible, 0.0).sum(-2) / visible.sum(-2).clamp(min=1)
+def _mean(x: Tensor, key_mask: Tensor | None, group: Any) -> Tensor:
+    """The mean of the visible tokens, those of other processes too."""
+    if group is None and key_mask is None:
+        return x.mean(-2)
+    visible = torch.ones_like(x[..., :1], dtype=torch.bool) if key_mask is None else key_mask[..., None]
+    total, count = x.masked_fill(~visible, 0.0).sum(-2), visible.sum(-2)
+    if group is not None:
+        total = all_gather(total, group).sum(0)
+        count = all_gather(count, group).sum(0)
+    return total / count.clamp(min=1)

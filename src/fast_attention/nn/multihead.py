@@ -14,12 +14,13 @@ from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, packed_positions, rotary_for, rotate_both
+from fast_attention.nn.positions import Rotary, packed_positions, positions_of_shard, rotary_for, rotate_both
 from fast_attention.nn.torch_masks import Masks
 from fast_attention.packed import CuSeqlens, Lengths, Packing, packing
+from fast_attention.parallel.spreading import Spread
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Spread, nn.Module):
     """A drop-in replacement of ``torch.nn.MultiheadAttention``: its arguments, masks, results and checkpoint names.
 
     With ``Softmax()`` it computes what torch's module computes, but for queries that may see nothing: those get zeros
@@ -66,24 +67,13 @@ class MultiheadAttention(nn.Module):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
+        embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        mechanism: Mechanism[Any, Any] | str = "Softmax",
-        max_len: int = 0,
-        num_kv_heads: int | None = None,
-        rotary: bool | Rotary = False,
-        compile: Fusion = "off",
-    ) -> None:
+        *, mechanism: Mechanism[Any, Any] | str = "Softmax", max_len: int = 0, num_kv_heads: int | None = None,
+        rotary: bool | Rotary = False, compile: Fusion = "off",
+    ) -> None:  # fmt: skip
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
@@ -146,6 +136,7 @@ class MultiheadAttention(nn.Module):
         key_positions: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
         lengths: Lengths | None = None,
+        group: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with torch's arguments: in both masks True (or -inf) means *ignore*.
 
@@ -167,6 +158,8 @@ class MultiheadAttention(nn.Module):
                 begins and the last one ends, or a pair for queries and keys, as in ``fast_attention.attention``. Rotary
                 positions begin anew in each. Goes with ``need_weights=False`` and without ``attn_mask``.
             lengths: Instead of it the number of tokens of each sequence, or a pair.
+            group: The processes whose tokens together are the sequence, as in ``fast_attention.attention``; goes with
+                ``need_weights=False``.
 
         Returns:
             Outputs in the shape of ``query``, and the attention matrix (N, L, S), or (N, num_heads, L, S) if not
@@ -182,12 +175,17 @@ class MultiheadAttention(nn.Module):
             unmasked = unmasked and all(x is None for x in (positions, key_positions, cu_seqlens, lengths))
             return self._nested(query, unmasked, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
+        group = self.group_of(group)
         batched = query.dim() == 3
         query, key, value = (self._batch_major(x) for x in (query, key, value))
         key, value = query if key_is_query else key, query if one_tensor else value
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]
         q, k, v = self._project(*torch_masks.zero_padding(query, key, value, key_padding_mask))
+        if group is not None:
+            refuse_over_processes(need_weights, self.appended, cu_seqlens is not None or lengths is not None)
+            if self.rotary is not None and positions is None:
+                positions = key_positions = positions_of_shard(self.rotary, self.shards_of(group, q), q.device)
         sequences = self._packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask, need_weights)
         if sequences is not None and positions is None and key_positions is None and self.rotary is not None:
             positions, key_positions = packed_positions(self.rotary, sequences, q.device)
@@ -197,7 +195,7 @@ class MultiheadAttention(nn.Module):
         if self.appended:
             visible = torch_masks.append_keys(visible, q.shape[-2], k.shape[-2], self.appended, like=q)
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
-        out, weights = self._attend(q, k, v, visible, need_weights, sequences)
+        out, weights = self._attend(q, k, v, visible, need_weights, sequences, group)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -244,7 +242,7 @@ class MultiheadAttention(nn.Module):
         return sequences
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Masks, need_weights: bool, sequences: Packing | None
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Masks, need_weights: bool, sequences: Packing | None, group: Any
     ) -> tuple[Tensor, Tensor | None]:
         mechanism, width, weights = self.attention.mechanism, v.shape[-1], None
         if need_weights:
@@ -255,7 +253,8 @@ class MultiheadAttention(nn.Module):
             v = torch.cat([v, identity.expand(*v.shape[:-1], -1)], -1)
         lengths = None if sequences is None else (sequences.queries, sequences.keys)
         dropout = self.dropout if self.training else 0.0
-        out = self.attention(q, k, v, **visible._asdict(), dropout=dropout, lengths=lengths, enable_gqa=True)
+        options: Any = {**visible._asdict(), "dropout": dropout, "lengths": lengths, "enable_gqa": True, "group": group}
+        out = self.attention(q, k, v, **options)
         if need_weights:
             out, weights = out[..., :width], out[..., width:]
         return self.out_proj(out.transpose(1, 2).flatten(-2)), weights
@@ -286,6 +285,16 @@ class MultiheadAttention(nn.Module):
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
         grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         return sizes + grouped + ("" if self.rotary is None else f", rotary={self.rotary!r}")
+
+
+def refuse_over_processes(need_weights: bool, appended: int, packs: bool) -> None:
+    """Raise ``Unsupported`` for what only one process can give."""
+    for asked, what in (
+        (need_weights, "attention matrix: pass need_weights=False"), (appended, "place for appended keys"),
+        (packs, "packing here: give cu_seqlens to fast_attention.attention or Bound"),
+    ):  # fmt: skip
+        if asked:
+            raise Unsupported(f"over several processes there is no {what}")
 
 
 def _do_nothing(module: nn.Module, inputs: Any) -> None:

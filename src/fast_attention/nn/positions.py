@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.packed import Packing
+from fast_attention.parallel.shards import Shards
 from fast_attention.value import Value, at_least, one_of
 
 Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
@@ -239,6 +240,21 @@ def packed_positions(
     if sequences.queries == sequences.keys:
         return at, at
     return at, torch.cat([empty, *(torch.arange(keys, device=device) for keys in sequences.keys)])
+
+
+def positions_of_shard(rotary: Rotary, shards: Shards | None, device: torch.device) -> Int[Tensor, "length"]:
+    """The positions of the tokens that this process holds of a sequence.
+
+    Raises:
+        Unsupported: The rotation depends on the length, which is beyond that of training.
+    """
+    assert shards is not None
+    if rotary.rope_type == "dynamic" and shards.length > rotary.original_max_position_embeddings:
+        raise Unsupported(
+            f"{rotary!r} rotates by the largest position of the {shards.length} tokens, which other processes hold. "
+            "What would work: rope_type 'yarn' or 'linear', or positions= of your own"
+        )
+    return torch.arange(shards.start, shards.start + shards.queries[shards.rank], device=device)
 
 
 class PositionTable(nn.Module):

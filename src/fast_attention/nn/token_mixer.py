@@ -13,7 +13,8 @@ from fast_attention.engine import heads, masks
 from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, check_positions, rotary_for, rotate_by
+from fast_attention.nn.positions import Rotary, check_positions, positions_of_shard, rotary_for, rotate_by
+from fast_attention.parallel.spreading import Spread
 
 
 class RotaryState(NamedTuple):
@@ -23,7 +24,7 @@ class RotaryState(NamedTuple):
     inner: Any
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(Spread, nn.Module):
     """A layer of any mechanism, attention or mixer, with the projections that it needs and no others.
 
     An attention gets ``in_proj``, one linear map to those of queries, keys and values that it reads
@@ -87,6 +88,7 @@ class TokenMixer(nn.Module):
         attn_mask: Tensor | None = None,
         dropout: float = 0.0,
         positions: Int[Tensor, "*#batch3 length"] | None = None,
+        group: Any = None,
     ) -> Float[Tensor, "*batch length embed"]:
         """Mix the tokens of each sequence.
 
@@ -98,14 +100,19 @@ class TokenMixer(nn.Module):
                 ``traits.mask``.
             dropout: Probability with which an attention weight is dropped; mechanisms with ``traits.mask``.
             positions: Positions of the tokens, (L) or (..., L), with ``rotary``; None for 0, 1, 2, ...
+            group: The processes whose tokens together are the sequence, as in ``fast_attention.attention``.
 
         Raises:
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
         at = None if positions is None else self._positions(x, positions)
+        group = self.group_of(group)
+        if group is not None and at is None and self.rotary is not None:
+            at = positions_of_shard(self.rotary, self.shards_of(group, x), x.device)
         inputs = self._project(x, at, key_mask) if isinstance(self.mechanism, Attention) else (x,)
-        out = self.attention(*inputs, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
+        masks_given: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask}
+        out = self.attention(*inputs, **masks_given, dropout=dropout, group=group)
         return self._output(out) if isinstance(self.mechanism, Attention) else out
 
     def decode(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fast_attention import checks
-from fast_attention.mechanism import Attention, Mechanism, Mixer
+from fast_attention.mechanism import Attention, Mechanism, Mixer, Unsupported
 from fast_attention.parallel import collectives
 from fast_attention.parallel.shards import Shards
 from fast_attention.parallel.states import leaves
@@ -134,3 +134,20 @@ def _checksum(w: Any) -> list[float]:
     flat = torch.cat(tensors)
     rising = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
     return [flat.sum().item(), (flat * rising).sum().item()]
+
+
+def run(
+    mechanism: Any, inputs: tuple[Tensor, ...], w: Any, *, attn_mask: Tensor | None = None, dropout: float = 0.0,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """A module's call over processes: ``attend``, after what cannot be spread is refused."""
+    if attn_mask is not None or dropout != 0.0:
+        what = "an attn_mask" if attn_mask is not None else "attention dropout"
+        raise Unsupported(
+            f"{mechanism!r} does not take {what} over several processes. What would work: is_causal, key_mask, and "
+            "dropout=0.0"
+        )
+    if isinstance(mechanism, Mixer):
+        return mix(mechanism, inputs[0], w, **options)
+    q, k, v = inputs
+    return attend(mechanism, q, k, v, w, **options)

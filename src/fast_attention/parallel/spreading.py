@@ -1,0 +1,129 @@
+"""Modules that may hold one shard of a sequence: ``Spread`` is their base, ``parallelize`` sets their processes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fast_attention.mechanism import Unsupported
+from fast_attention.parallel.shards import Shards, shards
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Members:
+    """A module's process group, which copies share and which cannot be pickled.
+
+    Args:
+        group: The ``ProcessGroup``.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> Members:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise Unsupported(
+            "a parallelized model holds its processes and cannot be pickled. What would work: model.state_dict(), that "
+            "of one process, or parallelize(model, None) first"
+        )
+
+
+class Spread:
+    """Mixed into modules that take ``group=``; ``parallelize`` sets what they take where none is given."""
+
+    members: Members | None = None
+
+    def group_of(self, group: Any) -> Any:
+        """The process group of a call: the one given, or the module's."""
+        return self.members.group if group is None and self.members is not None else group
+
+    def shards_of(self, group: Any, x: Tensor) -> Shards | None:
+        """Who holds which tokens (..., L, E) of a call; None in one process."""
+        group = self.group_of(group)
+        if group is None or isinstance(group, Shards):
+            return group
+        return shards(group, x.shape[-2], device=x.device)
+
+
+def parallelize(model: Model, mesh: Any) -> Model:
+    """Let every layer of a model attend over the sequence that all processes of a mesh hold, each some of its tokens.
+
+    The model then takes local tokens and gives local outputs. It is changed in place; its ``state_dict`` stays what it
+    was. Weights must be equal on all processes, and gradients are each process's share of them: their sum is the whole,
+    as of DDP and FSDP over the same processes, which average them, times the number of processes.
+
+    Args:
+        model: Modules of ``fast_attention.nn``, or a model that ``swap`` changed.
+        mesh: A ``DeviceMesh`` of one dimension (of more: pick one, ``mesh["sequence"]``), a ``ProcessGroup``, or None
+            for one process again.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The mesh has several dimensions, no layer can be spread, or processes hold different weights.
+    """
+    group = mesh
+    if isinstance(mesh, dist.device_mesh.DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names}: give one, such as mesh['sequence']")
+        group = mesh.get_group()
+    layers = [module for module in model.modules() if isinstance(module, Spread)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that can be spread: swap its attention first, or use layers of "
+            "fast_attention.nn"
+        )
+    if group is not None:
+        _compare(model, group)
+    for layer in layers:
+        layer.members = None if group is None else Members(group)
+    if not isinstance(model, Spread):
+        _set_positions(model, group)
+    return model
+
+
+def _compare(model: nn.Module, group: Any) -> None:
+    """Raise on all processes unless all hold equal parameters and buffers."""
+    tensors = {name: x for name, x in [*model.named_parameters(), *model.named_buffers()] if not x.is_meta}
+    sums = torch.stack([x.detach().double().sum().cpu() for x in tensors.values()] or [torch.zeros(())]).tolist()
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, list(zip(tensors, sums, strict=False)), group=group)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            pairs = zip(everyone[0], other, strict=False)
+            name = next((a[0] for a, b in pairs if a != b and not a[1] == b[1] == 0.0), "their number")
+            raise ValueError(
+                f"processes 0 and {rank} hold different weights ({name}): draw them once and send them to all, or seed "
+                "alike before the model is made"
+            )
+
+
+_HOOK = "_fast_attention_positions"
+
+
+def _set_positions(model: nn.Module, group: Any) -> None:
+    """Let a model that takes ``position_ids`` count them from the shard's first token on."""
+    earlier = model.__dict__.pop(_HOOK, None)
+    if earlier is not None:
+        earlier.remove()
+    if group is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return
+
+    def count_on(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        tokens = args[0] if args else keywords.get("input_ids")
+        tokens = keywords["inputs_embeds"][..., 0] if tokens is None else tokens
+        if keywords.get("position_ids") is None:
+            length = tokens.shape[-1]
+            start = shards(group, length, device=tokens.device).start
+            keywords["position_ids"] = torch.arange(start, start + length, device=tokens.device)[None]
+        return args, keywords
+
+    model.__dict__[_HOOK] = model.register_forward_pre_hook(count_on, with_kwargs=True)
