@@ -106,7 +106,7 @@ def calls(rank: int, world: int) -> float:
             attention(q, k, v, "LinearAttention", **options),
             attention(*here, "LinearAttention", **options, group=group),
         ),
-        (bound(q, k, v, **options), bound(*here, **options, group=group)),
+        (bound(q, k, v, **options), bound(here[0], here[1], here[2], **options, group=group)),
     ]
     return max(float((one.split(LENGTHS[world], -2)[rank] - other).abs().max()) for one, other in pairs)
 

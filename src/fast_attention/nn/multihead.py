@@ -69,8 +69,7 @@ class MultiheadAttention(Spread, nn.Module):
         self,
         embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, mechanism: Mechanism[Any, Any] | str = "Softmax", max_len: int = 0, num_kv_heads: int | None = None,
         rotary: bool | Rotary = False, compile: Fusion = "off",
     ) -> None:  # fmt: skip
