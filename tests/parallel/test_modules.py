@@ -104,7 +104,7 @@ def calls(rank: int, world: int) -> float:
     pairs = [
         (
             attention(q, k, v, "LinearAttention", **options),
-            attention(*here, "LinearAttention", **options, group=group),
+            attention(here[0], here[1], here[2], "LinearAttention", **options, group=group),
         ),
         (bound(q, k, v, **options), bound(here[0], here[1], here[2], **options, group=group)),
     ]
