@@ -5,6 +5,11 @@ from tests.faults.fault import Fault
 FAULTS = [
     Fault("the prefix of states includes the own shard", "parallel/states.py", "gathered[: shards.rank]",
           "gathered[: shards.rank + 1]", "tests/parallel/test_parallel.py -k one_process"),
+    Fault("rotary positions begin anew on every process", "nn/positions.py",
+          "torch.arange(shards.start, shards.start + shards.queries", "torch.arange(0, shards.queries",
+          "tests/parallel/test_modules.py -k rotary"),
+    Fault("a shard's convolution begins with zeros", "nn/convolution.py", "recent = fetch(x, [(max(start - before, 0), start)",
+          "recent = fetch(x, [(start, start)", "tests/parallel/test_modules.py -k convolution"),
     Fault("different weights on processes are taken", "parallel/attending.py", "if any(row[4:] != rows[0][4:]",
           "if any(row[4:] != row[4:]", "tests/parallel/test_parallel.py -k different_weights"),
     Fault("the nearest of later shards decays most", "parallel/decayed.py", "others[before:][::-1]", "others[before:]",

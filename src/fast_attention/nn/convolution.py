@@ -54,9 +54,7 @@ class CausalConvolution(Spread, nn.Module):
         shards = self.shards_of(group, x)
         if shards is None:
             return self.decode(x, key_mask=key_mask)[0]
-        if key_mask is not None:
-            checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
-            x = masks.drop(x, key_mask)
+        x = _visible(x, key_mask)
         before = len(self.weight) - 1
         recent = fetch(x, [(max(start - before, 0), start) for start in shards.starts()[:-1]], shards)
         recent = F.pad(recent, (0, 0, before - recent.shape[-2], 0))
@@ -79,9 +77,7 @@ class CausalConvolution(Spread, nn.Module):
         Raises:
             ValueError: ``recent`` or ``key_mask`` is not of these tokens.
         """
-        if key_mask is not None:
-            checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
-            x = masks.drop(x, key_mask)
+        x = _visible(x, key_mask)
         shape = (*x.shape[:-2], len(self.weight) - 1, x.shape[-1])
         recent = x.new_zeros(shape) if recent is None else recent
         if tuple(recent.shape) != shape:
@@ -93,6 +89,14 @@ class CausalConvolution(Spread, nn.Module):
     def extra_repr(self) -> str:
         """What one output sees."""
         return f"size={len(self.weight)}"
+
+
+def _visible(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The tokens, zeros where they are masked."""
+    if key_mask is not None:
+        checks.key_mask(key_mask, tuple(x.shape[:-2]), x)
+        x = masks.drop(x, key_mask)
+    return x
 
 
 @in_float32
