@@ -48,6 +48,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "a decoder with rotary positions": model(mechanism="Local(window=3)", causal=True, positions="rotary"),
     "a reversible decoder": model(mechanism="LinearAttention()", causal=True, positions="sinusoidal", reversible=True),
+    "a decoder of gates": model(mechanism="GMLP()", causal=True),
     "an encoder with classes": model(mechanism="LearnedFeatures(num_features=5)", head="classes", classes=3),
 }
 
