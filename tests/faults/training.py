@@ -3,6 +3,10 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("a class counts once for every process of its sequence", "training/processes.py",
+          "targets = torch.full_like(targets, IGNORED)", "pass", "tests/training/test_sequence_parallel.py -k classes"),
+    Fault("processes hold the same tokens", "training/processes.py", "at, (each, rest) = self.rank % self.sequence,",
+          "at, (each, rest) = 0,", "tests/training/test_sequence_parallel.py -k position"),
     Fault("a checkpoint's files are not compared with their hashes", "training/checkpoints.py",
           'is_intact = files.sha256(path / name) == manifest["files"].get(name)', "is_intact = (path / name).exists()",
           "tests/training/test_checkpoints.py -k 'flipped'"),

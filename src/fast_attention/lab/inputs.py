@@ -22,7 +22,7 @@ from fast_attention.training.settings import from_toml
 
 TRAINING = (
     "minutes", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
-    "patience", "fsdp",
+    "patience", "fsdp", "sequence_parallel",
 )  # fmt: skip
 MODEL = ("width", "layers", "heads", "max_len", "positions", "conv", "dropout", "reversible")
 

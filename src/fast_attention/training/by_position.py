@@ -45,11 +45,11 @@ def loss_by_position(
         Position 0 is the first token of the sequence, with which its second is predicted.
     """
     sums = torch.zeros(2, task.length, dtype=torch.float64)  # loss and targets
-    for batch, logits, targets in steps.validation(model, task, settings, group):
+    for at, batch, logits, targets in steps.validation(model, task, settings, group):
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
         added = torch.stack([losses.double(), (targets != IGNORED).double()]).view(2, *batch.targets.shape).sum(1)
-        sums[:, : added.shape[-1]] += added.cpu()
+        sums[:, at] += added.cpu()
     loss, count = torch.tensor(group.total(sums.flatten()), dtype=torch.float64).view(2, -1)
     each = [(first, last, slice(first, last + 1)) for first, last in buckets(task.length)]
     unit = UNITS[task.metric]
-    return [(a, b, float(loss[at].sum() / count[at].sum()) / unit) for a, b, at in each if count[at].any()]
+    return [(a, b, float(loss[part].sum() / count[part].sum()) / unit) for a, b, part in each if count[part].any()]

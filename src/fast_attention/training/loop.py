@@ -69,15 +69,9 @@ class _Progress:
 
 
 def train(
-    task: Task,
-    config: ModelConfig,
-    settings: TrainingSettings,
-    out: str | os.PathLike[str],
-    *,
-    resume: bool = False,
-    restart: bool = False,
-    watch: Watch = lambda line: None,
-) -> Outcome:
+    task: Task, config: ModelConfig, settings: TrainingSettings, out: str | os.PathLike[str], *,
+    resume: bool = False, restart: bool = False, watch: Watch = lambda line: None,
+) -> Outcome:  # fmt: skip
     """Train a model; ``out`` then holds ``model`` (the best one), ``checkpoints`` and ``log.jsonl``.
 
     Torch's global generator is seeded. Under ``torchrun`` every process calls this with the same arguments and the
@@ -98,31 +92,32 @@ def train(
         Newer: A later version of this library wrote the newest checkpoint in ``out``, which is left as it is.
         OSError: Something could not be written.
         Diverged: The loss is not finite.
+        LostProcess: Another process is gone; what was saved last is whole, and ``resume`` continues from it.
     """
     steps.check(task, config)
-    with processes.join(settings.device) as group, Signals() as signals:
-        if settings.batch_size < group.size:
-            raise ValueError(f"batch_size={settings.batch_size} is below the number of processes, {group.size}")
+    with processes.join(settings.device, settings.sequence_parallel) as group, Signals() as signals:
+        if settings.batch_size < group.data:
+            raise ValueError(f"batch_size={settings.batch_size} is below the {group.data} groups that share a batch")
+        if task.length < group.sequence:
+            raise ValueError(f"{task!r} has {task.length} tokens, fewer than sequence_parallel={group.sequence}")
         with files.locked(out) if group.first else nullcontext():
             run = _Run(task, config, settings, Path(out), group, signals, watch if group.first else lambda line: None)
-            run.begin(resume, restart)
             try:
+                run.begin(resume, restart)
                 return run.go()
+            except RuntimeError as error:
+                if group.size == 1 or not processes.lost(error):
+                    raise
+                raise processes.lost_process(run.out, run.progress.step) from error
             finally:
                 run.close()
 
 
 class _Run:
     def __init__(
-        self,
-        task: Task,
-        config: ModelConfig,
-        settings: TrainingSettings,
-        out: Path,
-        group: Group,
-        signals: Signals,
+        self, task: Task, config: ModelConfig, settings: TrainingSettings, out: Path, group: Group, signals: Signals,
         watch: Watch,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.task, self.config, self.settings = task, config, settings
         self.out, self.group, self.signals, self.watch = out, group, signals, watch
         torch.manual_seed(settings.seed)
@@ -142,6 +137,7 @@ class _Run:
         self.task.batch("valid", 0, 1)  # large data are read before the clock starts
         path = None
         if self.group.first:
+            (self.out / processes.LOST).unlink(missing_ok=True)
             path = run_folder.begin(self.out, resume=resume, restart=restart, say=self._message)
         path = self.group.gather(path)[0]
         if path is not None:

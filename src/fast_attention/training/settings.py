@@ -41,6 +41,8 @@ class TrainingSettings(Value):
         keep: Checkpoints kept, at least 2.
         device: Where to compute, such as ``"cpu"`` or ``"cuda"``.
         fsdp: Under ``torchrun``, shard the weights over the processes (FSDP2) instead of copying them (DDP).
+        sequence_parallel: Processes that hold one sequence, each some of its tokens; of all processes it is a divisor,
+            and as many groups as are left share the batch.
     """
 
     steps: int = 1000
@@ -63,13 +65,21 @@ class TrainingSettings(Value):
     keep: int = 2
     device: str = "cpu"
     fsdp: bool = False
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         for setting in ("steps", "patience", "save_every"):
             at_least(self, setting, getattr(self, setting), 0)
         for setting in ("seed", "order"):
             is_seed(self, setting, getattr(self, setting))
-        for setting in ("batch_size", "accumulate", "evaluate_every", "evaluation_batches", "log_every"):
+        for setting in (
+            "batch_size",
+            "accumulate",
+            "evaluate_every",
+            "evaluation_batches",
+            "log_every",
+            "sequence_parallel",
+        ):
             at_least(self, setting, getattr(self, setting), 1)
         for setting in ("minutes", "lr", "weight_decay", "clip", "save_seconds"):
             at_least(self, setting, getattr(self, setting), 0.0)

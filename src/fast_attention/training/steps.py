@@ -115,7 +115,7 @@ def evaluate(
         poll: Called before each batch; what it raises ends the evaluation.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, targets
-    for _, logits, targets in validation(model, task, settings, group, poll):
+    for *_, logits, targets in validation(model, task, settings, group, poll):
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         right = (logits.argmax(-1) == targets).sum()
         sums += torch.stack([loss.double(), right.double(), (targets != IGNORED).sum().double()]).cpu()
@@ -127,8 +127,8 @@ def evaluate(
 @torch.no_grad()
 def validation(
     model: nn.Module, task: Task, settings: TrainingSettings, group: Group, poll: Callable[[], None] = lambda: None
-) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """The task's first validation batches, always the same ones, each with what ``forward`` gives.
+) -> Iterator[tuple[slice, Batch, Tensor, Tensor]]:
+    """The task's first validation batches, always the same ones: this process's positions and shard, and ``forward``'s.
 
     The model is in evaluation mode until the last, and in training mode afterwards; ``poll`` is called before each.
     """
@@ -136,8 +136,9 @@ def validation(
     try:
         for index in range(settings.evaluation_batches):
             poll()
-            batch = group.shard(task.batch("valid", index, settings.batch_size))
-            yield batch, *forward(model, batch, settings)
+            whole = task.batch("valid", index, settings.batch_size)
+            batch = group.shard(whole)
+            yield group.tokens(whole.tokens.shape[1]), batch, *forward(model, batch, settings)
     finally:
         model.train()
 

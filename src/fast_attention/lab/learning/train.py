@@ -26,6 +26,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.tasks.task import Task
     from fast_attention.training import journal, run_folder, steps
     from fast_attention.training.loop import Diverged, Outcome, train
+    from fast_attention.training.processes import LostProcess
     from fast_attention.training.settings import TrainingSettings
 
 CURVE, RESULT = "curve.svg", "result.json"
@@ -53,6 +54,9 @@ def train_command(
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. Default: by time.")] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a new best.")] = None,
     fsdp: Annotated[bool | None, typer.Option("--fsdp", help="Under torchrun: shard the weights (FSDP2).")] = None,
+    sequence_parallel: Annotated[
+        int | None, typer.Option(help="Under torchrun: processes that hold one sequence, each some of its tokens.")
+    ] = None,
     width: options.Width = None,
     layers: options.Layers = None,
     heads: options.Heads = None,
@@ -99,7 +103,12 @@ def train_command(
             inputs.folder(out)
             for name in (CURVE, RESULT) if restart and not resume else ():
                 (out / name).unlink(missing_ok=True)
-        outcome = _carry_out(goal, chosen, settings, out, resume, restart)
+        try:
+            outcome = _carry_out(goal, chosen, settings, out, resume, restart)
+        except LostProcess as error:
+            if str(error):
+                print(f"fast-attention: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # the group's threads may wait for the one that is gone
         if first:
             _tell(goal, chosen, settings, outcome, out)
     return 130 if outcome.status == "interrupted" else 0
