@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MESSAGE = "fast-attention: another process of this run is gone"
 TASK = ["copy", "--mechanism", "LinearAttention", "--width", "32", "--batch-size", "4", "--evaluate-every", "40"]
@@ -63,7 +64,7 @@ def workers(parent: int) -> dict[int, int]:
 def kill_one(out: Path, moment: float, *, processes: int = 4, sequence: int = 2, resume_on: int = 2) -> End:
     """Start a run, kill one of its processes after ``moment`` seconds, and resume the run for some steps."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     run = subprocess.Popen(command(processes, sequence, 100_000, out), env=environment, text=True, **pipes)
     time.sleep(moment)
     while not (ids := workers(run.pid)):
