@@ -6,6 +6,7 @@ from typing import Any
 
 from fast_attention.mechanism import Attention, Mixer, Unsupported
 from fast_attention.mechanisms.hybrid.adapted import Adapted
+from fast_attention.mechanisms.hybrid.hybrid import Hybrid
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
 from fast_attention.mechanisms.mixers.fnet import FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP
@@ -14,6 +15,7 @@ from fast_attention.parallel.adapted import adapted
 from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
 from fast_attention.parallel.heads import HEADS
+from fast_attention.parallel.hybrid import HYBRID
 from fast_attention.parallel.states import STATES
 from fast_attention.parallel.strategy import Strategy
 
@@ -33,6 +35,8 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return MIXERS[type(mechanism)]
     if isinstance(mechanism, Adapted):
         return adapted(strategy(mechanism.mechanism, is_causal))
+    if isinstance(mechanism, Hybrid):
+        return HYBRID
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):
         return HEADS  # of Favor's clamp, states hold the keys' largest norm without a gradient
     if not is_causal and isinstance(mechanism, DecayedLinearAttention):

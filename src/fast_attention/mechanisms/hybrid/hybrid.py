@@ -22,6 +22,7 @@ from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
 from fast_attention.mechanisms.hybrid.positions import SHORT, Plan
+from fast_attention.mechanisms.hybrid.ranges import far_state
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
@@ -119,27 +120,43 @@ class Hybrid(Attention[Any, HybridState]):
 
     def _plan(self, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
         """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
+        end, rest = start + length if symbolic() else max(start + length, 1), keys - start
         if isinstance(self.near, BlockLocal):
             size = self.near.block_size
-            before, after = smaller(self.near.before, keys // size), smaller(self.near.after, length // size + 1)
+            before, after = smaller(self.near.before, end // size), smaller(self.near.after, rest // size + 1)
             return Plan.of_blocks(length, size, before, after, is_causal, start)
         left, right = self.near.sides
-        left, right = smaller(left, keys - 1), smaller(right, length - 1)
-        if not symbolic() and keys <= SHORT:
+        left, right = smaller(left, end - 1), smaller(right, rest - 1)
+        if not symbolic() and start + length == keys <= SHORT:
             return Plan.dense(length, left, right, is_causal, start)
         return Plan.of(length, left, right, is_causal, start)
 
-    def _reads(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, w: Any, **how: Any) -> Tensor:
-        """``near_far_attention`` of queries that are the last tokens, in front of which whole blocks are padded."""
-        length, keys = q.shape[-2], k.shape[-2]
-        start = keys - length
+    def _reads(
+        self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
+        far: LinearState | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``near_far_attention`` of queries from position ``start`` on, in front of which whole blocks are padded."""
+        length, keys = q.shape[-2], near.k.shape[-2]
         front = start % self.near.block_size if isinstance(self.near, BlockLocal) else 0
         q = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
         if symbolic() or front:
             q = pad(q, (0, 0, front, 0))
-        plan = self._plan(length + front, keys, start - front, is_causal=how.pop("is_causal"))
-        out = near_far_attention(q, k, v, visible, sinks, self.far, w, plan, **how)
+        plan = self._plan(length + front, keys, start - front, is_causal=is_causal)
+        out = near_far_attention(q, *near, sinks, self.far, w, plan, earlier=far)
         return out[..., front:, :] if symbolic() or front else out
+
+    @in_float32
+    def attend_within(self, q: Tensor, w: Any, state: HybridState, *, start: int, is_causal: bool) -> Tensor:
+        """Outputs of queries over all that a state holds; the first stands at position ``start`` of its near keys.
+
+        The sums of far keys and positions of sink tokens may come from all of a sequence: its parts are computed alone.
+        """
+        return self._reads(q, state.near, state.sinks, w, start=start, is_causal=is_causal, far=state.far)
+
+    @in_float32
+    def far_state(self, k: Tensor, v: Tensor, visible: Tensor, w: Any) -> LinearState:
+        """The sums over some keys as far ones, those ``visible`` (..., 1, S)."""
+        return far_state(k, v, visible, self.far, w)
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -150,7 +167,7 @@ class Hybrid(Attention[Any, HybridState]):
         dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
-        return self._reads(q, k, v, others, sinks, w, is_causal=is_causal)
+        return self._reads(q, KVCache(k, v, others), sinks, w, start=k.shape[-2] - q.shape[-2], is_causal=is_causal)
 
     @in_float32
     def advance(
@@ -167,7 +184,7 @@ class Hybrid(Attention[Any, HybridState]):
         sinks = replaced(sinks, position=sinks.position + start)
         if state is not None:
             sinks = state.sinks.append(sinks, self.first)
-        out = self._reads(q, near.k, near.v, near.visible, sinks, w, is_causal=True, earlier=far)
+        out = self._reads(q, near, sinks, w, start=start, is_causal=True, far=far)
         if leaving := self.near.leaving(keys):
             features = masked_keys(phi, near.k[..., :leaving, :], near.visible[..., :leaving])
             far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))

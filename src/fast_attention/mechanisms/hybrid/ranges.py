@@ -1,0 +1,61 @@
+"""What the queries of one part of a sequence need of the rest: the range of keys that are near, sums of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fast_attention.engine import dispatch
+from fast_attention.engine.chunked import State, scan
+from fast_attention.mechanisms.hybrid.positions import BLOCK, CHUNK_TOKENS
+from fast_attention.mechanisms.linear import linear_state
+from fast_attention.mechanisms.linear.kernelised import Kernelised
+from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.linear.reference import masked_keys
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.local import Local
+
+
+def near_range(near: Local | BlockLocal, queries: tuple[int, int], keys: int, *, is_causal: bool) -> tuple[int, int]:
+    """The first of ``keys`` that some of the queries at these positions see through ``near``, and the end of them.
+
+    Positions count keys: the first query's and the end; both results are the same where they see none.
+    """
+    first, end = queries
+    if isinstance(near, BlockLocal):
+        size = near.block_size
+        low, high = (first // size - near.before) * size, ((end - 1) // size + near.after + 1) * size
+    else:
+        low, high = first - near.sides[0], end + near.sides[1]
+    low = min(max(low if end > first else first, 0), keys)
+    return low, max(min(end if is_causal or end == first else high, keys), low)
+
+
+def far_state(
+    k: Float[Tensor, "*batch keys width"],
+    v: Float[Tensor, "*batch keys values"],
+    visible: Bool[Tensor, "*#batch keys"],
+    far: Kernelised[Any],
+    w: Any,
+) -> LinearState:
+    """The sums of the features of ``far`` over the visible of some keys; no features are kept for the gradient."""
+    leaves, layout = tree_flatten(w)
+
+    def features(weights: Sequence[Any], k: Tensor, visible: Tensor) -> Any:
+        return masked_keys(far.per_token(tree_unflatten(list(weights), layout))[1], k, visible)
+
+    def step(tokens: Sequence[Any], weights: Sequence[Any], state: State) -> tuple[tuple[Tensor, ...], State]:
+        k, v, visible = tokens
+        after = linear_state.summarise(features(weights, k, visible[..., 0]), v)
+        return (), linear_state.combine(LinearState(*state), after)
+
+    first, size = linear_state.empty(features(leaves, k[..., :1, :], visible[..., :1]), v), CHUNK_TOKENS
+    size = max(size // v[..., 0, 0].numel(), BLOCK)
+    tokens = [k, v, visible[..., None]]
+    if dispatch.obstacle(k, v) or k.shape[-2] <= size:
+        return LinearState(*step(tokens, leaves, first)[1])
+    return LinearState(*scan(step, tokens, leaves, first, size=size)[1])
