@@ -22,4 +22,10 @@ FAULTS = [
     Fault("a spread gMLP's small head sees the other processes' future", "parallel/channels.py",
           "end if call.is_causal else call.shards.length", "call.shards.length",
           "tests/parallel/test_mixers.py -k one_process"),
+    Fault("a Hybrid's keys beside the fetched ones are in no sum", "parallel/hybrid.py",
+          "both = [(first, min(end, low))", "both = [(first, min(end, low - 1))",
+          "tests/parallel/test_parallel.py -k one_process"),
+    Fault("sink tokens of a shard count from its own first token", "parallel/hybrid.py",
+          "sinks.position + shards.key_start", "sinks.position + 0 * shards.key_start",
+          "tests/parallel/test_parallel.py -k one_process"),
 ]  # fmt: skip

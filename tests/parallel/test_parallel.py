@@ -48,6 +48,7 @@ def compare(mechanism: Any, rank: int, world: int, is_causal: bool, masked: bool
         list(torch.autograd.grad(y, [*x, *weights], d, materialize_grads=True, allow_unused=True))
         for y, x, d in ((out, parts, cut(direction, rank, world)), (wanted, whole, direction))
     )
+    grads = [x.contiguous() for x in grads]  # numbers are reduced in the order of memory
     for grad in grads[3:]:
         dist.all_reduce(grad)
     error = (out - cut(wanted, rank, world)).abs().max().item()
