@@ -3,6 +3,10 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("a window fetches one token too few", "mechanisms/hybrid/ranges.py", "first - near.sides[0], end",
+          "first - near.sides[0] + 1, end", "tests/parallel/test_parallel.py -k one_process"),
+    Fault("the gradient of what neighbours sent is dropped", "parallel/windows.py", "near_k, near_v, *mask = fetched.split",
+          "near_k, near_v, *mask = fetched.detach().split", "tests/parallel/test_parallel.py -k one_process"),
     Fault("the prefix of states includes the own shard", "parallel/states.py", "gathered[: shards.rank]",
           "gathered[: shards.rank + 1]", "tests/parallel/test_parallel.py -k one_process"),
     Fault("rotary positions begin anew on every process", "nn/positions.py",

@@ -16,13 +16,13 @@ from torch import Tensor
 from fast_attention import checks
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid, HybridState
-from fast_attention.mechanisms.hybrid.ranges import near_range
 from fast_attention.mechanisms.hybrid.sink_tokens import MISSING, SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.parallel import collectives, states
 from fast_attention.parallel.fetching import Ranges, fetch, tokens_sent
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
+from fast_attention.parallel.windows import ranges as ranges_of
 
 
 class Tokens(NamedTuple):
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """This process's outputs, over its near keys, the sums of all others that it may see, and the sink tokens."""
     mechanism, shards = _mechanism(call), call.shards
-    w, ranges = checks.weights(mechanism, call.w, q), _ranges(call)
+    w, ranges = checks.weights(mechanism, call.w, q), ranges_of(call, _mechanism(call).near)
     k, v, mask = checks.without_masked(k, v, call.key_mask, "kv")
     tokens = Tokens(k, v, append(None, k, v, mask).visible)
     if not k.shape[-2]:
@@ -67,13 +67,6 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _mechanism(call: Call) -> Hybrid:
     assert isinstance(call.mechanism, Hybrid)
     return call.mechanism
-
-
-def _ranges(call: Call) -> Ranges:
-    """The keys that are near some query of each process."""
-    shards, near, behind = call.shards, _mechanism(call).near, call.shards.num_keys - call.shards.length
-    queries = pairwise(start + behind for start in shards.starts(keys=False))
-    return [near_range(near, each, shards.num_keys, is_causal=call.is_causal) for each in queries]
 
 
 def _sink_tokens(call: Call, tokens: Tokens) -> tuple[SinkTokens, Tensor | None]:
@@ -158,7 +151,7 @@ def _columns(call: Call, tokens: Tokens) -> list[Tensor]:
 
 def sends(call: Call, sizes: Sizes) -> int:
     """Bytes sent: sink tokens and their positions, one state to each process for which keys are far, near keys."""
-    mechanism, shards, ranges = _mechanism(call), call.shards, _ranges(call)
+    mechanism, shards, ranges = _mechanism(call), call.shards, ranges_of(call, _mechanism(call).near)
     others = [rank for rank in range(shards.world) if rank != shards.rank]
     heads, pair = sizes.batch * sizes.heads, sizes.width + sizes.values
     sinks = mechanism.first + (0 if call.is_causal else mechanism.last)

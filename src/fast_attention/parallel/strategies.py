@@ -11,6 +11,8 @@ from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
 from fast_attention.mechanisms.mixers.fnet import FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel.adapted import adapted
 from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
@@ -18,6 +20,7 @@ from fast_attention.parallel.heads import HEADS
 from fast_attention.parallel.hybrid import HYBRID
 from fast_attention.parallel.states import STATES
 from fast_attention.parallel.strategy import Strategy
+from fast_attention.parallel.windows import WINDOWS
 
 MIXERS: dict[type[Mixer[Any, Any]], Strategy] = {FNet: FOURIER, GMLP: GATE, MLPMixer: TOKEN_MLP}
 
@@ -37,6 +40,8 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return adapted(strategy(mechanism.mechanism, is_causal))
     if isinstance(mechanism, Hybrid):
         return HYBRID
+    if isinstance(mechanism, Local | BlockLocal):
+        return WINDOWS
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):
         return HEADS  # of Favor's clamp, states hold the keys' largest norm without a gradient
     if not is_causal and isinstance(mechanism, DecayedLinearAttention):
