@@ -3,6 +3,10 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("every process projects by the first columns", "parallel/reductions.py", "columns = slice(first, first + k",
+          "columns = slice(0, k", "tests/parallel/test_parallel.py -k one_process"),
+    Fault("the gradient of a sum is not summed", "parallel/collectives.py", "return all_reduce(grads[0], ctx.group), None",
+          "return grads[0], None", "tests/parallel/test_parallel.py -k one_process"),
     Fault("a window fetches one token too few", "mechanisms/hybrid/ranges.py", "first - near.sides[0], end",
           "first - near.sides[0] + 1, end", "tests/parallel/test_parallel.py -k one_process"),
     Fault("the gradient of what neighbours sent is dropped", "parallel/windows.py", "near_k, near_v, *mask = fetched.split",

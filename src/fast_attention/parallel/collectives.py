@@ -46,6 +46,16 @@ def all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], group: Any) 
     return _AllToAll.apply(x, outgoing, incoming, group)  # type: ignore[no-any-return]
 
 
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """The sum of every process's tensor, equal in shape."""
+    return _AllReduce.apply(x, group)  # type: ignore[no-any-return]
+
+
+def reduced(numbers: int, world: int) -> int:
+    """How many numbers each process sends for the sum of so many, around a ring."""
+    return 2 * numbers * (world - 1) // world
+
+
 def swap(x: Tensor, partner: int, group: Any) -> Tensor:
     """The flat tensor of another process, equal in size, which gets this one's."""
     sizes = [x.numel() * (rank == partner) for rank in range(dist.get_world_size(group))]
@@ -85,6 +95,20 @@ class _AllGather(torch.autograd.Function):
         world, size = len(grad), grad[0].numel()
         parts = _exchange(grad.reshape(-1), [size] * world, [size] * world, ctx.group)
         return parts.view(grad.shape).sum(0), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        _count(reduced(x.numel(), dist.get_world_size(group)), x)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce(grads[0], ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -13,6 +13,7 @@ from fast_attention.mechanisms.mixers.gmlp import GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.parallel import reductions
 from fast_attention.parallel.adapted import adapted
 from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
@@ -40,6 +41,8 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return adapted(strategy(mechanism.mechanism, is_causal))
     if isinstance(mechanism, Hybrid):
         return HYBRID
+    if reductions.serves(mechanism):
+        return reductions.SLOTS
     if isinstance(mechanism, Local | BlockLocal):
         return WINDOWS
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):

@@ -84,7 +84,7 @@ def linformer_attention(
     """
     E = narrow(E, k.shape[-2], axis=-1)
     F = E if F is None else narrow(F, k.shape[-2], axis=-1)
-    return _attend(q, E @ masks.drop(k, key_mask), F @ masks.drop(v, key_mask), None)
+    return attend_slots(q, E @ masks.drop(k, key_mask), F @ masks.drop(v, key_mask), None)
 
 
 @in_float32
@@ -105,7 +105,7 @@ def pooled_attention(
     """
     index, filled = assign(k.shape[-2], rank, key_mask, q.device)
     count = filled.sum(-1).to(q.dtype)[..., None, :]
-    return _attend(q, pool(k, index, filled), pool(v, index, filled), count)
+    return attend_slots(q, pool(k, index, filled), pool(v, index, filled), count)
 
 
 @in_float32
@@ -127,10 +127,10 @@ def convolved_attention(
     values = (split(masks.drop(v, key_mask), stride) * F[:, None, :, None]).sum(-2)
     if key_mask is None:
         key_mask = torch.ones(k.shape[-2], dtype=torch.bool, device=k.device)
-    return _attend(q, keys, values, split_mask(key_mask, stride).any(-1).to(q.dtype)[..., None, :])
+    return attend_slots(q, keys, values, split_mask(key_mask, stride).any(-1).to(q.dtype)[..., None, :])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
+def attend_slots(q: Tensor, keys: Tensor, values: Tensor, count: Tensor | None) -> Tensor:
     """Softmax attention to slots, each weighed as ``count`` equal keys."""
     why = "as many slots at any length" if count is None else "a bias for each slot: how many tokens it holds"
     dispatch.record("torch's fused kernel on slots instead of keys", why, slots=keys.shape[-2])
