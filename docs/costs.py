@@ -71,6 +71,8 @@ def _converted(held: dict[str, Any], name: str) -> list[str]:
     meta, told, figures = held["meta"], held["conversion"], held["figures"]
     columns = list(figures["tuned"])
     kept = f" Layers that stayed exact: {', '.join(told['kept'])}." if told["kept"] else ""
+    if "Chunks" in meta.get("teacher", ""):
+        kept += " Sentences are compared with the mean of the original's embeddings of chunks of 512 tokens or less."
     lines = [
         f"## Converted to `{told['mechanism']}`",
         "",

@@ -44,6 +44,7 @@ def by_need() -> str:
         return f"| `{name}` | {gains[name]:.1f}x at {far:,} tokens | {cosines[name]:.3f}{trained} |"
 
     converted = [held for held in newest("*-convert-*.json") if "sentence_cosine" in held["figures"]["tuned"]]
+    converted = [held for held in converted if "Chunks" not in held["meta"].get("teacher", "")]  # of short passages
     best = max(converted, key=lambda held: held["figures"]["tuned"]["sentence_cosine"])
     before, after = (best["figures"][stage]["sentence_cosine"] for stage in ("swapped", "tuned"))
     long = max(row["length"] for row in best["prices"])
