@@ -3,6 +3,10 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("a shard of a decoder reads from its own cache", "parallel/spreading.py", 'keywords["use_cache"] = False', "pass",
+          "tests/parallel/test_hugging_face.py -k Llama"),
+    Fault("positions of a shard begin at zero", "parallel/spreading.py", "torch.arange(start, start + length",
+          "torch.arange(0, length", "tests/parallel/test_hugging_face.py -k Bert"),
     Fault("every process projects by the first columns", "parallel/reductions.py", "columns = slice(first, first + k",
           "columns = slice(0, k", "tests/parallel/test_parallel.py -k one_process"),
     Fault("the gradient of a sum is not summed", "parallel/collectives.py", "return all_reduce(grads[0], ctx.group), None",

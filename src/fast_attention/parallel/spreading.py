@@ -110,17 +110,25 @@ _HOOK = "_fast_attention_positions"
 
 
 def _set_positions(model: nn.Module, group: Any) -> None:
-    """Let a model that takes ``position_ids`` count them from the shard's first token on."""
+    """Let a model of transformers count ``position_ids`` from the shard's first token on, and keep no cache."""
     earlier = model.__dict__.pop(_HOOK, None)
     if earlier is not None:
         earlier.remove()
-    if group is None or "position_ids" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    if group is None or not {"position_ids", "input_ids"} & set(parameters):
         return
 
     def count_on(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+        if keywords.get("use_cache") or keywords.get("past_key_values") is not None:
+            raise Unsupported(
+                f"{type(model).__name__} over several processes keeps no cache. What would work: use_cache=False; or "
+                "generation in one process, after parallelize(model, None)"
+            )
+        if "use_cache" in parameters:
+            keywords["use_cache"] = False
         tokens = args[0] if args else keywords.get("input_ids")
         tokens = keywords["inputs_embeds"][..., 0] if tokens is None else tokens
-        if keywords.get("position_ids") is None:
+        if "position_ids" in parameters and keywords.get("position_ids") is None:
             length = tokens.shape[-1]
             start = shards(group, length, device=tokens.device).start
             keywords["position_ids"] = torch.arange(start, start + length, device=tokens.device)[None]

@@ -1,0 +1,88 @@
+"""Swapped models of transformers over processes: shards of ``input_ids`` in, the hidden states of one process out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fast_attention import Unsupported, swap
+from fast_attention.parallel import parallelize
+
+transformers = pytest.importorskip("transformers")
+LENGTHS = [9, 7]
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {"Llama": {"num_key_value_heads": 2}, "Bert": {}, "ModernBert": {"pad_token_id": 0}}
+MECHANISMS = ("Local(window=3)", "FavorPlus(num_features=8)")
+
+
+def made(kind: str, mechanism: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind])
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    swap(model, mechanism)
+    return model.double()
+
+
+def compared(kind: str, mechanism: str, masked: bool, rank: int) -> float:
+    """The largest difference of hidden states and of the parameters' gradients to one process."""
+    one = made(kind, mechanism)
+    spread = parallelize(copy.deepcopy(one), dist.group.WORLD)
+    tokens, mask = torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(1)), torch.ones(2, 16).long()
+    mask[1, 12:] = 1 - masked
+    given, parts = ({"attention_mask": mask}, {"attention_mask": mask.split(LENGTHS, 1)[rank]}) if masked else ({}, {})
+    wanted = one(input_ids=tokens, **given).last_hidden_state * mask[..., None]
+    here = tokens.split(LENGTHS, 1)[rank], mask.split(LENGTHS, 1)[rank]
+    out = spread(input_ids=here[0], **parts).last_hidden_state * here[1][..., None]
+    direction = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(2))
+    wanted.backward(direction)
+    out.backward(direction.split(LENGTHS, 1)[rank])
+    worst = float((out - wanted.split(LENGTHS, 1)[rank]).abs().max())
+    for a, b in zip(one.parameters(), spread.parameters(), strict=True):
+        if a.grad is not None:
+            total = torch.zeros_like(a.grad) if b.grad is None else b.grad.contiguous()
+            dist.all_reduce(total)
+            worst = max(worst, float((total - a.grad).abs().max() / a.grad.abs().max().clamp_min(1)))
+    return worst
+
+
+def process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    results: dict[Any, Any] = {
+        (kind, mechanism, masked): compared(kind, mechanism, masked, rank)
+        for kind in MODELS for mechanism in MECHANISMS for masked in (False, True)
+    }  # fmt: skip
+    try:
+        parallelize(made("Llama", "Local(window=3)"), dist.group.WORLD)(torch.ones(1, 3).long(), use_cache=True)
+    except Unsupported as error:
+        results["cache"] = str(error)
+    torch.save(results, f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder: Path = tmp_path_factory.mktemp("processes")
+    mp.spawn(process, (str(folder),), nprocs=2)  # type: ignore[attr-defined]
+    return [torch.load(folder / str(rank), weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_hidden_states_and_gradients_are_those_of_one_process(results: list[dict[Any, Any]], kind: str) -> None:
+    worst = {key: value for each in results for key, value in each.items() if key[0] == kind}
+    assert len(worst) == 4
+    assert all(value < 1e-11 for value in worst.values()), worst
+
+
+def test_a_cache_is_refused(results: list[dict[Any, Any]]) -> None:
+    assert all("keeps no cache" in each["cache"] for each in results)
