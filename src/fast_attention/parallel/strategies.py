@@ -6,6 +6,7 @@ from typing import Any
 
 from fast_attention.mechanism import Attention, Mixer, Unsupported
 from fast_attention.mechanisms.hybrid.adapted import Adapted
+from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
 from fast_attention.mechanisms.mixers.fnet import FNet
@@ -15,6 +16,7 @@ from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel import reductions
 from fast_attention.parallel.adapted import adapted
+from fast_attention.parallel.by_length import by_length
 from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
 from fast_attention.parallel.heads import HEADS
@@ -39,6 +41,8 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return MIXERS[type(mechanism)]
     if isinstance(mechanism, Adapted):
         return adapted(strategy(mechanism.mechanism, is_causal))
+    if isinstance(mechanism, ByLength):
+        return by_length(strategy(mechanism.short, is_causal), strategy(mechanism.long, is_causal))
     if isinstance(mechanism, Hybrid):
         return HYBRID
     if reductions.serves(mechanism):
