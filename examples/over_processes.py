@@ -13,7 +13,8 @@ from fast_attention.parallel import counted, parallelize
 if "RANK" in os.environ:
     dist.init_process_group("gloo")  # "nccl" on GPUs
 else:  # without torchrun: one process
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", rank=0, world_size=1)
 rank, world = dist.get_rank(), dist.get_world_size()
 
 # Each process has its own tokens of one long sequence, and gets their outputs.
@@ -28,5 +29,7 @@ torch.manual_seed(0)
 mixer = parallelize(TokenMixer(64, 8, "FavorPlus(num_features=32)", rotary=True), dist.group.WORLD)
 x = torch.randn(1, 1000 + rank, 64)  # shards may differ in length
 mixer(x, is_causal=True).sum().backward()
-print(f"process {rank}: gradients of its share, to be summed: {mixer.in_proj.weight.grad.norm():.3f}")
+share = mixer.in_proj.weight.grad
+assert share is not None
+print(f"process {rank}: its share of the gradients, which are to be summed: {share.norm():.3f}")
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("early rows are of the long mechanism", "parallel/by_length.py", "takes = (number[..., :rows] <= above)",
+          "takes = (number[..., :rows] < 0)", "tests/parallel/test_parallel.py -k one_process"),
     Fault("a shard of a decoder reads from its own cache", "parallel/spreading.py", 'keywords["use_cache"] = False', "pass",
           "tests/parallel/test_hugging_face.py -k Llama"),
     Fault("positions of a shard begin at zero", "parallel/spreading.py", "torch.arange(start, start + length",

@@ -1,4 +1,4 @@
-"""Spreads ByLength: the strategy of ``long`` for all queries; rows of ``short`` where the queries that see few keys are.
+"""Spreads ByLength: the strategy of ``long`` for all queries; rows of ``short`` for those that see few keys.
 
 Not causal, a sequence's number of visible keys decides between the two strategies. Causal, the tokens up to ``above``
 visible ones go to the processes whose queries see no more; these compute ``short`` of them.
@@ -6,7 +6,7 @@ visible ones go to the processes whose queries see no more; these compute ``shor
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ def by_length(short: Strategy, long: Strategy) -> Strategy:
         return _by_sequence(call, short, long, q, k, v)
 
     def sends(call: Call, sizes: Sizes) -> int:
+        """Bytes sent where every key is visible; which rows are of ``short`` depends on what a mask holds."""
         mechanism, shards = _mechanism(call), call.shards
         few, many = _calls(call)
         if shards.num_keys <= mechanism.above:
@@ -88,9 +89,7 @@ def _by_sequence(call: Call, short: Strategy, long: Strategy, q: Tensor, k: Tens
 def _unmasked(call: Call) -> Ranges:
     """What each process needs where every key is visible: the tokens up to the last of its queries that see few."""
     starts, above = call.shards.starts(), _mechanism(call).above
-    return [
-        (0, min(end, above) if start < min(end, above) else 0) for start, end in zip(starts, starts[1:], strict=False)
-    ]
+    return [(0, min(end, above) if start < min(end, above) else 0) for start, end in pairwise(starts)]
 
 
 def _visible(call: Call, k: Tensor) -> tuple[Tensor, Ranges]:
