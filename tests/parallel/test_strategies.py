@@ -1,0 +1,38 @@
+"""One mechanism of each strategy over two processes: what seeded faults are looked for with, in a few seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fast_attention import catalogue
+from tests.parallel.test_parallel import compare, draws
+
+NAMES = (
+    "LinearAttention()", "FavorPlus(num_features=5)", "Manhattan()", "DecayedLinearAttention()", "Local(window=3)",
+    "BlockLocal(block_size=4)", "Hybrid(near=Local(window=2), far=FavorPlus(num_features=5))", "Linformer(rank=5)",
+    "ByLength(long=Local(window=4), above=8)", "AFTFull()", "Adapted(mechanism=Local(window=3), rank=2)",
+)  # fmt: skip
+
+
+def process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    results: dict[str, Any] = {}
+    for name in NAMES:
+        mechanism = catalogue.parse(name)
+        for is_causal in [False, True] if mechanism.traits.causal else [False]:
+            results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
+    results["draws"] = "" if "different weights" in draws(rank) else "different weights are taken"
+    torch.save(results, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def test_strategies_give_what_one_process_gives(tmp_path: Path) -> None:
+    mp.spawn(process, (str(tmp_path),), nprocs=2)  # type: ignore[attr-defined]
+    wrong = {key: value for rank in (0, 1) for key, value in torch.load(tmp_path / str(rank)).items() if value}
+    assert not wrong, wrong
