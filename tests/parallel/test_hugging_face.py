@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
-from fast_attention import Unsupported, swap
+from fast_attention import TokenMixer, Unsupported, swap
 from fast_attention.parallel import parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -24,9 +25,9 @@ MODELS = {"Llama": {"num_key_value_heads": 2}, "Bert": {}, "ModernBert": {"pad_t
 MECHANISMS = ("Local(window=3)", "FavorPlus(num_features=8)")
 
 
-def made(kind: str, mechanism: str) -> Any:
+def made(kind: str, mechanism: Any, **settings: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind])
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind], **settings)
     model = getattr(transformers, f"{kind}Model")(config).eval()
     swap(model, mechanism)
     return model.double()
@@ -65,6 +66,16 @@ def process(rank: int, folder: str) -> None:
         parallelize(made("Llama", "Local(window=3)"), dist.group.WORLD)(torch.ones(1, 3).long(), use_cache=True)
     except Unsupported as error:
         results["cache"] = str(error)
+    narrow = made("ModernBert", "Softmax()", local_attention=8)
+    partly = nn.ModuleList([TokenMixer(16, 2), nn.MultiheadAttention(16, 2)])
+    for name, call in (
+        ("window", lambda: parallelize(narrow, dist.group.WORLD)(torch.ones(1, 5).long())),
+        ("kept", lambda: parallelize(partly, dist.group.WORLD)),
+    ):
+        try:
+            call()
+        except Unsupported as error:
+            results[name] = str(error)
     torch.save(results, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -82,6 +93,11 @@ def test_hidden_states_and_gradients_are_those_of_one_process(results: list[dict
     worst = {key: value for each in results for key, value in each.items() if key[0] == kind}
     assert len(worst) == 4
     assert all(value < 1e-11 for value in worst.values()), worst
+
+
+def test_what_would_be_wrong_in_silence_is_refused(results: list[dict[Any, Any]]) -> None:
+    assert all("has layers with a window" in each["window"] for each in results)
+    assert all("would see this process's tokens only" in each["kept"] for each in results)
 
 
 def test_a_cache_is_refused(results: list[dict[Any, Any]]) -> None:

@@ -141,6 +141,11 @@ def run(
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """A module's call over processes: ``attend``, after what cannot be spread is refused."""
+    if options.pop("cu_seqlens", None) is not None or options.pop("lengths", None) is not None:
+        raise Unsupported(
+            f"{mechanism!r} does not take packed sequences over several processes. What would work: one call for each, "
+            "or padding with a key_mask"
+        )
     if attn_mask is not None or dropout != 0.0:
         what = "an attn_mask" if attn_mask is not None else "attention dropout"
         raise Unsupported(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fast_attention.mechanism import Unsupported
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel.shards import Shards, shards
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -68,6 +69,7 @@ def parallelize(model: Model, mesh: Any) -> Model:
         The model.
 
     Raises:
+        Unsupported: A layer's attention is not ours, and would see the tokens of its own process alone.
         ValueError: The mesh has several dimensions, no layer can be spread, or processes hold different weights.
     """
     group = mesh
@@ -82,12 +84,41 @@ def parallelize(model: Model, mesh: Any) -> Model:
             "fast_attention.nn"
         )
     if group is not None:
+        _refuse_others(model)
         _compare(model, group)
     for layer in layers:
         layer.members = None if group is None else Members(group)
     if not isinstance(model, Spread):
         _set_positions(model, group)
     return model
+
+
+def _refuse_others(model: nn.Module) -> None:
+    """Raise ``Unsupported`` for attention that would see the tokens of its own process alone, in silence."""
+    for name, module in model.named_modules():
+        inside = list(module.modules())
+        is_innermost = not any(type(each).__name__.endswith("Attention") for each in inside[1:])
+        is_attention = type(module).__name__.endswith("Attention") and is_innermost
+        if is_attention and not any(isinstance(each, Spread) for each in inside):
+            raise Unsupported(
+                f"{name}, a {type(module).__name__}, is no attention of ours and would see this process's tokens only. "
+                "What would work: swap(model, mechanism) for all layers, Softmax() for exact attention"
+            )
+
+
+def _refuse_window(model: nn.Module, length: int) -> None:
+    """Raise ``Unsupported`` where a model's windows are told from the length, and a shard's length tells otherwise."""
+    config = getattr(model, "config", None)
+    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    reach = min((each // 2 for each in windows if isinstance(each, int)), default=length)
+    for layer in model.modules():
+        mechanism = getattr(layer, "mechanism", None) if isinstance(layer, Spread) else None
+        within = isinstance(mechanism, Local) and max(mechanism.sides) <= reach
+        if reach < length and mechanism is not None and not within:
+            raise Unsupported(
+                f"{type(model).__name__} has layers with a window, and {mechanism!r} over several processes would not "
+                f"keep it in {length} tokens. What would work: Local(window={reach}), or one process"
+            )
 
 
 def _compare(model: nn.Module, group: Any) -> None:
@@ -128,9 +159,11 @@ def _set_positions(model: nn.Module, group: Any) -> None:
             keywords["use_cache"] = False
         tokens = args[0] if args else keywords.get("input_ids")
         tokens = keywords["inputs_embeds"][..., 0] if tokens is None else tokens
+        length = tokens.shape[-1]
+        everyone = shards(group, length, device=tokens.device)
+        _refuse_window(model, everyone.length)
         if "position_ids" in parameters and keywords.get("position_ids") is None:
-            length = tokens.shape[-1]
-            start = shards(group, length, device=tokens.device).start
+            start = everyone.start
             keywords["position_ids"] = torch.arange(start, start + length, device=tokens.device)[None]
         return args, keywords
 
