@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fast_attention import ByLength, Unsupported
-from fast_attention.parallel import attend, collectives, shards, strategy
+from fast_attention.parallel import Shards, attend, collectives, shards, strategy
 from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
@@ -77,11 +77,33 @@ def leaks(rank: int, world: int) -> bool:
     return moved
 
 
-def traffic(length: int) -> int:
-    mechanism = next(m for m in ATTENTIONS if repr(m) == "LinearAttention()")
+def traffic(name: str, length: int) -> int:
+    mechanism = next(m for m in ATTENTIONS if repr(m) == name)
+    w = bind(mechanism, heads=8, head_dim=64, max_len=1600, dtype=torch.float32).w
+    x = torch.randn(1, 8, length, 64)
     with collectives.counted() as sums:
-        attend(mechanism, *(torch.randn(1, 8, length, 64) for _ in range(3)), group=dist.group.WORLD, is_causal=True)
+        attend(mechanism, x, x, x, w, group=dist.group.WORLD, is_causal=True)
     return sums.bytes
+
+
+def empty(world: int) -> float:
+    """Without tokens on process 1, and half as many bits: the largest difference to one process."""
+    rank, lengths = dist.get_rank(), (5, 0, 4, 2)[:world]
+    worst = 0.0
+    for name in ("AFTLocal(window=3)", "AFTConv()"):
+        mechanism = next(m for m in ATTENTIONS if repr(m) == name)
+        w, inputs = (
+            bind(mechanism, heads=HEADS, dtype=torch.float32).w,
+            [x.bfloat16() for x in qkv(sum(lengths), heads=HEADS)],
+        )
+        parts = [x.split(lengths, -2)[rank].clone().requires_grad_() for x in inputs]
+        group = Shards(dist.group.WORLD, rank, lengths, lengths)
+        out = attend(mechanism, parts[0], parts[1], parts[2], w, group=group)
+        out.float().sum().backward()
+        assert parts[1].grad is not None
+        wanted = mechanism(*inputs, w).split(lengths, -2)[rank]
+        worst = max(worst, *(out - wanted).abs().flatten().tolist(), 0.0)
+    return worst
 
 
 def draws(rank: int) -> str:
@@ -104,7 +126,9 @@ def process(rank: int, world: int, folder: str) -> None:
         for is_causal in [False, True] if traits.causal else [False]:
             for masked in [False, True] if traits.padding else [False]:
                 results[repr(mechanism), is_causal, masked] = compare(mechanism, rank, world, is_causal, masked)
-    results |= {"leaks": leaks(rank, world), "bytes": (traffic(40), traffic(400)), "draws": draws(rank)}
+    results |= {"leaks": leaks(rank, world), "draws": draws(rank), "empty": empty(world)}
+    names = ("LinearAttention()", "Local(window=3)", "AFTLocal(window=3)")
+    results |= {"bytes": [(traffic(name, 40), traffic(name, 400)) for name in names]}
     torch.save(results, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -131,8 +155,13 @@ def test_nothing_leaks(results: list[dict[Any, Any]]) -> None:
 
 def test_bytes_of_states_are_independent_of_the_length(results: list[dict[Any, Any]]) -> None:
     for each in results:
-        short, long = each["bytes"]
+        (short, long), *windows = each["bytes"]
         assert 0 < short == long <= 1.05 * len(results) * 8 * 64 * (64 + 2) * 4
+        assert all(0 <= one == other <= 2 * 8 * 64 * 4 * (2 + len(results)) for one, other in windows)
+
+
+def test_a_process_may_hold_no_token(results: list[dict[Any, Any]]) -> None:
+    assert all(each["empty"] <= 0.02 for each in results), [each["empty"] for each in results]
 
 
 def test_different_weights_raise(results: list[dict[Any, Any]]) -> None:

@@ -45,6 +45,14 @@ def tokens_sent(wanted: Ranges, shards: Shards) -> int:
     return sum(b - a for a, b in overlaps)
 
 
+def beyond(shards: Shards, sender: int, receiver: int, near: Ranges, *, is_causal: bool) -> Ranges:
+    """The keys of one process that stand outside of another's range, if causal before it; in the whole sequence."""
+    first, end = shards.starts()[sender : sender + 2]
+    low, high = near[receiver]
+    both = [(first, min(end, low)), (end if is_causal else max(first, high), end)]
+    return [(a, b) for a, b in both if b > a]
+
+
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     first = max(one[0], other[0])
     return first, max(first, min(one[1], other[1]))

@@ -20,7 +20,7 @@ from fast_attention.mechanisms.hybrid.sink_tokens import MISSING, SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.parallel import collectives, states
-from fast_attention.parallel.fetching import Ranges, fetch, tokens_sent
+from fast_attention.parallel.fetching import Ranges, beyond, fetch, tokens_sent
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
 from fast_attention.parallel.windows import ranges as ranges_of
 
@@ -94,19 +94,11 @@ def _among(sinks: SinkTokens, like: Tensor, first: int) -> Tensor:
     return (position[:, None] == sinks.position[..., None, :]).any(-1)
 
 
-def _parts(call: Call, sender: int, receiver: int, ranges: Ranges) -> list[tuple[int, int]]:
-    """The keys of one process that are far for all queries of another; positions in the whole sequence."""
-    first, end = call.shards.starts()[sender : sender + 2]
-    low, high = ranges[receiver]
-    both = [(first, min(end, low)), (end if call.is_causal else max(first, high), end)]
-    return [(a, b) for a, b in both if b > a]
-
-
 def _far(call: Call, tokens: Tokens, w: Any, ranges: Ranges) -> tuple[LinearState, Tensor]:
     """The sums of all far keys that this process's queries may see, and the tensor of which they are made."""
     mechanism, shards, ranks = _mechanism(call), call.shards, range(call.shards.world)
     empty = mechanism.far_state(*tokens.some(0, 1)[:2], torch.zeros_like(tokens.visible[..., :1]), w)
-    parts = [_parts(call, shards.rank, rank, ranges) for rank in ranks]
+    parts = [beyond(shards, shards.rank, rank, ranges, is_causal=call.is_causal) for rank in ranks]
     cuts = sorted({border for part in parts for borders in part for border in borders})
     start = shards.key_start
     sums = [(a, b, mechanism.far_state(*tokens.some(a - start, b - start), w)) for a, b in pairwise(cuts)]
@@ -119,7 +111,7 @@ def _far(call: Call, tokens: Tokens, w: Any, ranges: Ranges) -> tuple[LinearStat
     rows = [x.reshape(-1)[:0].to(empty.kv.dtype) for x in (*tokens[:2], *states.leaves(w))]
     rows += [states.packed(total(part)) for part in parts if part]
     outgoing = [size * bool(part) for part in parts]
-    incoming = [size * bool(_parts(call, rank, shards.rank, ranges)) for rank in ranks]
+    incoming = [size * bool(beyond(shards, rank, shards.rank, ranges, is_causal=call.is_causal)) for rank in ranks]
     received = collectives.all_to_all(torch.cat(rows), outgoing, incoming, shards.group)
     others = [states.unpacked(empty, row) for row in received.view(-1, size)]
     return reduce(linear_state.combine, others, empty), received
@@ -156,7 +148,7 @@ def sends(call: Call, sizes: Sizes) -> int:
     heads, pair = sizes.batch * sizes.heads, sizes.width + sizes.values
     sinks = mechanism.first + (0 if call.is_causal else mechanism.last)
     gathered = len(others) * sinks * (8 * sizes.batch + heads * pair * sizes.itemsize)
-    receivers = sum(bool(_parts(call, shards.rank, rank, ranges)) for rank in others)
+    receivers = sum(bool(beyond(shards, shards.rank, rank, ranges, is_causal=call.is_causal)) for rank in others)
     near = tokens_sent(ranges, shards) * heads * (pair + call.masked) * sizes.itemsize
     return gathered + receivers * _bytes_of_state(call, sizes) + near
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fast_attention.mechanism import Attention, Mixer, Unsupported
+from fast_attention.mechanisms.aft.aft_conv import AFTConv
+from fast_attention.mechanisms.aft.aft_local import AFTLocal
 from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid
@@ -16,6 +18,7 @@ from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel import reductions
 from fast_attention.parallel.adapted import adapted
+from fast_attention.parallel.aft import BIASED_WINDOWS
 from fast_attention.parallel.by_length import by_length
 from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
@@ -49,6 +52,8 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return reductions.SLOTS
     if isinstance(mechanism, Local | BlockLocal):
         return WINDOWS
+    if isinstance(mechanism, AFTLocal | AFTConv):
+        return BIASED_WINDOWS
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):
         return HEADS  # of Favor's clamp, states hold the keys' largest norm without a gradient
     if not is_causal and isinstance(mechanism, DecayedLinearAttention):

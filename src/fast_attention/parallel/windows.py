@@ -32,19 +32,24 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mechanism, shards = call.mechanism, call.shards
     assert isinstance(mechanism, Local | BlockLocal)
     needed = ranges(call, mechanism)
-    columns = [k, v]
-    if call.key_mask is not None:
-        rows = call.key_mask[..., None, :].expand(*k.shape[:-1]).to(k.dtype)
-        columns.append(rows[..., None])
-    fetched = fetch(torch.cat(columns, -1), needed, shards)
-    near_k, near_v, *mask = fetched.split([x.shape[-1] for x in columns], -1)
-    key_mask = mask[0][..., 0, :, 0].detach() > 0.5 if mask else None
+    near_k, near_v, key_mask, fetched = fetch_near(call, k, v, needed)
     length, end = q.shape[-2], shards.start + q.shape[-2] + shards.num_keys - shards.length
     behind = max(needed[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
     out = mechanism(
         F.pad(q, (0, 0, 0, behind)), near_k, near_v, is_causal=call.is_causal, key_mask=key_mask
     )  # fmt: skip
     return collectives.with_gradient(out[..., :length, :], fetched)
+
+
+def fetch_near(call: Call, k: Tensor, v: Tensor, needed: Ranges) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Keys and values in this process's range, which of them are visible (..., S), the tensor they are parts of."""
+    columns = [k, v]
+    if call.key_mask is not None:
+        rows = call.key_mask[..., None, :].expand(*k.shape[:-1]).to(k.dtype)
+        columns.append(rows[..., None])
+    fetched = fetch(torch.cat(columns, -1), needed, call.shards)
+    near_k, near_v, *mask = fetched.split([x.shape[-1] for x in columns], -1)
+    return near_k, near_v, mask[0][..., 0, :, 0].detach() > 0.5 if mask else None, fetched
 
 
 def sends(call: Call, sizes: Sizes) -> int:
