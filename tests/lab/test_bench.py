@@ -288,7 +288,7 @@ def test_without_a_checkout_peers_are_refused(
 
 def test_every_adapter_names_one_of_the_line_up() -> None:
     families = {repr(mechanism) for mechanism in competitors.default_mechanisms()}
-    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 35
+    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 36
     assert families >= {repr(catalogue.default(name)) for name in catalogue.names()}
     names = [peer.name for peer in PEERS]
     assert len(names) == len(set(names)) >= 25
