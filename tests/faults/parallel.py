@@ -10,7 +10,8 @@ FAULTS = [
           "tests/parallel/test_hugging_face.py -k Llama"),
     Fault("positions of a shard begin at zero", "parallel/spreading.py", "torch.arange(start, start + length",
           "torch.arange(0, length", "tests/parallel/test_hugging_face.py -k Bert"),
-    Fault("every process projects by the first columns", "parallel/reductions.py", "columns = slice(first, first + k",
+    Fault("every process projects by the first columns", "parallel/reductions.py",
+          "columns = slice(shards.key_start, shards.key_start + k",
           "columns = slice(0, k", STRATEGIES),
     Fault("the gradient of a sum is not summed", "parallel/collectives.py", "return all_reduce(grads[0], ctx.group), None",
           "return grads[0], None", STRATEGIES),
@@ -51,4 +52,8 @@ FAULTS = [
           "0.0 * total", "tests/aft/test_parts.py"),
     Fault("the gradient of AFT's far keys is dropped", "parallel/aft.py", "far_k, far_v = far.split",
           "far_k, far_v = far.detach().split", STRATEGIES),
+    Fault("a pool's visible tokens count from each shard's first", "parallel/reductions.py", "visible[: shards.rank].sum(0) +",
+          "visible[:0].sum(0) +", STRATEGIES),
+    Fault("a convolution's kernel begins anew on every process", "parallel/reductions.py", "w[:, position % stride, None]",
+          "w[:, (position - shards.key_start) % stride, None]", STRATEGIES),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from tests.parallel.test_parallel import compare, draws
 NAMES = (
     "LinearAttention()", "FavorPlus(num_features=5)", "Manhattan()", "DecayedLinearAttention()", "Local(window=3)",
     "BlockLocal(block_size=4)", "Hybrid(near=Local(window=2), far=FavorPlus(num_features=5))", "Linformer(rank=5)",
+    "Linformer(rank=5, projection=MeanPool())", "Linformer(rank=7, projection=Convolution())",
     "ByLength(long=Local(window=4), above=8)", "AFTFull()", "AFTLocal(window=3)",
     "AFTConv(kernel_size=3)", "Adapted(mechanism=Local(window=3), rank=2)",
 )  # fmt: skip
