@@ -56,4 +56,12 @@ FAULTS = [
           "visible[:0].sum(0) +", STRATEGIES),
     Fault("a convolution's kernel begins anew on every process", "parallel/reductions.py", "w[:, position % stride, None]",
           "w[:, (position - shards.key_start) % stride, None]", STRATEGIES),
+    Fault("the sums over processes' keys keep their own maxima", "parallel/partial.py", "* (top - largest).exp()", "* 1.0",
+          STRATEGIES),
+    Fault("the gradient of fetched blocks is dropped", "parallel/blocks.py", "torch.cat(self.incoming), rows)",
+          "torch.cat(self.incoming), rows.detach())", STRATEGIES),
+    Fault("BigBird's blocks count from each shard's first token", "parallel/bigbird.py",
+          "before = shards.start + front - first * size", "before = 0", STRATEGIES),
+    Fault("BigBird's last block is that of this process's last token", "parallel/bigbird.py",
+          "shards.group).amax(0)", "shards.group)[call.shards.rank]", STRATEGIES),
 ]  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fast_attention import ByLength, Unsupported
-from fast_attention.parallel import Shards, attend, collectives, shards, strategy
+from fast_attention import BigBird, ByLength, Unsupported
+from fast_attention.parallel import Shards, attend, bigbird, collectives, partial, shards, strategy
 from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
@@ -57,7 +57,7 @@ def compare(mechanism: Any, rank: int, world: int, is_causal: bool, masked: bool
     slopes = [((a - b).abs().max() / c).item() for a, b, c in zip(grads, wanted_grads, sizes, strict=True)]
     if error > 1e-12 or max(slopes) > 1e-11:
         return f"outputs {error}, gradients {slopes}"
-    if masked and isinstance(mechanism, ByLength):
+    if masked and (isinstance(mechanism, ByLength) or (isinstance(mechanism, BigBird) and not is_causal)):
         return ""  # which tokens are sent depends on the mask
     return "" if traffic.bytes == declared else f"{traffic.bytes} bytes and {declared} declared"
 
@@ -106,6 +106,32 @@ def empty(world: int) -> float:
     return worst
 
 
+def blocks(world: int) -> list[float]:
+    """Longer shards, none on process 1, keys in parts: differences of outputs and keys' gradients, and of bytes."""
+    rank, lengths = dist.get_rank(), (21, 0, 3, 17)[:world]
+    partial.SCORES, bigbird.NUMBERS, worst = 100, 5000, []
+    mechanism = BigBird(block_size=4, window_blocks=1, num_random_blocks=1)
+    w = bind(mechanism, heads=3).w
+    inputs = qkv(sum(lengths), heads=3)
+    mask = torch.rand(2, sum(lengths)) > 0.3
+    mask[:, -1] = True  # then a mask moves no block
+    for is_causal in (False, True):
+        parts, whole = ([x.clone().requires_grad_() for x in each]
+                        for each in ([x.split(lengths, -2)[rank] for x in inputs], inputs))  # fmt: skip
+        group = Shards(dist.group.WORLD, rank, lengths, lengths)
+        call = Call(mechanism, w, group, is_causal, mask.split(lengths, -1)[rank])
+        with collectives.counted() as sums:
+            out = attend(mechanism, parts[0], parts[1], parts[2], w, group=group, is_causal=is_causal,
+                         key_mask=call.key_mask)  # fmt: skip
+        wanted = mechanism(*whole, w, is_causal=is_causal, key_mask=mask)
+        for y in (out, wanted):
+            y.square().sum().backward()
+        pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
+        worst += [(a - b.split(lengths, -2)[rank]).abs().sum().item() for a, b in pairs]
+        worst.append(abs(sums.bytes - strategy(mechanism, is_causal).sends(call, Sizes(2, 3, 8, 8, 8))))
+    return worst
+
+
 def draws(rank: int) -> str:
     torch.manual_seed(rank)
     mechanism = next(m for m in ATTENTIONS if repr(m) == "Softmax()")
@@ -126,7 +152,7 @@ def process(rank: int, world: int, folder: str) -> None:
         for is_causal in [False, True] if traits.causal else [False]:
             for masked in [False, True] if traits.padding else [False]:
                 results[repr(mechanism), is_causal, masked] = compare(mechanism, rank, world, is_causal, masked)
-    results |= {"leaks": leaks(rank, world), "draws": draws(rank), "empty": empty(world)}
+    results |= {"leaks": leaks(rank, world), "draws": draws(rank), "empty": empty(world), "blocks": blocks(world)}
     names = ("LinearAttention()", "Local(window=3)", "AFTLocal(window=3)")
     results |= {"bytes": [(traffic(name, 40), traffic(name, 400)) for name in names]}
     torch.save(results, f"{folder}/{rank}")
@@ -162,6 +188,10 @@ def test_bytes_of_states_are_independent_of_the_length(results: list[dict[Any, A
 
 def test_a_process_may_hold_no_token(results: list[dict[Any, Any]]) -> None:
     assert all(each["empty"] <= 0.02 for each in results), [each["empty"] for each in results]
+
+
+def test_bigbird_over_longer_shards(results: list[dict[Any, Any]]) -> None:
+    assert all(max(each["blocks"]) < 1e-10 for each in results), [each["blocks"] for each in results]
 
 
 def test_different_weights_raise(results: list[dict[Any, Any]]) -> None:

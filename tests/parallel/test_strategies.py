@@ -16,6 +16,7 @@ NAMES = (
     "LinearAttention()", "FavorPlus(num_features=5)", "Manhattan()", "DecayedLinearAttention()", "Local(window=3)",
     "BlockLocal(block_size=4)", "Hybrid(near=Local(window=2), far=FavorPlus(num_features=5))", "Linformer(rank=5)",
     "Linformer(rank=5, projection=MeanPool())", "Linformer(rank=7, projection=Convolution())",
+    "BigBird(block_size=2)", "BigBird(block_size=2, num_global_blocks=0, num_global_tokens=3)",
     "ByLength(long=Local(window=4), above=8)", "AFTFull()", "AFTLocal(window=3)",
     "AFTConv(kernel_size=3)", "Adapted(mechanism=Local(window=3), rank=2)",
 )  # fmt: skip

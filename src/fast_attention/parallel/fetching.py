@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,25 @@ def fetch(x: Tensor, wanted: Ranges, shards: Shards) -> Tensor:
     )
     parts = flat.split([n * token for n in incoming])
     return torch.cat([p.view(*x.shape[:-2], n, x.shape[-1]) for p, n in zip(parts, incoming, strict=True)], -2)
+
+
+def fetch_rows(x: Tensor, outgoing: list[Tensor], incoming: list[int], group: Any) -> Tensor:
+    """Rows of every process's (rows, E), in the order of ranks: one all-to-all, gradients go home the same way.
+
+    Args:
+        x: This process's rows.
+        outgoing: For each process the numbers of the rows that it gets.
+        incoming: How many rows each process sends to this one.
+        group: The ``ProcessGroup``.
+    """
+    width = x.shape[-1]
+    flat = collectives.all_to_all(
+        x.index_select(0, torch.cat(outgoing)).reshape(-1),
+        [len(rows) * width for rows in outgoing],
+        [n * width for n in incoming],
+        group,
+    )
+    return flat.view(sum(incoming), width)
 
 
 def tokens_sent(wanted: Ranges, shards: Shards) -> int:

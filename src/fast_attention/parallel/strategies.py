@@ -14,11 +14,13 @@ from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
 from fast_attention.mechanisms.mixers.fnet import FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
+from fast_attention.mechanisms.sparse.bigbird import BigBird
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel import reductions
 from fast_attention.parallel.adapted import adapted
 from fast_attention.parallel.aft import BIASED_WINDOWS
+from fast_attention.parallel.bigbird import BLOCKS
 from fast_attention.parallel.by_length import by_length
 from fast_attention.parallel.channels import FOURIER, GATE, TOKEN_MLP
 from fast_attention.parallel.decayed import DECAYED
@@ -52,6 +54,8 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return reductions.SLOTS
     if isinstance(mechanism, Local | BlockLocal):
         return WINDOWS
+    if isinstance(mechanism, BigBird):
+        return BLOCKS
     if isinstance(mechanism, AFTLocal | AFTConv):
         return BIASED_WINDOWS
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):

@@ -51,9 +51,7 @@ def bigbird_attention(
     A sequence ends at its last key that may be seen, so padding moves neither the last block nor the random ones.
     """
     length, half = q.shape[-2], window_blocks // 2
-    front = -num_global_tokens % block_size  # the prepended tokens fill whole blocks of their own
-    first = (num_global_tokens + front) // block_size + (num_global_blocks + 1) // 2
-    last = 0 if is_causal else num_global_blocks // 2
+    front, first, last = global_blocks(block_size, num_global_blocks, num_global_tokens, is_causal=is_causal)
     if not symbolic():
         blocks = (length + front + block_size - 1) // block_size
         left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
@@ -78,6 +76,12 @@ def bigbird_attention(
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
         out = _with_global_rows(out, q, k, v, torch.cat(ids, -1)[..., 0, :], visible, size=block_size, scale=scale)
     return out[..., front:, :]
+
+
+def global_blocks(size: int, num_blocks: int, num_tokens: int, *, is_causal: bool) -> tuple[int, int, int]:
+    """Positions missing before the first token, and how many blocks are global at the start and at the end."""
+    front = -num_tokens % size  # the prepended tokens fill whole blocks of their own
+    return front, (num_tokens + front) // size + (num_blocks + 1) // 2, 0 if is_causal else num_blocks // 2
 
 
 def _with_global_rows(
