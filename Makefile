@@ -5,7 +5,7 @@ DATE := $(shell date +%Y-%m-%d)
 
 MINUTES ?= 30
 
-.PHONY: demo test fuzz test-compiled lint oracles test-peers test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
+.PHONY: demo test fuzz test-compiled lint oracles test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -36,6 +36,10 @@ oracles: .venv/dev
 # The laws against four published packages, in an environment of their own.
 test-peers: .venv-peers/ready
 	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/conformance/test_peers.py
+
+# The example for Ray Train, in an environment of its own.
+test-ray: .venv-ray/ready
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -p no:cacheprovider tests/test_examples.py -k ray_train
 
 # Swapped models under the oldest release of transformers that pyproject.toml allows, in an environment of its own;
 # make test has the newest.
@@ -91,7 +95,7 @@ gpu:
 	fi
 
 clean:
-	rm -rf .venv .venv-peers .venv-transformers .venv-torch-oldest .venv-torch-newest .venv-bench report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-ray .venv-transformers .venv-torch-oldest .venv-torch-newest .venv-bench report out build dist .pytest_cache .ruff_cache
 
 .venv/python: constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -115,6 +119,11 @@ clean:
 .venv-peers/ready: pyproject.toml constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e '.[peers]'
+	touch $@
+
+.venv-ray/ready: pyproject.toml constraints.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet -c constraints.txt -e . 'ray[train]' 'pytest>=8' 'pytest-xdist>=3.6'
 	touch $@
 
 .venv-transformers/ready: pyproject.toml constraints.txt
