@@ -44,6 +44,30 @@ class Packing:
         yield from members.values()
 
 
+@dataclass(frozen=True)
+class Described:
+    """Packed sequences in a caller's words: names of the arguments, sizes, whether borders or a pair were given."""
+
+    names: tuple[str, str]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    borders: bool
+    is_pair: bool
+
+    def of(self, queries: int, keys: int) -> Packing:
+        """The sequences of so many packed queries and keys; ``ValueError`` where these are others."""
+        name = self.names[0]
+        if not self.is_pair and queries != keys:
+            raise ValueError(
+                f"there are {queries} packed queries and {keys} keys: give {name} as a pair, ({name}_q, {name}_k)"
+            )
+        for each, sizes, tokens in zip(self.names, (self.queries, self.keys), (queries, keys), strict=True):
+            if (total := sum(sizes)) != tokens:
+                entry = f"{each}[{len(sizes)}]" if self.borders else f"the sum of {each}"
+                raise ValueError(f"{entry} is {total} and there are {tokens} tokens: it must be their number")
+        return Packing(self.queries, self.keys)
+
+
 def packing(
     cu_seqlens: CuSeqlens | None, lengths: Lengths | None, queries: int, keys: int, attn_mask: Tensor | None = None,
     *, name: str = "cu_seqlens",
@@ -64,6 +88,14 @@ def packing(
         ValueError: They do not begin at 0, fall, or do not end at the number of tokens; or more is given.
         Unsupported: Numbers of a tensor are asked for where code is traced.
     """
+    sequences = described(cu_seqlens, lengths, attn_mask, name=name)
+    return None if sequences is None else sequences.of(queries, keys)
+
+
+def described(
+    cu_seqlens: CuSeqlens | None, lengths: Lengths | None, attn_mask: Tensor | None = None, *, name: str = "cu_seqlens"
+) -> Described | None:  # fmt: skip
+    """What a caller says of packed sequences, as ``packing`` takes it, before it is known how many tokens there are."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None and lengths is not None:
@@ -74,27 +106,18 @@ def packing(
             "tokens that none may see, or call each sequence with its mask"
         )
     name, given = ("lengths", cast(Any, lengths)) if cu_seqlens is None else (name, cast(Any, cu_seqlens))
-    read = _checked_lengths if cu_seqlens is None else _checked_borders
-    if _is_pair(given):
-        read_queries, read_keys = (read(f"{name}_{kind}", x) for kind, x in zip("qk", given, strict=True))
-        names = (f"{name}_q", f"{name}_k")
-    else:
-        if queries != keys:
-            raise ValueError(
-                f"there are {queries} packed queries and {keys} keys: give {name} as a pair, ({name}_q, {name}_k)"
-            )
-        read_queries = read_keys = read(name, given)
-        names = (name, name)
-    for each, sizes, tokens in zip(names, (read_queries, read_keys), (queries, keys), strict=True):
-        if (total := sum(sizes)) != tokens:
-            entry = f"{each}[{len(sizes)}]" if cu_seqlens is not None else f"the sum of {each}"
-            raise ValueError(f"{entry} is {total} and there are {tokens} tokens: it must be their number")
-    if len(read_queries) != len(read_keys):
+    read, borders = (_checked_lengths, False) if cu_seqlens is None else (_checked_borders, True)
+    if not _is_pair(given):
+        sizes = read(name, given)
+        return Described((name, name), sizes, sizes, borders, is_pair=False)
+    names = (f"{name}_q", f"{name}_k")
+    queries, keys = (read(each, x) for each, x in zip(names, given, strict=True))
+    if len(queries) != len(keys):
         raise ValueError(
-            f"{names[0]} has {len(read_queries)} sequences and {names[1]} has {len(read_keys)}: every sequence of "
-            "queries needs one of keys, if an empty one"
+            f"{names[0]} has {len(queries)} sequences and {names[1]} has {len(keys)}: every sequence of queries needs "
+            "one of keys, if an empty one"
         )
-    return Packing(read_queries, read_keys)
+    return Described(names, queries, keys, borders, is_pair=True)
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sequences: Packing, key_mask: Tensor | None) -> Tensor:

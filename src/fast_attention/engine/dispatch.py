@@ -74,6 +74,11 @@ def record(path: str, why: str, **sizes: int) -> None:
         steps.append(Step(path, why, sizes))
 
 
+def asked() -> bool:
+    """Whether someone collects steps."""
+    return _trace.get() is not None
+
+
 @contextmanager
 def recorded() -> Iterator[list[Step]]:
     """Collect the steps of every call inside."""

@@ -1,6 +1,7 @@
 """Attends over one sequence whose tokens are spread over processes, by torch.distributed."""
 
 from fast_attention.parallel.attending import attend as attend
+from fast_attention.parallel.attending import decode as decode
 from fast_attention.parallel.attending import mix as mix
 from fast_attention.parallel.attending import run as run
 from fast_attention.parallel.collectives import counted as counted

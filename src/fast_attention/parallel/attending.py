@@ -9,18 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fast_attention import checks
+from fast_attention import checks, packed
+from fast_attention.decoding import State
+from fast_attention.engine import dispatch
 from fast_attention.mechanism import Attention, Mechanism, Mixer, Unsupported
-from fast_attention.parallel import collectives
+from fast_attention.packed import CuSeqlens, Described, Lengths
+from fast_attention.parallel import collectives, streaming
+from fast_attention.parallel.packing import packed_over
 from fast_attention.parallel.shards import Shards
 from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategies import strategy
-from fast_attention.parallel.strategy import Call
+from fast_attention.parallel.strategy import Call, Sizes
 
 
 def attend(
     mechanism: Attention[Any, Any], q: Tensor, k: Tensor, v: Tensor, w: Any = (), *, group: Any,
-    is_causal: bool = False, key_mask: Tensor | None = None,
+    is_causal: bool = False, key_mask: Tensor | None = None, cu_seqlens: CuSeqlens | None = None,
+    lengths: Lengths | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend over the sequence that the shards of all processes of a group make, in the order of ranks.
 
@@ -32,6 +37,9 @@ def attend(
             on again: then all processes give a ``key_mask`` or none, and weights are not compared.
         is_causal: A query sees keys up to its own position in the whole sequence; L must be S.
         key_mask: Boolean (..., S) of this process's keys, True = may be seen.
+        cu_seqlens: The tokens of all processes are packed sequences: the borders in the whole row, equal on every
+            process, or a pair, as in ``fast_attention.attention``.
+        lengths: Instead of it the number of tokens of each sequence, or a pair.
 
     Returns:
         This process's outputs (..., H, L, Ev).
@@ -41,19 +49,49 @@ def attend(
         ValueError: Sizes do not fit, or processes hold different weights. All processes raise, also those whose own
             arguments are sound: a process that goes on alone would wait for ever.
     """
-    error = _error(lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask))
-    call = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error)
-    if is_causal and call.shards.queries != call.shards.keys:
-        raise ValueError(
-            "causal shards need as many queries as keys; they hold "
-            f"{list(call.shards.queries)} and {list(call.shards.keys)}"
-        )
-    return strategy(mechanism, is_causal).attend(call, q, k, v)
+    sequences, error = _checked(
+        lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask), cu_seqlens, lengths
+    )
+    call = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error, sequences)
+    if is_causal:
+        _as_many(call, sequences)
+    return _spread(call, sequences, (q, k, v), Sizes(*_sizes(q), v.shape[-1], q.element_size()))
+
+
+def decode(
+    mechanism: Attention[Any, Any], q: Tensor, k: Tensor, v: Tensor, w: Any = (), state: State | None = None, *,
+    group: Any, key_mask: Tensor | None = None,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """Read the tokens of all processes causally after ``state``, and give every process the state after all of them.
+
+    A long prompt is read over many processes, and one of them goes on alone with ``mechanism.decode``.
+
+    Args:
+        mechanism: The mechanism, the same on every process.
+        q, k, v: This process's tokens: (..., H, N, E), (..., H, N, E) and (..., H, N, Ev).
+        w: Weights, as in ``attend``, and so is ``group``.
+        state: The state before the first process's first token, equal on every process; None at the start.
+        key_mask: Boolean (..., N) of this process's tokens, True = may be seen, now and later.
+
+    Returns:
+        This process's outputs (..., H, N, Ev), and the state, equal on every process.
+
+    Raises:
+        Unsupported: The mechanism cannot decode, or has states that grow or end and heads that the processes do not
+            divide.
+        ValueError: As in ``attend``, on all processes; or the state is another mechanism's.
+    """
+    if mechanism.traits.memory is None:
+        raise mechanism.refuse("decoding", "memory")
+    _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))
+    call = _call(mechanism, w, (q, k, v), group, True, key_mask, error, None)
+    _as_many(call, None)
+    return streaming.decode(call, q, k, v, state)
 
 
 def mix(
     mechanism: Mixer[Any, Any], x: Tensor, w: Any = (), *, group: Any, is_causal: bool = False,
-    key_mask: Tensor | None = None,
+    key_mask: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None,
 ) -> Tensor:  # fmt: skip
     """Mix the tokens of the sequence that the shards of all processes of a group make, in the order of ranks.
 
@@ -64,6 +102,8 @@ def mix(
         group: The ``ProcessGroup``, or the ``Shards`` of it.
         is_causal: Output i depends on tokens up to i of the whole sequence.
         key_mask: Boolean (..., N) of this process's tokens, True = may be seen.
+        cu_seqlens: The tokens of all processes are packed sequences, as in ``attend``.
+        lengths: Instead of it the number of tokens of each sequence.
 
     Returns:
         This process's outputs (..., N, E).
@@ -72,30 +112,60 @@ def mix(
         Unsupported: The mixer's traits deny what was asked, or it is none of ours.
         ValueError: As in ``attend``, on all processes.
     """
-    error = _error(lambda: mechanism.check(x, is_causal, key_mask))
-    call = _call(mechanism, w, (x,), group, is_causal, key_mask, error)
-    return strategy(mechanism, is_causal).attend(call, x)
+    sequences, error = _checked(lambda: mechanism.check(x, is_causal, key_mask), cu_seqlens, lengths)
+    call = _call(mechanism, w, (x,), group, is_causal, key_mask, error, sequences)
+    batch = x.shape[:-2].numel()
+    return _spread(call, sequences, (x,), Sizes(batch, 1, x.shape[-1], x.shape[-1], x.element_size()))
 
 
-def _error(check: Callable[[], None]) -> Exception | None:
-    """What is wrong with this process's arguments."""
+def _spread(call: Call, sequences: Described | None, inputs: tuple[Tensor, ...], sizes: Sizes) -> Tensor:
+    """Outputs by the mechanism's strategy."""
+    chosen = strategy(call.mechanism, call.is_causal)
+    if sequences is not None:
+        chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
+    if dispatch.asked():
+        sent = chosen.sends(call._replace(key_mask=None), sizes)
+        dispatch.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=sent)
+    return chosen.attend(call, *inputs)
+
+
+def _sizes(q: Tensor) -> tuple[int, int, int]:
+    return q.shape[:-3].numel(), q.shape[-3], q.shape[-1]
+
+
+def _as_many(call: Call, sequences: Described | None) -> None:
+    """Raise ``ValueError`` unless causal queries and keys are as many on every process, and in every sequence."""
+    queries, keys = call.shards.queries, call.shards.keys
+    if queries != keys:
+        raise ValueError(f"causal shards need as many queries as keys; they hold {list(queries)} and {list(keys)}")
+    if sequences is not None and sequences.queries != sequences.keys:
+        raise ValueError(
+            "causal packed sequences over processes need as many queries as keys; "
+            f"{sequences.names[0]} and {sequences.names[1]} are of {list(sequences.queries)} and {list(sequences.keys)}"
+        )
+
+
+def _checked(
+    check: Callable[[], None], cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None
+) -> tuple[Described | None, Exception | None]:
+    """The packed sequences, and what is wrong with this process's arguments."""
     try:
         check()
+        return packed.described(cu_seqlens, lengths), None
     except (TypeError, ValueError, NotImplementedError) as error:
-        return error
-    return None
+        return None, error
 
 
 def _call(
     mechanism: Mechanism[Any, Any], w: Any, inputs: tuple[Tensor, ...], group: Any, is_causal: bool,
-    key_mask: Tensor | None, error: Exception | None,
+    key_mask: Tensor | None, error: Exception | None, sequences: Described | None,
 ) -> Call:  # fmt: skip
     """The call as every process knows it; raises on all processes what is wrong on any."""
     if isinstance(group, Shards):
         if error is not None:
             raise error
         return Call(mechanism, checks.weights(mechanism, w), group, is_causal, key_mask)
-    shards, masked = _agreed(mechanism, inputs, w, group, key_mask, error)
+    shards, masked = _agreed(mechanism, inputs, w, group, key_mask, error, sequences)
     if masked and key_mask is None:
         keys = inputs[-1]
         batch = keys.shape[: -2 if len(inputs) == 1 else -3]
@@ -105,18 +175,23 @@ def _call(
 
 def _agreed(
     mechanism: Mechanism[Any, Any], inputs: tuple[Tensor, ...], w: Any, group: Any, key_mask: Tensor | None,
-    error: Exception | None,
+    error: Exception | None, sequences: Described | None,
 ) -> tuple[Shards, bool]:  # fmt: skip
     """Everyone's lengths, and whether anyone has a mask; raises on all processes what is wrong on any."""
     sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
-    facts = [float(error is not None), *sizes, float(key_mask is not None), *_checksum(w)]
+    facts = [float(error is not None), *sizes, float(key_mask is not None), *_borders(sequences), *_checksum(w)]
     device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
     rows = collectives.all_gather(torch.tensor(facts, dtype=torch.float64, device=device), group).tolist()
     if error is not None:
         raise error
     if wrong := [rank for rank, row in enumerate(rows) if row[0]]:
         raise ValueError(f"{mechanism!r}: the arguments of process {wrong[0]} were refused there; see its error")
-    if any(row[4:] != rows[0][4:] for row in rows):
+    if any(row[4:6] != rows[0][4:6] for row in rows):
+        raise ValueError(
+            "processes describe different packed sequences: cu_seqlens or lengths are those of the whole row, equal on "
+            "every process"
+        )
+    if any(row[6:] != rows[0][6:] for row in rows):
         raise ValueError("processes hold different weights: draw them once and send them to all, or seed alike")
     queries, keys = (tuple(int(row[i]) for row in rows) for i in (1, 2))
     if 0 in queries or 0 in keys:
@@ -124,6 +199,12 @@ def _agreed(
             f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
         )
     return Shards(group, dist.get_rank(group), queries, keys), any(row[3] for row in rows)
+
+
+def _borders(sequences: Described | None) -> list[float]:
+    """Two numbers that tell packed sequences apart."""
+    lengths = [] if sequences is None else [*sequences.queries, *sequences.keys]
+    return [float(len(lengths)), float(sum(i * n for i, n in enumerate(lengths, start=1)))]
 
 
 def _checksum(w: Any) -> list[float]:
@@ -141,11 +222,6 @@ def run(
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """A module's call over processes: ``attend``, after what cannot be spread is refused."""
-    if options.pop("cu_seqlens", None) is not None or options.pop("lengths", None) is not None:
-        raise Unsupported(
-            f"{mechanism!r} does not take packed sequences over several processes. What would work: one call for each, "
-            "or padding with a key_mask"
-        )
     if attn_mask is not None or dropout != 0.0:
         what = "an attn_mask" if attn_mask is not None else "attention dropout"
         raise Unsupported(

@@ -20,18 +20,24 @@ from fast_attention.parallel.strategy import Call, Sizes, Strategy
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend with all tokens of this process's heads, between two transpositions."""
+    w, inputs, key_mask = transposed(call, q, k, v)
+    out = call.mechanism(*inputs, w, is_causal=call.is_causal, key_mask=key_mask)
+    return to_sequence(out, call.shards.queries, call.shards)
+
+
+def transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, list[Tensor], Tensor | None]:
+    """The weights of this process's heads, their queries, keys and values of all tokens, and who may be seen."""
     shards, mechanism = call.shards, call.mechanism
     check(call, q.shape[-3])
     w = weights_of_heads(mechanism, call.w, q.shape[-3], shards)
-    inputs = zip((q, k, v), (shards.queries, shards.keys, shards.keys), strict=True)
-    all_q, all_k, all_v = (to_heads(x, sizes, shards) for x, sizes in inputs)
+    sizes = (shards.queries, shards.keys, shards.keys)
+    inputs = [to_heads(x, lengths, shards) for x, lengths in zip((q, k, v), sizes, strict=True)]
     key_mask = call.key_mask
     if key_mask is not None:
         rows = key_mask.expand(*k.shape[:-3], key_mask.shape[-1])[..., None, :, None]
         rows = rows.expand(*k.shape[:-3], shards.world, -1, 1).to(torch.uint8)
         key_mask = to_heads(rows, shards.keys, shards)[..., 0, :, 0].bool()
-    out = mechanism(all_q, all_k, all_v, w, is_causal=call.is_causal, key_mask=key_mask)
-    return to_sequence(out, shards.queries, shards)
+    return w, inputs, key_mask
 
 
 def check(call: Call, heads: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class Shards:
     def starts(self, keys: bool = True) -> list[int]:
         """The positions of every process's first token, and the number of all."""
         return [0, *accumulate(self.keys if keys else self.queries)]
+
+    def borders(self, keys: bool = True) -> list[tuple[int, int]]:
+        """The position of every process's first token and the one behind its last."""
+        return list(pairwise(self.starts(keys)))
 
     def of(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Shards:
         """The same processes with other lengths."""

@@ -30,14 +30,18 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return collectives.with_gradient(out, received)
 
 
-def prefix(call: Call, k: Tensor, v: Tensor, state: State | None = None) -> tuple[State | None, Tensor]:
-    """The state before this process's first token, after ``state``, and the tensor of which it is made."""
-    shards = call.shards
+def prefix(call: Call, k: Tensor, v: Tensor) -> tuple[State | None, Tensor]:
+    """The state before this process's first token, and the tensor of which it is made."""
+    states, received = gathered(call, k, v)
+    before = [state for state in states[: call.shards.rank] if state is not None]
+    return (reduce(call.mechanism.combine, before) if before else None), received
+
+
+def gathered(call: Call, k: Tensor, v: Tensor) -> tuple[list[State | None], Tensor]:
+    """The state of every process's tokens, None of one without, and the tensor of which they are made."""
     like, flat = _flat(call, k, v)
-    gathered = collectives.all_gather(flat, shards.group)
-    states = [] if state is None else [state]
-    states += [unpacked(like, row) for row, n in zip(gathered[: shards.rank], shards.keys, strict=False) if n]
-    return (reduce(call.mechanism.combine, states) if states else None), gathered
+    rows = collectives.all_gather(flat, call.shards.group)
+    return [unpacked(like, row) if n else None for row, n in zip(rows, call.shards.keys, strict=True)], rows
 
 
 def everything(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
@@ -49,9 +53,8 @@ def everything(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
     shards, combine = call.shards, call.mechanism.combine
     state, flat = _flat(call, k, v)
     if shards.world & (shards.world - 1) or 0 in shards.keys:
-        gathered = collectives.all_gather(flat, shards.group)
-        states = [unpacked(state, row) for row, n in zip(gathered, shards.keys, strict=True) if n]
-        return reduce(combine, states), gathered
+        states, rows = gathered(call, k, v)
+        return reduce(combine, [each for each in states if each is not None]), rows
     step = 1
     while step < shards.world:
         partner = shards.rank ^ step
@@ -119,9 +122,3 @@ def bytes_of_state(call: Call, sizes: Sizes) -> int:
 
 
 STATES = Strategy("states", "one all-gather of states if causal, else one all-reduce", attend, sends)
-
-
-def after(call: Call, k: Tensor, v: Tensor, state: State | None) -> State:
-    """The state after the tokens of all processes, which each of them then holds."""
-    total, _ = everything(call, k, v)
-    return total if state is None else call.mechanism.combine(state, total)
