@@ -286,6 +286,20 @@ def test_without_a_checkout_peers_are_refused(
     assert "--vs-peers: the adapters are in a checkout's benchmarks folder" in err
 
 
+def test_over_processes_it_says_what_each_mechanism_sends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = bench(
+        capsys, tmp_path, "--processes", "2", "--causal", "--lengths", "64", "--heads", "2", "--head-dim", "8",
+        "--json", "--mechanisms", "LinearAttention", "Softmax", "GMLP", "Linformer",
+    )  # fmt: skip
+    rows = {row["mechanism"]: row for row in json.loads(out)["rows"]}
+    assert code == 0
+    assert set(rows) == {"LinearAttention()", "Softmax()", "GMLP()"}  # Linformer is not causal
+    assert all(row["declared"] == row["counted"] > 0 and row["seconds"] > 0 for row in rows.values())
+    assert [row["strategy"] for row in rows.values()] == ["states", "heads", "channels"]
+
+
 def test_every_adapter_names_one_of_the_line_up() -> None:
     families = {repr(mechanism) for mechanism in competitors.default_mechanisms()}
     assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 36

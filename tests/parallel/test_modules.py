@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, Unsupported, attention
+from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, Unsupported, attention, explain
 from fast_attention.nn.models import Model, ModelConfig
-from fast_attention.parallel import parallelize
+from fast_attention.parallel import counted, parallelize, shards
 
 LENGTHS = {2: [8, 6], 4: [5, 1, 6, 2]}
 LENGTH, WIDTH, HEADS = 14, 16, 4
@@ -112,6 +112,50 @@ def calls(rank: int, world: int) -> float:
     return max(float((one.split(LENGTHS[world], -2)[rank] - other).abs().max()) for one, other in pairs)
 
 
+def prefilled(rank: int, world: int) -> float:
+    """A prompt is read by all processes in two parts, then one goes on alone: the largest difference to one process."""
+    worst = 0.0
+    for positions in ("learned", "rotary"):
+        torch.manual_seed(0)
+        mechanism = ("FavorPlus(num_features=5)", "Local(window=3)")
+        config = ModelConfig(
+            11, mechanism, width=WIDTH, heads=HEADS, positions=positions, causal=True, conv=3, max_len=40
+        )
+        whole = Model(config).double()
+        for parameter in whole.parameters():
+            parameter.data.normal_(std=0.3)
+        spread = parallelize(copy.deepcopy(whole), dist.group.WORLD)
+        tokens, state, outs = torch.randint(11, (2, 2 * LENGTH + 3)), None, []
+        for first in (0, LENGTH):
+            out, state = spread.decode(tokens[:, first : first + LENGTH].split(LENGTHS[world], 1)[rank], state)
+            outs.append(out)
+        outs.append(parallelize(spread, None).decode(tokens[:, 2 * LENGTH :], state)[0])
+        parts = whole.decode(tokens)[0].split([LENGTH, LENGTH, 3], 1)
+        wanted = [*(part.split(LENGTHS[world], 1)[rank] for part in parts[:2]), parts[2]]
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in zip(outs, wanted, strict=True)))
+    return worst
+
+
+def packed(rank: int, world: int) -> float:
+    """Packed sequences through a module with rotary positions: the largest difference to one process."""
+    torch.manual_seed(0)
+    module = MultiheadAttention(WIDTH, HEADS, batch_first=True, mechanism="Local(window=3)", rotary=True).double()
+    x, options = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64), {"lengths": (4, 6, 3, 1), "need_weights": False}
+    here = x.split(LENGTHS[world], 1)[rank]
+    out, _ = module(here, here, here, is_causal=True, group=dist.group.WORLD, **options)
+    wanted, _ = module(x, x, x, is_causal=True, **options)
+    return float((out - wanted.split(LENGTHS[world], 1)[rank]).detach().abs().max())
+
+
+def explained(rank: int, world: int) -> str:
+    """What ``explain`` says of a call over processes, and how many bytes were counted."""
+    q = torch.randn(1, HEADS, 3, 8)
+    group = shards(dist.group.WORLD, 3)
+    with counted() as traffic:
+        text = str(explain("LinearAttention()", q, q, q, is_causal=True, group=group))
+    return f"{text}\n{traffic.bytes // 2}"
+
+
 def message(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -141,7 +185,8 @@ def process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     results: dict[str, Any] = {name: compared(name, rank, world) for name in MODULES}
-    results |= {"calls": calls(rank, world), "refused": refused(rank)}
+    results |= {"calls": calls(rank, world), "prefilled": prefilled(rank, world), "packed": packed(rank, world)}
+    results |= {"explained": explained(rank, world), "refused": refused(rank)}
     torch.save(results, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -161,6 +206,20 @@ def test_modules_are_those_of_one_process(results: list[dict[str, Any]], name: s
 
 def test_calls_take_a_group(results: list[dict[str, Any]]) -> None:
     assert all(each["calls"] < 1e-5 for each in results)
+
+
+def test_a_prompt_is_read_by_many_and_one_goes_on(results: list[dict[str, Any]]) -> None:
+    assert all(each["prefilled"] < 1e-10 for each in results), [each["prefilled"] for each in results]
+
+
+def test_packed_sequences_count_their_own_positions(results: list[dict[str, Any]]) -> None:
+    assert all(each["packed"] < 1e-11 for each in results), [each["packed"] for each in results]
+
+
+def test_explain_says_what_is_sent(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        text, _, count = each["explained"].rpartition("\n")
+        assert f"over {len(results)} processes: states (bytes {int(count):,}): one all-gather of states" in text, text
 
 
 @pytest.mark.parametrize(

@@ -172,12 +172,14 @@ class Bound(Spread, nn.Module):
         return packed.attend(run, q, k, v, sequences, key_mask)
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None
     ) -> tuple[Tensor, Any]:
-        """``mechanism.decode`` with these weights."""
+        """``mechanism.decode`` with these weights; over the processes of a ``group``, ``parallel.decode``."""
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
         self._check((q, k, v))
+        if (group := self.group_of(group)) is not None:
+            return parallel.decode(self.mechanism, q, k, v, self.w, state, group=group, key_mask=key_mask)
         return self.mechanism.decode(q, k, v, self.w, state, key_mask=key_mask)
 
     def __prepare_scriptable__(self) -> Bound:

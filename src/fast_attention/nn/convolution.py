@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fast_attention import checks
 from fast_attention.engine import masks
 from fast_attention.engine.precision import in_float32
 from fast_attention.parallel.fetching import fetch
+from fast_attention.parallel.shards import Shards
 from fast_attention.parallel.spreading import Spread
 
 
@@ -51,14 +51,21 @@ class CausalConvolution(Spread, nn.Module):
 
         ``group``: the processes whose tokens together are the sequence.
         """
-        shards = self.shards_of(group, x)
-        if shards is None:
-            return self.decode(x, key_mask=key_mask)[0]
-        x = _visible(x, key_mask)
+        return self.decode(x, key_mask=key_mask, group=group)[0]
+
+    def _spread(self, x: Tensor, recent: Tensor | None, shards: Shards) -> tuple[Tensor, Tensor]:
+        """Tokens of this process, and what follows them all needs, after ``recent`` before the first process's."""
         before = len(self.weight) - 1
-        recent = fetch(x, [(max(start - before, 0), start) for start in shards.starts()[:-1]], shards)
-        recent = F.pad(recent, (0, 0, before - recent.shape[-2], 0))
-        return convolve(torch.cat([recent, x], -2), self.weight)
+        earlier = x.new_zeros(*x.shape[:-2], before, x.shape[-1]) if recent is None else recent
+        starts = shards.starts()
+
+        def up_to(end: int, ends: list[int]) -> Tensor:
+            tokens = fetch(x, [(max(each - before, 0), each) for each in ends], shards)
+            return torch.cat([earlier[..., min(end, before) :, :], tokens], -2)
+
+        past = up_to(shards.start, starts[:-1])
+        after = up_to(starts[-1], [starts[-1]] * shards.world)
+        return convolve(torch.cat([past, x], -2), self.weight), after
 
     def decode(
         self,
@@ -66,6 +73,7 @@ class CausalConvolution(Spread, nn.Module):
         recent: Tensor | None = None,
         *,
         key_mask: Bool[Tensor, "*#batch2 new"] | None = None,
+        group: Any = None,
     ) -> tuple[Float[Tensor, "*batch new embed"], Tensor]:
         """New tokens (..., N, E), and what the next call needs of the past; any split of a sequence gives the same.
 
@@ -73,6 +81,7 @@ class CausalConvolution(Spread, nn.Module):
             x: The new tokens.
             recent: What the previous call returned; None at the start.
             key_mask: Boolean (..., N), False = counts as zeros, now and later.
+            group: The processes whose tokens together are new, as in ``TokenMixer.decode``.
 
         Raises:
             ValueError: ``recent`` or ``key_mask`` is not of these tokens.
@@ -82,6 +91,8 @@ class CausalConvolution(Spread, nn.Module):
         recent = x.new_zeros(shape) if recent is None else recent
         if tuple(recent.shape) != shape:
             raise ValueError(f"the state holds earlier tokens of shape {tuple(recent.shape)}; this call needs {shape}")
+        if (shards := self.shards_of(group, x)) is not None:
+            return self._spread(x, recent, shards)
         joined = torch.cat([recent, x], -2)
         # A copy: a slice would keep a whole prompt in memory.
         return convolve(joined, self.weight), joined[..., x.shape[-2] :, :].clone()

@@ -246,11 +246,17 @@ class Model(Spread, nn.Module):
     ) -> tuple[Float[Tensor, "batch new vocab"], ModelState]:
         """Logits after each of one or more new tokens, and the state; any split of a sequence gives the same logits.
 
+        Over processes (``parallelize``) the new tokens are those of all, and each gets the state after them: a prompt
+        is read by many, and one goes on alone after ``parallelize(model, None)``.
+
         Raises:
             Unsupported: A layer's mechanism cannot stream.
         """
         start = 0 if state is None else int(state.length)
         x = self.embedding(tokens)
+        shards = self.shards_of(None, x)
+        end = start + (tokens.shape[-1] if shards is None else shards.length)
+        start += 0 if shards is None else shards.start
         x = x if self.places is None else self.places(x, start)
         blocks: Any = self.blocks.blocks if isinstance(self.blocks, ReversibleSequence) else self.blocks
         other_stream, states = x, []
@@ -264,7 +270,7 @@ class Model(Spread, nn.Module):
             else:
                 x = x + block.g(x)
         x = (x + other_stream) / 2 if self.config.reversible else x
-        return self.out(self.norm(x)), ModelState(torch.tensor(start + tokens.shape[-1]), tuple(states))
+        return self.out(self.norm(x)), ModelState(torch.tensor(end), tuple(states))
 
     @property
     def streams(self) -> bool:

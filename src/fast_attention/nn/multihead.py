@@ -14,9 +14,10 @@ from fast_attention.engine.fusion import Fusion
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.positions import Rotary, packed_positions, positions_of_shard, rotary_for, rotate_both
+from fast_attention.nn.positions import Rotary, positions_of, rotary_for, rotate_both
 from fast_attention.nn.torch_masks import Masks
 from fast_attention.packed import CuSeqlens, Lengths, Packing, packing
+from fast_attention.parallel.shards import shards
 from fast_attention.parallel.spreading import Spread
 
 
@@ -182,12 +183,12 @@ class MultiheadAttention(Spread, nn.Module):
             key_padding_mask = key_padding_mask[None]
         q, k, v = self._project(*torch_masks.zero_padding(query, key, value, key_padding_mask))
         if group is not None:
-            refuse_over_processes(need_weights, self.appended, cu_seqlens is not None or lengths is not None)
-            if self.rotary is not None and positions is None:
-                positions = key_positions = positions_of_shard(self.rotary, self.shards_of(group, q), q.device)
-        sequences = self._packing(cu_seqlens, lengths, q.shape[-2], k.shape[-2], attn_mask, need_weights)
-        if sequences is not None and positions is None and key_positions is None and self.rotary is not None:
-            positions, key_positions = packed_positions(self.rotary, sequences, q.device)
+            refuse_over_processes(need_weights, self.appended)
+        spread = None if group is None else shards(group, q.shape[-2], k.shape[-2], q.device)
+        tokens = (q.shape[-2], k.shape[-2]) if spread is None else (spread.length, spread.num_keys)
+        sequences = self._packing(cu_seqlens, lengths, *tokens, attn_mask, need_weights)
+        if self.rotary is not None and positions is None and key_positions is None:
+            positions, key_positions = positions_of(self.rotary, sequences, spread, q.device)
         q, k = rotate_both(self.rotary, q, k, positions, key_positions)
         mechanism = self.attention.mechanism
         visible = torch_masks.convert(q, k.shape[-2], attn_mask, key_padding_mask, is_causal, mechanism)
@@ -286,11 +287,10 @@ class MultiheadAttention(Spread, nn.Module):
         return sizes + grouped + ("" if self.rotary is None else f", rotary={self.rotary!r}")
 
 
-def refuse_over_processes(need_weights: bool, appended: int, packs: bool) -> None:
+def refuse_over_processes(need_weights: bool, appended: int) -> None:
     """Raise ``Unsupported`` for what only one process can give."""
     for asked, what in (
         (need_weights, "attention matrix: pass need_weights=False"), (appended, "place for appended keys"),
-        (packs, "packing here: give cu_seqlens to fast_attention.attention or Bound"),
     ):  # fmt: skip
         if asked:
             raise Unsupported(f"over several processes there is no {what}")

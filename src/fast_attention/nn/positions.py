@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.packed import Packing
-from fast_attention.parallel.shards import Shards
+from fast_attention.parallel.shards import Shards, local
 from fast_attention.value import Value, at_least, one_of
 
 Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
@@ -255,6 +255,20 @@ def positions_of_shard(rotary: Rotary, shards: Shards | None, device: torch.devi
             "What would work: rope_type 'yarn' or 'linear', or positions= of your own"
         )
     return torch.arange(shards.start, shards.start + shards.queries[shards.rank], device=device)
+
+
+def positions_of(
+    rotary: Rotary, sequences: Packing | None, shards: Shards | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The positions of this process's queries and keys where a caller gives none; None for those from 0 on."""
+    if sequences is None:
+        at = None if shards is None else positions_of_shard(rotary, shards, device)
+        return at, at
+    at, keys_at = packed_positions(rotary, sequences, device)
+    if shards is None:
+        return at, keys_at
+    queries = local(at, shards.queries, shards.rank, -1)
+    return queries, queries if keys_at is at else local(keys_at, shards.keys, shards.rank, -1)
 
 
 class PositionTable(nn.Module):

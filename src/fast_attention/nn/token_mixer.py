@@ -122,6 +122,7 @@ class TokenMixer(Spread, nn.Module):
         *,
         key_mask: Bool[Tensor, "*#batch2 new"] | None = None,
         positions: Int[Tensor, "*#batch3 new"] | None = None,
+        group: Any = None,
     ) -> tuple[Float[Tensor, "*batch new embed"], Any]:
         """Mix one or more new tokens causally; any split of a sequence gives the same outputs.
 
@@ -130,6 +131,7 @@ class TokenMixer(Spread, nn.Module):
             state: What the previous call returned; None at the start.
             key_mask: Boolean (..., N), True = may be seen, now and later.
             positions: Positions of the tokens, (N) or (..., N), with ``rotary``; None to count on from the last one.
+            group: The processes whose tokens together are new, each some of them; the state is that after all.
 
         Returns:
             Outputs (..., N, E) and the state for the next call.
@@ -139,15 +141,24 @@ class TokenMixer(Spread, nn.Module):
         """
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
+        group = self.group_of(group)
         if self.rotary is None:
             at = None if positions is None else self._positions(x, positions)
-            out, state = self.attention.decode(*self._project(x, at, key_mask), state, key_mask=key_mask)
+            out, state = self.attention.decode(
+                *self._project(x, at, key_mask), state, key_mask=key_mask, group=group
+            )  # fmt: skip
             return self._output(out), state
         position, inner = (torch.tensor(0), None) if state is None else state
-        at = self._positions(x, positions, position)
+        shards = self.shards_of(group, x)
+        start = position if shards is None else position + shards.start
+        at = self._positions(x, positions, start)
         self.rotary.check_decoding(at)
-        out, inner = self.attention.decode(*self._project(x, at, key_mask), inner, key_mask=key_mask)
-        return self._output(out), RotaryState(at[..., -1] + 1 if x.shape[-2] else position, inner)
+        out, inner = self.attention.decode(*self._project(x, at, key_mask), inner, key_mask=key_mask, group=group)
+        if shards is not None:
+            after = at[..., -1] + 1 - shards.start - x.shape[-2] + shards.length
+        else:
+            after = at[..., -1] + 1 if x.shape[-2] else position
+        return self._output(out), RotaryState(after, inner)
 
     def with_mechanism(self, mechanism: Mechanism[Any, Any]) -> TokenMixer:
         """A copy of this layer with another attention, whose weights are drawn; the projections are copied.

@@ -124,8 +124,8 @@ def _spread(call: Call, sequences: Described | None, inputs: tuple[Tensor, ...],
     if sequences is not None:
         chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
     if dispatch.asked():
-        sent = chosen.sends(call._replace(key_mask=None), sizes)
-        dispatch.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=sent)
+        number = chosen.sends(call._replace(key_mask=None), sizes)
+        dispatch.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
     return chosen.attend(call, *inputs)
 
 

@@ -77,7 +77,7 @@ def _by_sequence(call: Call, short: Strategy, long: Strategy, q: Tensor, k: Tens
     few = total <= _mechanism(call).above
     pairs = [(strategy, each, rows.nonzero()[:, 0])
              for strategy, each, rows in zip((short, long), _calls(call), (few, ~few), strict=True)]  # fmt: skip
-    mask, *tensors = (x.reshape(-1, *x.shape[len(batch) :]) for x in (mask, q, k, v))
+    mask, *tensors = (x.reshape(batch.numel(), *x.shape[len(batch) :]) for x in (mask, q, k, v))
     outs = [
         strategy.attend(each._replace(key_mask=mask[rows]), *(x[rows] for x in tensors))
         for strategy, each, rows in pairs if len(rows)

@@ -35,7 +35,7 @@ def _exchanged(call: Call, k: Tensor, v: Tensor, w: Any, mask: Tensor | None) ->
     """What is on both sides of this process's tokens, and the tensor of which it is made."""
     shards, mechanism = call.shards, call.mechanism
     if not k.shape[-2]:  # one masked token adds nothing
-        k, v = k.new_zeros(*k.shape[:-2], 1, k.shape[-1]), v.new_zeros(*v.shape[:-2], 1, v.shape[-1])
+        k, v = states.one_token(k), states.one_token(v)
         mask = torch.zeros(*k.shape[:-3], 1, 1, dtype=torch.bool, device=k.device)
     both = mechanism.sides(k, v, w, key_mask=mask)  # type: ignore[attr-defined]
     to_later, to_earlier = (states.packed(each) for each in both)

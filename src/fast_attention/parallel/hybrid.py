@@ -45,7 +45,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v, mask = checks.without_masked(k, v, call.key_mask, "kv")
     tokens = Tokens(k, v, append(None, k, v, mask).visible)
     if not k.shape[-2]:
-        k_one, v_one = (x.new_zeros(*x.shape[:-2], 1, x.shape[-1]) for x in (k, v))
+        k_one, v_one = states.one_token(k), states.one_token(v)
         tokens = Tokens(k_one, v_one, append(None, k_one, v_one, None).visible.logical_not())
     sinks, gathered = _sink_tokens(call, tokens)
     summed = tokens._replace(visible=tokens.visible & ~_among(sinks, tokens.visible, shards.key_start))
@@ -127,7 +127,7 @@ def _near(call: Call, tokens: Tokens, sinks: SinkTokens, ranges: Ranges) -> tupl
     if mask:
         visible = mask[0][..., :1, :, 0].detach() > 0.5
     if high == low:  # one masked token
-        k, v = (x.new_zeros(*x.shape[:-2], 1, x.shape[-1]) for x in (k, v))
+        k, v = states.one_token(k), states.one_token(v)
         visible = torch.zeros_like(tokens.visible[..., :1])
     return KVCache(k, v, visible & ~_among(sinks, visible, low)), fetched
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,13 +29,15 @@ class Part(NamedTuple):
 
 def parts(sequences: Packing, shards: Shards) -> list[Part]:
     """The packed sequences, in their order, but for those without a token."""
-    queries, keys = (
-        [tuple(max(0, min(end, last) - max(end - n, first)) for first, last in borders) for end, n in zip(accumulate(sizes), sizes, strict=True)]
-        for sizes, borders in (
-            (sequences.queries, shards.borders(keys=False)), (sequences.keys, shards.borders())
-        )
-    )  # fmt: skip
+    queries = _overlaps(sequences.queries, shards.borders(keys=False))
+    keys = _overlaps(sequences.keys, shards.borders())
     return [Part(*each) for each in zip(queries, keys, strict=True) if any(map(sum, each))]
+
+
+def _overlaps(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """How many tokens of each sequence every process holds."""
+    ends = [0, *accumulate(lengths)]
+    return [tuple(max(0, min(b, last) - max(a, first)) for first, last in borders) for a, b in pairwise(ends)]
 
 
 def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
@@ -51,13 +53,13 @@ def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
             if part.is_over_a_border:
                 over = call._replace(shards=call.shards.of(*part), key_mask=masks[i])
                 outs[i] = inner.attend(over, *(cut[i] for cut in cuts))
-        here = [i for i, part in enumerate(each) if not part.is_over_a_border]
-        if here:
-            rows = [torch.cat([cut[i] for i in here], -2) for cut in cuts]
-            mask = None if call.key_mask is None else torch.cat([masks[i] for i in here], -1)  # type: ignore[misc]
-            lengths = Packing(*(tuple(size[i] for i in here) for size in (sizes[0], sizes[-1])))
+        whole = [i for i, part in enumerate(each) if not part.is_over_a_border]
+        if whole:
+            rows = [torch.cat([cut[i] for i in whole], -2) for cut in cuts]
+            mask = None if call.key_mask is None else torch.cat([masks[i] for i in whole], -1)  # type: ignore[misc]
+            lengths = Packing(*(tuple(size[i] for i in whole) for size in (sizes[0], sizes[-1])))
             out = _alone(call, rows, lengths, mask)
-            outs |= dict(zip(here, out.split(list(lengths.queries), -2), strict=True))
+            outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
         return torch.cat([outs[i] for i in sorted(outs)], -2)
 
     def sends(call: Call, sizes: Sizes) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.decoding import State
 from fast_attention.engine.precision import rebuild
@@ -51,10 +52,10 @@ def everything(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
     number of processes is no power of 2, states are gathered instead.
     """
     shards, combine = call.shards, call.mechanism.combine
-    state, flat = _flat(call, k, v)
-    if shards.world & (shards.world - 1) or 0 in shards.keys:
+    if _uneven(call):
         states, rows = gathered(call, k, v)
         return reduce(combine, [each for each in states if each is not None]), rows
+    state, _ = _flat(call, k, v)
     step = 1
     while step < shards.world:
         partner = shards.rank ^ step
@@ -64,14 +65,25 @@ def everything(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
     return state, packed(state)
 
 
+def _uneven(call: Call) -> bool:
+    """Whether processes cannot all be paired in every round: they are no power of 2, or some have no token."""
+    world = call.shards.world
+    return bool(world & (world - 1)) or 0 in call.shards.keys
+
+
 def _flat(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor]:
     """This process's own state, and its numbers; that of a masked token where it has none."""
     mask = call.key_mask
     if not k.shape[-2]:
-        k, v = k.new_zeros(*k.shape[:-2], 1, k.shape[-1]), v.new_zeros(*v.shape[:-2], 1, v.shape[-1])
+        k, v = one_token(k), one_token(v)
         mask = torch.zeros(*k.shape[:-3], 1, dtype=torch.bool, device=k.device)
     state = call.mechanism.summarise(k, v, call.w, key_mask=mask)
     return state, packed(state)
+
+
+def one_token(x: Tensor) -> Tensor:
+    """A token of zeros where there is none, with a gradient, which its process must pass on like all others."""
+    return F.pad(x, (0, 0, 0, 1))
 
 
 def packed(state: Any) -> Tensor:
@@ -106,7 +118,7 @@ def leaves(tree: Any) -> list[Tensor]:
 def sends(call: Call, sizes: Sizes) -> int:
     """Bytes sent: a state to every other process, or one in each round."""
     world = call.shards.world
-    rounds = world - 1 if call.is_causal or world & (world - 1) else world.bit_length() - 1
+    rounds = world - 1 if call.is_causal or _uneven(call) else world.bit_length() - 1
     return rounds * bytes_of_state(call, sizes)
 
 

@@ -15,6 +15,8 @@ from fast_attention import decoding
 from fast_attention.decoding import State
 from fast_attention.engine.precision import rebuild
 from fast_attention.engine.tracing import replaced
+from fast_attention.mechanisms.hybrid.adapted import Adapted
+from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.parallel import collectives, heads, states
 from fast_attention.parallel.strategy import Call
 
@@ -22,7 +24,7 @@ from fast_attention.parallel.strategy import Call
 def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> tuple[Tensor, State]:
     """This process's outputs (..., H, N, Ev) after ``state``, and the state after the tokens of all processes."""
     constant = call.mechanism.traits.memory == "constant" and not getattr(call.mechanism, "clamp", None)
-    return (_combined if constant else _by_heads)(call, q, k, v, state)
+    return _combined(call, q, k, v, state) if constant else _by_heads(call, q, k, v, state)
 
 
 def _combined(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -45,7 +47,7 @@ def _by_heads(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) 
     whole = decoding.empty(mechanism, q, k, v, call.w)
     held = decoding.validated(state, whole)
     w, inputs, key_mask = heads.transposed(call, q, k, v)
-    part = decoding.empty(mechanism, *inputs, w)
+    part = decoding.empty(mechanism, inputs[0], inputs[1], inputs[2], w)
     axes = _head_axes(mechanism, (call.w, q, k, v), (w, *inputs))
     before = None if held is None else replaced(part, held=_cut(held, axes, shards.rank, part.heads))
     out, after = mechanism.decode(*inputs, w, before, key_mask=key_mask)
@@ -53,10 +55,24 @@ def _by_heads(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) 
 
 
 def _head_axes(mechanism: Any, *calls: tuple[Any, ...]) -> Any:
-    """For every tensor of a state the axis of heads, or None: seen in the states of one token of all and of some."""
+    """For every tensor of a state the axis of heads, or None: seen in states of a few tokens of all and of some."""
+    return reduce(_either, (_axes_after(mechanism, number, calls) for number in {1, _above(mechanism) + 1}))
+
+
+def _above(mechanism: Any) -> int:
+    """After how many tokens a state may have other parts than at the start."""
+    if isinstance(mechanism, Adapted):
+        return _above(mechanism.mechanism)
+    if isinstance(mechanism, ByLength):
+        return max(mechanism.above, _above(mechanism.short), _above(mechanism.long))
+    return 0
+
+
+def _axes_after(mechanism: Any, number: int, calls: tuple[tuple[Any, ...], ...]) -> Any:
     with torch.no_grad():
         whole, part = (
-            mechanism.decode(*(x[..., :1, :].detach() for x in inputs), w)[1].held for w, *inputs in calls
+            mechanism.decode(*(x.new_zeros(*x.shape[:-2], number, x.shape[-1]) for x in inputs), w)[1].held
+            for w, *inputs in calls
         )
 
     def axes(a: Any, b: Any) -> Any:
@@ -65,6 +81,13 @@ def _head_axes(mechanism: Any, *calls: tuple[Any, ...]) -> Any:
         return tuple(map(axes, a, b)) if isinstance(a, tuple) else None
 
     return axes(whole, part)
+
+
+def _either(one: Any, other: Any) -> Any:
+    """The axes of two states, either of which may lack parts."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return tuple(map(_either, one, other))
+    return other if one is None else one
 
 
 def _cut(held: Any, axes: Any, rank: int, number: int) -> Any:

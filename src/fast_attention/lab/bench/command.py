@@ -17,12 +17,13 @@ if TYPE_CHECKING or at_work():
 
     from fast_attention.lab import inputs, progress
     from fast_attention.lab.bench import competitors, figures, page, run
+    from fast_attention.lab.bench import processes as spreading
     from fast_attention.lab.bench.record import Benchmark
     from fast_attention.lab.bench.run import Plan
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.measure import Setting
     from fast_attention.lab.surroundings import begun
-    from fast_attention.lab.tables import present
+    from fast_attention.lab.tables import present, say, show
 
 
 def bench_command(
@@ -45,6 +46,9 @@ def bench_command(
     decode: Annotated[bool, typer.Option("--decode", help="Also time single tokens up to position 65,536.")] = False,
     vs_peers: Annotated[bool, typer.Option("--vs-peers", help="Run published packages beside ours.")] = False,
     peers_to: Annotated[int | None, typer.Option(min=1, help="Longest sequence for peers. Default: all.")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Spread each sequence over so many processes of this machine; what they send.")
+    ] = 1,
     budget: options.Seconds = 900,
     seed: options.Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder for bench.html and bench.json.")] = Path("out/bench"),
@@ -62,6 +66,8 @@ def bench_command(
     sizes = inputs.lengths(lengths or list(competitors.LENGTHS))
     memory_sizes = [n for n in sizes if n >= run.SHORTEST_MEMORY] if memory_lengths is None else _some(memory_lengths)
     setting = Setting(heads, head_dim, where, kind, False, backward, seed, batch)
+    if processes > 1:
+        return _over_processes(processes, chosen, sizes, replace(setting, is_causal=bool(causal)), out, as_json, dtype)
     direction: Any = {None: "both", True: "causal", False: "bidirectional"}[causal]
     peers = competitors.load_peers() if vs_peers else []
     count = torch.get_num_threads()
@@ -77,6 +83,28 @@ def bench_command(
     present(record, out, as_json, page.table(record), "", *page.remarks(record))
     wrong = any(row.check == "wrong" for row in record.rows)
     return 130 if status == "interrupted" else int(wrong)
+
+
+def _over_processes(
+    world: int, chosen: list[Any], sizes: list[int], setting: Setting, out: Path, as_json: bool, dtype: str
+) -> int:
+    """``--processes``: one direction, forward."""
+    if setting.device.type != "cpu":
+        raise InputError("--processes: the processes are joined by gloo, on the CPU; give --device cpu")
+    meta = begun(
+        setting.device, processes=world, causal=setting.is_causal, lengths=sizes, heads=setting.heads,
+        head_dim=setting.head_dim, batch=setting.batch, dtype=dtype, seed=setting.seed,
+    )  # fmt: skip
+    with inputs.alone(out):
+        record = spreading.SpreadRecord(meta, spreading.measure(world, chosen, sizes, setting))
+        record.meta["status"] = "complete"
+        path = spreading.leave(record, out)
+    if as_json:
+        print(record.to_json())
+    else:
+        show(spreading.table(record))
+    say(f"\nRecord: {path.resolve()}")
+    return 0
 
 
 def _some(lengths: list[int]) -> list[int]:
