@@ -286,9 +286,7 @@ def test_without_a_checkout_peers_are_refused(
     assert "--vs-peers: the adapters are in a checkout's benchmarks folder" in err
 
 
-def test_over_processes_it_says_what_each_mechanism_sends(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_over_processes_it_says_what_each_mechanism_sends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = bench(
         capsys, tmp_path, "--processes", "2", "--causal", "--lengths", "64", "--heads", "2", "--head-dim", "8",
         "--json", "--mechanisms", "LinearAttention", "Softmax", "GMLP", "Linformer",

@@ -37,7 +37,8 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mechanism.within(shards.length, w.band.shape[0])
     k, v, mask = checks.without_masked(k, v, call.key_mask, mechanism.traits.reads)
     near_k, near_v, visible, fetched = fetch_near(call, k, v, near)
-    far, received = _far(call, widen(reference.masked_scores(k, mask)), widen(v), near)
+    far, received = _far(call, reference.masked_scores(k, mask).double(), v.double(), near)
+    near_k, far = _around_the_far_key(near_k, far)
     if q.shape[-2]:
         out = mechanism.attend_part(
             q, near_k, near_v, w, far, start=shards.start, before=shards.start - near[shards.rank][0],
@@ -88,7 +89,16 @@ def _far(call: Call, k: Tensor, v: Tensor, near: Ranges) -> tuple[tuple[Tensor, 
     others = received.view(-1, *nothing.shape).unbind()
     far = torch.cat([nothing, *others], -2)
     far_k, far_v = far.split([k.shape[-1], v.shape[-1]], -1)
-    return reference.one_key(far_k, far_v), received
+    return reference.one_key(far_k.double(), far_v.double()), received
+
+
+def _around_the_far_key(near_k: Tensor, far: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Keys less the far one, which moves no output: the logarithm of many weights would lose digits in float32."""
+    key, value = far
+    if near_k.dtype == torch.float32:
+        shift = key.detach().masked_fill(key <= FLOOR / 2, 0.0).float()
+        near_k, key = near_k - shift, key - shift
+    return near_k, (key.to(widen(near_k).dtype), value.to(widen(near_k).dtype))
 
 
 def sends(call: Call, sizes: Sizes) -> int:
@@ -98,7 +108,7 @@ def sends(call: Call, sizes: Sizes) -> int:
     receivers = sum(bool(_parts(call, shards.rank, rank, near)) for rank in others)
     pair = sizes.width + sizes.values
     fetched = tokens_sent(near, shards) * (pair + call.masked) * sizes.itemsize
-    return heads * (fetched + receivers * pair * max(sizes.itemsize, 4))
+    return heads * (fetched + receivers * pair * 8)  # the far keys are float64
 
 
 BIASED_WINDOWS = Strategy(
