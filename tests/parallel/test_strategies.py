@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fast_attention import catalogue
+from fast_attention.parallel import states
 from tests.parallel.test_parallel import compare, draws
 
 NAMES = (
@@ -30,6 +31,11 @@ def process(rank: int, folder: str) -> None:
         mechanism = catalogue.parse(name)
         for is_causal in [False, True] if mechanism.traits.causal else [False]:
             results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
+    states.LONG = 1  # states are sent while others are summed
+    for name in (*NAMES, "DecayedLinearAttention(gate='learned')", "AFTSimple()", "LogAttention()"):
+        mechanism = catalogue.parse(name)
+        if mechanism.traits.memory == "constant":
+            results[f"{name}, in halves"] = compare(mechanism, rank, 2, is_causal=True, masked=mechanism.traits.padding)
     results["draws"] = "" if "different weights" in draws(rank) else "different weights are taken"
     torch.save(results, f"{folder}/{rank}")
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ Causal: one all-gather, and each process reads from what the shards before its o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -16,26 +17,52 @@ from torch.nn import functional as F
 from fast_attention.decoding import State
 from fast_attention.engine.precision import rebuild
 from fast_attention.parallel import collectives
+from fast_attention.parallel.heads import weights_of_heads
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
+
+LONG = 1024  # tokens of a process from which on states are sent while others are summed
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """This process's outputs, from the state of what its queries see on other processes."""
-    mechanism, w = call.mechanism, call.w
     if call.is_causal:
-        before, received = prefix(call, k, v)
-        out, _ = mechanism.decode(q, k, v, w, before, key_mask=call.key_mask)
-    else:
-        total, received = everything(call, k, v)
-        out = mechanism.read(q, k, v, w, total, key_mask=call.key_mask)
+        return _causal(call, q, k, v)
+    total, received = everything(call, k, v)
+    out = call.mechanism.read(q, k, v, call.w, total, key_mask=call.key_mask)
     return collectives.with_gradient(out, received)
 
 
-def prefix(call: Call, k: Tensor, v: Tensor) -> tuple[State | None, Tensor]:
-    """The state before this process's first token, and the tensor of which it is made."""
-    states, received = gathered(call, k, v)
-    before = [state for state in states[: call.shards.rank] if state is not None]
-    return (reduce(call.mechanism.combine, before) if before else None), received
+def _causal(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Outputs after what earlier processes' states combine to.
+
+    One half of the heads is summed while the states of the other are under way, and read while its own are.
+    """
+    heads, shards, parts = q.shape[-3], call.shards, 2 if _is_long(call, q) else 1
+    calls = [call]
+    if parts == 2:
+        halves = (replace(shards, rank=i, queries=(1, 1)) for i in range(2))
+        calls = [call._replace(w=weights_of_heads(call.mechanism, call.w, heads, half)) for half in halves]
+    inputs = list(zip(*(x.split(heads // parts, -3) for x in (q, k, v)), strict=True))
+    flights = [_depart(each, k_part, v_part) for each, (_, k_part, v_part) in zip(calls, inputs, strict=True)]
+    outs = []
+    for each, tensors, (like, flat, flight) in zip(calls, inputs, flights, strict=True):
+        rows = flight.landed(flat)
+        states = [unpacked(like, row) for row, n in zip(rows[: shards.rank], shards.keys, strict=False) if n]
+        before = reduce(call.mechanism.combine, states) if states else None
+        out, _ = call.mechanism.decode(*tensors, each.w, before, key_mask=call.key_mask)
+        outs.append(collectives.with_gradient(out, rows))
+    return torch.cat(outs, -3) if parts == 2 else outs[0]
+
+
+def _depart(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor, collectives.Flight]:
+    """This process's own state and its numbers, which are on their way to all others."""
+    flight, (state, flat) = collectives.Flight(call.shards.group), _flat(call, k, v)
+    return state, flight.started(flat), flight
+
+
+def _is_long(call: Call, q: Tensor) -> bool:
+    """Whether there is enough to compute while states are under way."""
+    return q.shape[-3] % 2 == 0 and call.shards.length >= LONG * call.shards.world
 
 
 def gathered(call: Call, k: Tensor, v: Tensor) -> tuple[list[State | None], Tensor]:
