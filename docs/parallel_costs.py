@@ -1,7 +1,7 @@
 """Draw the model of cost of docs/parallel.md from the newest benchmark: ``python docs/parallel_costs.py``.
 
-Predicted, not measured: the benchmark's time per token, at the same share of the peak of a stated GPU, and declared bytes
-over stated links.
+Predicted, not measured: the benchmark's time per token, at the same share of the peak of a stated GPU, and declared
+bytes over stated links.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def draw(held: Benchmark) -> str:
             axes.set_title(title)
             axes.legend(loc="upper left")
         figure.suptitle(
-            f"Predicted, not measured: seconds per layer, forward and backward, {heads} heads of {width}; dotted: sending\n"
-            f"{GPU / 1e12:.0f} TFLOP/s a GPU at the share of its peak that {held.meta['hardware']} reached; "
-            f"{LINKS[0] / 1e9:.0f} GB/s among 8 GPUs, {LINKS[1] / 1e9:.0f} GB/s beyond, {LATENCY * 1e6:.0f} us a message",
+            f"Predicted, not measured: seconds per layer, forward and backward, {heads} heads of {width}; "
+            f"dotted: sending\n{GPU / 1e12:.0f} TFLOP/s a GPU at the share of its peak that {held.meta['hardware']} reached; "
+            f"{LINKS[0] / 1e9:.0f} GB/s among 8 GPUs, {LINKS[1] / 1e9:.0f} GB/s beyond, "
+            f"{LATENCY * 1e6:.0f} us a message",
             fontsize=9,
         )  # fmt: skip
         alt = "Predicted seconds per layer against tokens for 8 to 1,024 GPUs; the lines end where tokens do not fit."
