@@ -83,7 +83,8 @@ def draw(held: Benchmark) -> str:
             axes.legend(loc="upper left")
         figure.suptitle(
             f"Predicted, not measured: seconds per layer, forward and backward, {heads} heads of {width}; "
-            f"dotted: sending\n{GPU / 1e12:.0f} TFLOP/s a GPU at the share of its peak that {held.meta['hardware']} reached; "
+            f"dotted: sending\n{GPU / 1e12:.0f} TFLOP/s a GPU at the share of its peak that "
+            f"{held.meta['hardware']} reached; "
             f"{LINKS[0] / 1e9:.0f} GB/s among 8 GPUs, {LINKS[1] / 1e9:.0f} GB/s beyond, "
             f"{LATENCY * 1e6:.0f} us a message",
             fontsize=9,
