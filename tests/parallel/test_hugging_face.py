@@ -14,6 +14,7 @@ from torch import nn
 
 from fast_attention import TokenMixer, Unsupported, swap
 from fast_attention.parallel import parallelize
+from tests.parallel import leave
 
 transformers = pytest.importorskip("transformers")
 LENGTHS = [9, 7]
@@ -77,8 +78,7 @@ def process(rank: int, folder: str) -> None:
         except Unsupported as error:
             results[name] = str(error)
     torch.save(results, f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
 from fast_attention.parallel import collectives, mix, shards, strategy
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import MIXERS, bind, some_keys
+from tests.parallel import leave
 
 LENGTHS = {2: [6, 5], 4: [3, 0, 6, 2]}
 
@@ -88,8 +89,7 @@ def process(rank: int, world: int, folder: str) -> None:
     results["causal"] = refusal(MLPMixer(), x, short, is_causal=True)
     results["half"] = mix(MIXERS[0], x.bfloat16(), group=dist.group.WORLD).dtype
     torch.save(results, f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, Unsupported, attention, explain
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.parallel import counted, parallelize, shards
+from tests.parallel import leave
 
 LENGTHS = {2: [8, 6], 4: [5, 1, 6, 2]}
 LENGTH, WIDTH, HEADS = 14, 16, 4
@@ -188,8 +189,7 @@ def process(rank: int, world: int, folder: str) -> None:
     results |= {"calls": calls(rank, world), "prefilled": prefilled(rank, world), "packed": packed(rank, world)}
     results |= {"explained": explained(rank, world), "refused": refused(rank)}
     torch.save(results, f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fast_attention import catalogue
+from tests.parallel import leave
 from tests.parallel.test_parallel import compare
 from tests.parallel.test_strategies import NAMES
 
@@ -26,8 +27,7 @@ def process(rank: int, folder: str) -> None:
         for is_causal in [False, True] if mechanism.traits.causal else [False]:
             results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
     torch.save(results, f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL joins two GPUs or more, and fewer are at hand")

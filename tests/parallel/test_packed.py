@@ -16,6 +16,7 @@ from fast_attention.parallel.packing import packed_over
 from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
+from tests.parallel import leave
 from tests.parallel.test_parallel import HEADS, LENGTHS, cut
 
 SEQUENCES = (2, 5, 0, 1, 3)
@@ -109,8 +110,7 @@ def process(rank: int, world: int, folder: str) -> None:
         if mechanism.traits.memory:
             results[f"state of {mechanism!r}"] = state_difference(mechanism, rank, world)
     torch.save((results, refusals(rank)), f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from fast_attention.parallel import Shards, attend, bigbird, collectives, partia
 from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
+from tests.parallel import leave
 
 LENGTHS = {2: [6, 5], 4: [3, 1, 5, 2]}
 HEADS = 4
@@ -162,8 +163,7 @@ def process(rank: int, world: int, folder: str) -> None:
     names = ("LinearAttention()", "Local(window=3)", "AFTLocal(window=3)")
     results |= {"bytes": [(traffic(name, 40), traffic(name, 400)) for name in names]}
     torch.save(results, f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 
 from fast_attention import catalogue
 from fast_attention.parallel import states
+from tests.parallel import leave
 from tests.parallel.test_parallel import compare, draws
 
 NAMES = (
@@ -38,7 +39,7 @@ def process(rank: int, folder: str) -> None:
             results[f"{name}, in halves"] = compare(mechanism, rank, 2, is_causal=True, masked=mechanism.traits.padding)
     results["draws"] = "" if "different weights" in draws(rank) else "different weights are taken"
     torch.save(results, f"{folder}/{rank}")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_strategies_give_what_one_process_gives(tmp_path: Path) -> None:
