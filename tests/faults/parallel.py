@@ -6,8 +6,6 @@ STRATEGIES = "tests/parallel/test_strategies.py"
 FAULTS = [
     Fault("early rows are of the long mechanism", "parallel/by_length.py", "takes = (number[..., :rows] <= above)",
           "takes = (number[..., :rows] < 0)", STRATEGIES),
-    Fault("a shard of a decoder reads from its own cache", "parallel/spreading.py", 'keywords["use_cache"] = False', "pass",
-          "tests/parallel/test_hugging_face.py -k Llama"),
     Fault("positions of a shard begin at zero", "parallel/spreading.py", "torch.arange(start, start + length",
           "torch.arange(0, length", "tests/parallel/test_hugging_face.py -k Bert"),
     Fault("every process projects by the first columns", "parallel/reductions.py",
