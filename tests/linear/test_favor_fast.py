@@ -197,6 +197,35 @@ def test_prefill(phi: Kind) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+@pytest.mark.parametrize("phi", EXPONENTIAL, ids=str)
+def test_gradients_behind_a_state(phi: Kind, scale: float) -> None:
+    """Chunks hand gradients to the state before them, and have them from the state behind them."""
+    (q, k, v), mask = inputs(430, scale=scale), torch.rand(2, 1, 430) < 0.7
+    mask[..., 0] = True
+    kind, heads = phi[0], Heads(*(t if t is None else t.requires_grad_() for t in some_heads(*phi)))
+    leaves, outs, state = [q, k, v, *(t for t in heads if t is not None)], [], None
+    for at in (slice(0, 135), slice(135, 137), slice(137, 290), slice(290, 430)):
+        out, state = fast_favor.advance(kind, q[..., at, :], k[..., at, :], v[..., at, :], heads, state, mask[..., at])
+        outs.append(out)
+    whole, probe = plain(kind, q, k, v, heads, is_causal=True, key_mask=mask), torch.randn(2, 2, 430, WIDE).double()
+    ours, theirs = (torch.autograd.grad(out, leaves, probe) for out in (torch.cat(outs, -2), whole))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9 * max(1.0, b.abs().max().item()))
+
+
+def test_second_derivatives_behind_a_state() -> None:
+    (q, k, v), heads = inputs(290), some_heads(POSITIVE, False, False)
+    parts = [[x[..., at, :] for x in (q, k, v)] for at in (slice(0, 140), slice(140, 290))]
+    first, state = fast_favor.advance(POSITIVE, *parts[0], heads, None, None)
+    outs = torch.cat([first, fast_favor.advance(POSITIVE, *parts[1], heads, state, None)[0]], -2)
+    once = [torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
+            for out in (outs, plain(POSITIVE, q, k, v, heads, is_causal=True))]  # fmt: skip
+    twice = [torch.autograd.grad(sum(g.square().sum() for g in each), (q, k, v)) for each in once]
+    for a, b in zip(*twice, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_very_many_terms(is_causal: bool) -> None:
     """Sums of 2^18 equal terms lose nothing: running sums go to the total a few at a time."""

@@ -77,7 +77,7 @@ def _forward(
     outputs: list[Tensor] = []
     for at in places:
         if keep:
-            kept += state
+            kept += [x.clone() for x in state]  # rows of a whole chunk's sums would keep all of them
         rows, state = step(_cut(tokens, at), weights, state)
         outputs = outputs or [x.new_empty(*x.shape[:-2], places[-1].stop, x.shape[-1]) for x in rows]
         for out, row in zip(outputs, rows, strict=True):

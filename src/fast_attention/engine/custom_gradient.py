@@ -87,5 +87,7 @@ def _differentiable(
     wanted = [x for x in twins if x is not None and x.requires_grad]
     outputs = plain(*twins, **settings)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]  # log scales need not
+    outputs, gradients = zip(*pairs, strict=True)
     grad_in = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
     return [next(grad_in) if x is not None and x.requires_grad else None for x in twins]

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.engine import dispatch, masks
+from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
@@ -64,6 +65,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         same_width(self, k, v)
         return aft_simple(q, k, v, is_causal=is_causal, key_mask=key_mask)
 
+    @in_chunks
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
@@ -79,6 +81,7 @@ class AFTSimple(Attention[tuple[()], Pool]):
         out = q.sigmoid() * reference.mean(rows.sums[..., 1:, :], v.shape[-1])
         return out, Pool(rows.log_scale[..., -1:, :], rows.sums[..., -1:, :])
 
+    @summed_in_chunks
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> Pool:
         """The pool of the keys of a chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.recurrence import flat
-from fast_attention.mechanisms.linear import fast_favor_causal, fast_favor_chunks, fast_favor_noncausal, reference
+from fast_attention.mechanisms.linear import (
+    fast_favor_causal,
+    fast_favor_chunks,
+    fast_favor_noncausal,
+    linear_state,
+    reference,
+)
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
@@ -37,7 +44,7 @@ def attend(
         dispatch.record("features chunk by chunk, with a running state", "causal", chunk=size)
     else:
         dispatch.record("features block by block", "every query sees all keys", block=fast_favor_noncausal.TOKENS)
-    out = (CAUSAL if is_causal else NONCAUSAL)(*tensors, phi=phi)
+    out = CAUSAL(*tensors, *_begin(phi, tensors), phi=phi)[0] if is_causal else NONCAUSAL(*tensors, phi=phi)
     return out.reshape(*lead, *out.shape[-2:])
 
 
@@ -46,23 +53,19 @@ def advance(
     key_mask: Tensor | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
-    tensors = (q, k, v, *heads, *(state or ()))
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if wanted or _against(phi, q, k, is_causal=True):
+    if _against(phi, q, k, is_causal=True):
         if q.shape[-2] == 1 and state is not None and key_mask is None:
             return _step(phi, q, k, v, heads, state)
         keys = reference.masked_keys(lambda x: phi.plain(x, heads.keys), k, key_mask)
         sums, state = reference.advance(phi.plain(q, heads).free, keys, v, state)
         return normalise(sums), state
     lead, tensors = _flat(q, k, v, heads, key_mask)
-    count, width, values = len(tensors[0]), phi.width(heads.rows), v.shape[-1]
-    G, g = q.new_zeros(count, width, values), q.new_zeros(count, 1, width)
-    log_scale = phi.first_log_scale(q, count, heads.rows)
-    for x, before in zip((G, g, log_scale), state or (), strict=False):
-        x.copy_(before.reshape(x.shape))
-    out = fast_favor_causal.forward(*tensors, phi=phi, keep=False, state=(G, g, log_scale))[0]
-    after = LinearState(G.view(*lead, width, values), g.view(*lead, width), log_scale.view(*lead, -1))
-    return out.reshape(*lead, *out.shape[-2:]), after
+    first = _begin(phi, tensors)
+    if state is not None:
+        first = tuple(x.reshape(like.shape) for x, like in zip(state, first, strict=True))
+    out, *after = CAUSAL(*tensors, *first, phi=phi)
+    out, G, g, log_scale = (x.reshape(*lead, *x.shape[-2:]) for x in (out, *after))
+    return out, LinearState(G, g[..., 0, :], log_scale[..., 0, :])
 
 
 def _step(
@@ -107,9 +110,29 @@ def _plain(
     return normalise(reference.attend(phi.plain(q, heads).free, keys, v, is_causal=is_causal))
 
 
+def _begin(phi: RandomFeatureMap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The state before the first key of flat heads: sums (N, C, Ev) and (N, 1, C), and log scales."""
+    (q, _, v), rows = tensors[:3], tensors[4]
+    count, width = len(q), phi.width(rows)
+    sums = q.new_zeros(count, width, v.shape[-1]), q.new_zeros(count, 1, width)
+    return *sums, phi.first_log_scale(q, count, rows)
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any, phi: RandomFeatureMap
+) -> tuple[Tensor, ...]:
+    """What the chunks compute, in operations that autograd follows; all queries see the first of more keys."""
+    heads, (G, g, log_scale), extra = Heads(*others[:3]), others[3:], k.shape[-2] - q.shape[-2]
+    state = LinearState(G, g[..., 0, :], log_scale[..., 0, :])
+    keys = reference.masked_keys(lambda x: phi.plain(x, heads.keys), k, mask)
+    if extra:
+        first, keys = reference.sliced(keys, slice(0, extra)), reference.sliced(keys, slice(extra, None))
+        state = linear_state.combine(state, linear_state.summarise(first, v[..., :extra, :]))
+    sums, state = reference.advance(phi.plain(q, heads).free, keys, v[..., extra:, :], state)
+    return normalise(sums), state.kv, state.k[..., None, :], state.log_scale[..., None, :]
+
+
 NONCAUSAL = CustomGradient(
     lambda *x, phi: _plain(*x, phi=phi, is_causal=False), fast_favor_noncausal.forward, fast_favor_noncausal.backward
 )
-CAUSAL = CustomGradient(
-    lambda *x, phi: _plain(*x, phi=phi, is_causal=True), fast_favor_causal.forward, fast_favor_causal.backward
-)
+CAUSAL = CustomGradient(_causal, fast_favor_causal.forward, fast_favor_causal.backward)

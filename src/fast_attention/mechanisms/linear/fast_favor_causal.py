@@ -28,15 +28,10 @@ State = tuple[Tensor, Tensor, Tensor]  # G (N, C, Ev), g (N, 1, C) and log scale
 
 @dataclass(frozen=True)
 class _Forward(FavorPass):
-    state: State | None  # where the scan begins, and where it leaves its end
+    state: State  # where the scan begins, and where it leaves its end
 
     def begin(self, rows: slice) -> Carry:
-        count, width = rows.stop - rows.start, self.phi.width(self.heads.rows)
-        if self.state is None:
-            G, g = self.q.new_zeros(count, width, self.v.shape[-1]), self.q.new_zeros(count, 1, width)
-            log_scale = self.phi.first_log_scale(self.q, count, self.heads.rows)
-        else:
-            G, g, log_scale = (x[rows] for x in self.state)
+        G, g, log_scale = (x[rows] for x in self.state)
         return Carry(self.heads.some(rows), RunningSums(G, g, SUMMED), log_scale, log_scale)
 
     def chunk(self, chunk: Chunk, carry: Carry, kept: Sequence[Tensor]) -> None:
@@ -77,16 +72,16 @@ class _Forward(FavorPass):
         torch.mul(numerator, factor[..., None], out=chunk.of(self.out))
 
     def end(self, rows: slice, carry: Carry) -> None:
-        if self.state is not None:
-            G, g, log_scale = (x[rows] for x in self.state)
-            carry.sums.rescale((carry.log_scale - carry.running_max).exp_())
-            carry.sums.read(G, g)
-            log_scale.copy_(carry.running_max)
+        G, g, log_scale = (x[rows] for x in self.state)
+        carry.sums.rescale((carry.log_scale - carry.running_max).exp_())
+        carry.sums.read(G, g)
+        log_scale.copy_(carry.running_max)
 
 
 @dataclass(frozen=True)
 class _Backward(FavorPass):
-    last: Tensor  # log scales after the last chunk, (N, 1, C) or (N, 1, 1)
+    d_state: State  # gradients of G and g after the last key, then before the first; log scales after the last
+    first: Tensor  # log scales before the first
     grad: Tensor
     d_heads: Heads | None
     dq: Tensor
@@ -94,9 +89,8 @@ class _Backward(FavorPass):
     dv: Tensor
 
     def begin(self, rows: slice) -> Carry:
-        count, width = rows.stop - rows.start, self.phi.width(self.heads.rows)
-        G, g = self.q.new_zeros(count, width, self.v.shape[-1]), self.q.new_zeros(count, 1, width)
-        return Carry(self.heads.some(rows), RunningSums(G, g, SUMMED), self.last[rows], self.last[rows])
+        G, g, log_scale = (x[rows] for x in self.d_state)
+        return Carry(self.heads.some(rows), RunningSums(G, g, SUMMED), log_scale, log_scale)
 
     def chunk(self, chunk: Chunk, carry: Carry, kept: Sequence[Tensor]) -> None:
         (_, _, enters, leaves), queries, sums = kept, self.queries(chunk), carry.sums
@@ -157,36 +151,40 @@ class _Backward(FavorPass):
         return dG, dg
 
     def end(self, rows: slice, carry: Carry) -> None:
-        """The first state has no gradient here: decoding with gradients goes by the plain form."""
+        carry.sums.rescale((self.first[rows] - carry.log_scale).exp_())
+        carry.sums.read(*(x[rows] for x in self.d_state[:2]))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *weights: Tensor | None, phi: RandomFeatureMap, keep: bool,
-    state: State | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Outputs (N, L, Ev) behind ``state``, which is overwritten by that after the last key."""
-    heads = Heads(*cast("list[Tensor]", weights))
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Tensor | None, phi: RandomFeatureMap, keep: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Outputs (N, L, Ev) and the state after the last key; ``others``: the weights of the heads and the first state."""
+    heads, state = _split(others)
     out, inv_denominator = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2])
-    work = _Forward(q, k, v, masked_rows(mask, k), heads, phi, Workspace(q), out, inv_denominator, state)
-    order, width = work.order(), phi.width(heads.rows)
+    after = tuple(x.clone() for x in state)
+    work = _Forward(q, k, v, masked_rows(mask, k), heads, phi, Workspace(q), out, inv_denominator, cast("State", after))
+    order = work.order()
     count = (len(q), len(order[0])) if keep else (len(q), 1)
-    scales = width if phi.exponential else 1
-    sizes = (width, v.shape[-1]), (1, width), (1, scales), (1, scales)
-    kept = tuple(q.new_empty(*count, *size) for size in sizes)
+    kept = tuple(x.new_empty(*count, *x.shape[1:]) for x in (*after, after[-1]))
     work.run(order, kept)
-    return out, (*kept, inv_denominator) if keep else ()
+    return (out, *after), (*kept, inv_denominator) if keep else ()
 
 
 def backward(
     inputs: Tensors, outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *,
     phi: RandomFeatureMap,
 ) -> Tensors:  # fmt: skip
-    """Gradients of q, k and v, and of trained rows and bias."""
-    q, k, v, mask, *weights = cast("list[Tensor]", inputs)
-    heads, (*states, inv_denominator) = Heads(*weights), kept
+    """Gradients of q, k and v, of trained rows and bias, and of the first state's sums."""
+    q, k, v, mask, *others = cast("list[Tensor]", inputs)
+    (heads, state), (*states, inv_denominator) = _split(others), kept
     d_heads = heads.mapped(torch.zeros_like) if heads.trained else None
+    d_state = gradients[1].clone(), gradients[2].clone(), outputs[3]
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     fixed = q, k, v, masked_rows(mask, k), heads, phi, Workspace(q), outputs[0], inv_denominator
-    work = _Backward(*fixed, states[-1][:, -1], gradients[0], d_heads, *grads)
+    work = _Backward(*fixed, d_state, state[2], gradients[0], d_heads, *grads)
     work.run(work.order(), states, backward=True)
-    return *grads, None, *(d_heads or (None, None, None))
+    return *grads, None, *(d_heads or (None, None, None)), *d_state[:2], None
+
+
+def _split(others: Sequence[Tensor | None]) -> tuple[Heads, State]:
+    return Heads(*cast("list[Tensor]", others[:3])), cast("State", tuple(others[3:]))

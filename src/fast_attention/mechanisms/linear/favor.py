@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.engine import advancing
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
@@ -139,6 +140,8 @@ class Favor(Kernelised[TrigonometricWeights]):
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``favor_attention`` with these settings."""
+        if is_causal and self.clamp is None and advancing.worthwhile(q, k, v):
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         return favor_attention(
             q, k, v, w.projection, w.phase, clamp=self.clamp, is_causal=is_causal, key_mask=key_mask
         )  # fmt: skip
@@ -149,12 +152,12 @@ class Favor(Kernelised[TrigonometricWeights]):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, LinearState]:  # fmt: skip
         """Outputs of the new tokens, and the sums over all keys up to their end."""
+        if self.clamp is None:
+            return super().advance(q, k, v, w, state, key_mask=key_mask)
         phi = _map(*w)
         keys = reference.masked_keys(phi, k, key_mask)
         sums, after = reference.advance(phi(q).values, keys, v, state)
-        if self.clamp is not None:
-            assert keys.log_scale is not None
-            largest = keys.log_scale.cummax(-1).values
-            largest = largest if state is None else torch.maximum(largest, state.log_scale)
-            sums = _clamped(sums, largest, *w, self.clamp)
-        return linear_state.normalise(sums), after
+        assert keys.log_scale is not None
+        largest = keys.log_scale.cummax(-1).values
+        largest = largest if state is None else torch.maximum(largest, state.log_scale)
+        return linear_state.normalise(_clamped(sums, largest, *w, self.clamp)), after

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features
@@ -57,6 +58,7 @@ class Kernelised(Attention[W, LinearState]):
 
         return feature_chunks.feature_attention(maps, weights, q, k, v, is_causal=is_causal, key_mask=key_mask)
 
+    @in_chunks
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
@@ -65,6 +67,7 @@ class Kernelised(Attention[W, LinearState]):
         queries, keys = self.maps(w)
         return in_range.advance(queries(q), reference.masked_keys(keys, k, key_mask), v, state)
 
+    @summed_in_chunks
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None = None) -> LinearState:
         """``sum_j phi(k_j) v_j^T`` and ``sum_j phi(k_j)`` of some tokens, over their largest features."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.engine.advancing import in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
@@ -98,9 +99,17 @@ class LinearAttention(Kernelised[tuple[()]]):
             q, k, v, feature_map=self._map, eps=self.eps, is_causal=is_causal, key_mask=key_mask
         )  # fmt: skip
 
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
+        walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
+        return walk(q, k, v, w, state, key_mask=key_mask)
+
+    @in_float32
+    def _advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
         return fast_linear.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
+
+    _in_chunks = in_chunks(_advance)

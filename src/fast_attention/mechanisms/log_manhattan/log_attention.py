@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import advancing, dispatch
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -24,6 +24,7 @@ from fast_attention.value import at_least, one_of
 
 Score = Literal["channel", "sum", "logdot"]
 Normalize = Literal["sum", "softmax", "none"]
+States = Pool | KeySums | LinearState
 EPS = 1e-6  # added to the denominators of logdot, as in linear attention
 
 
@@ -58,7 +59,7 @@ def log_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
+class LogAttention(Attention[tuple[()], States]):
     """Attention whose score is a logarithm: ``log(h(q) h(k)) = log h(q) + log h(k)``, linear in the sequence length.
 
     A sum of a query's and a key's score leaves little interaction between the two. ``normalize="softmax"`` loses the
@@ -124,6 +125,8 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
+        if is_causal and self.normalize == "softmax" and advancing.worthwhile(q, k, v):
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         if self.score == "logdot":
             dispatch.record("linear attention's plain form", "its fast passes take no map of this family")
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
@@ -140,11 +143,11 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         settings = LogSettings(self._score, self.normalize == "sum", is_causal)
         return fast_log.log_attention(q, k, v, key_mask, settings, fixed=self.feature_map.fixed)
 
+    @advancing.in_chunks
     @in_float32
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | KeySums | LinearState | None, *,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Pool | KeySums | LinearState]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: States | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, States]:
         """Outputs of new tokens, and the sums over all keys up to the last."""
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
@@ -162,10 +165,9 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
         out = reference.read(self._scores(q, v), sums, v.shape[-1], normalized=self.normalize == "sum")
         return out, KeySums(sums[..., -1:, :])
 
+    @advancing.summed_in_chunks
     @in_float32
-    def summary(
-        self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None
-    ) -> Pool | KeySums | LinearState:
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
         if self.score == "logdot":
             return linear_state.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
@@ -173,9 +175,7 @@ class LogAttention(Attention[tuple[()], Pool | KeySums | LinearState]):
             return pool.pooled(*self._pool_terms(k, v, key_mask))
         return KeySums(reference.terms(self._scores(k, v), v, key_mask).sum(-2, keepdim=True))
 
-    def merged(
-        self, earlier: Pool | KeySums | LinearState, later: Pool | KeySums | LinearState
-    ) -> Pool | KeySums | LinearState:
+    def merged(self, earlier: States, later: States) -> States:
         """The sums over two neighbouring chunks."""
         match earlier, later:
             case LinearState(), LinearState():

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import masks
+from fast_attention.engine import advancing, masks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
@@ -42,8 +42,7 @@ def manhattan_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``h(k_i) v_i + sum_j (log h(k_j) - log h(k_i)) v_j``, channel by channel ("Fast Attention", Eq. 12).
 
-    The sum runs over the keys that token i may see; the first term is dropped where its own key is masked. The settings
-    and the ``ValueError`` they may raise are those of ``Manhattan``.
+    The sum runs over the keys that token i may see; without its own it has no first term. Settings: see ``Manhattan``.
     """
     m = Manhattan(distance, normalize, reference, feature_map, query_dim, key_dim, temperature)
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
@@ -53,10 +52,9 @@ def manhattan_attention(
 class Manhattan(Attention[tuple[()], States]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
-    Channel by channel, k standing for h(k) > 0. Eq. 12 of the source, its reading choices as settings. The signed
-    weights sum to zero around the mean key, so that the relative term depends on the token only through ``log k_i``
-    times the mean value; for centred values it is one vector for all. Keys are as wide as values, or 1 wide. A masked
-    token's own row is that of a key of zeros.
+    Channel by channel, k standing for h(k) > 0; what Eq. 12 leaves open are settings. Signed weights sum to zero around
+    the mean key: the relative term depends on the token by ``log k_i`` times the mean value only, for centred values
+    not at all. Keys are as wide as values, or 1 wide. A masked token's own row is that of a key of zeros.
 
     Args:
         distance: ``"signed"``: ``log k_j - log k_i`` as printed, linear time; ``"l1"``: its absolute value, O(n log n)
@@ -137,6 +135,7 @@ class Manhattan(Attention[tuple[()], States]):
         total, size = pair_sums(l, x, ones, None, distance=self.distance, sizes=l1, is_causal=False)
         return self._out(q, diagonal, total, weight + size if l1 else ones[..., :1].sum(-2, keepdim=True))
 
+    @advancing.in_chunks
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
@@ -151,6 +150,7 @@ class Manhattan(Attention[tuple[()], States]):
         divisor = weight + size if l1 else prefix_sums(keys.ones[..., :1])[..., -l.shape[-2] :, :]
         return self._out(q, diagonal, total, divisor), keys
 
+    @advancing.summed_in_chunks
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
         """The sums over the keys of a chunk."""
