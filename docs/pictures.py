@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -13,10 +14,11 @@ from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
 from fast_attention.lab.records import EXACT
 from fast_attention.lab.study import drawings
+from fast_attention.lab.study.plan import label
 from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = ROOT / "docs" / "times.svg"
+TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
@@ -31,8 +33,11 @@ def source(record: Path) -> str:
 
 
 def stale() -> bool:
-    """Whether the README's picture is of another record than the newest benchmark."""
-    return not TIMES.exists() or source(newest("bench")) not in TIMES.read_text(encoding="utf-8")
+    """Whether a picture of the README is of another record than the newest of its kind."""
+    pairs = ((TIMES, "bench"), (LEARNED, "study-byte-lm"))
+    return any(
+        not path.exists() or source(newest(kind)) not in path.read_text(encoding="utf-8") for path, kind in pairs
+    )
 
 
 def times(record: Path) -> str:
@@ -73,6 +78,47 @@ def times(record: Path) -> str:
         return svg(figure, alt).replace("</svg>", f"<!-- {source(record)} -->\n</svg>")
 
 
+def learned(record: Path) -> str:
+    """What language models learn of bytes in equal time, bits per byte against minutes, as SVG."""
+    study = Study.read(record)
+    meta, lines = study.meta, {}
+    for name in meta["mechanisms"]:
+        runs = [{step: (seconds / 60, value) for step, seconds, value in run.curve} for run in study.of(name)]
+        steps = sorted(set.intersection(*map(set, runs)))[1:] if runs else []  # an untrained model is off the scale
+        points = [[run[step] for run in runs] for step in steps]
+        points += [[(run.curve[-1][1] / 60, run.curve[-1][2]) for run in study.of(name)]]
+        lines[name] = [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in points]
+    lines = dict(sorted(lines.items(), key=lambda line: -line[1][-1][1]))
+    ends = [line[-1] for line in lines.values()]
+    steps = {name: study.summary(name).steps for name in lines}  # type: ignore[union-attr]
+    told = "; ".join(
+        f"{label(name)} {y:.2f} after {steps[name]:,} steps" for name, (_, y) in zip(lines, ends, strict=True)
+    )
+    longest = max(x for x, _ in ends)
+    with matplotlib.rc_context(STYLE | {"font.size": 9}):
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
+        axes = figure.subplots()
+        colours = iter(COLOURS)
+        places = _apart([y for _, y in ends], least=1.02)
+        for (name, line), place in zip(lines.items(), places, strict=True):
+            colour = INK if name == EXACT else next(colours)
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=2.4 if name == EXACT else 1.6)
+            text = f"{label(name)}: {line[-1][1]:.2f}, {steps[name]:,} steps".replace(", far", ",\n  far")
+            beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+            axes.annotate(text, (longest, place), color=colour, **beside)
+        axes.margins(x=0.02)
+        axes.grid(color="#e4e7eb", linewidth=0.5)
+        axes.set_xlabel("minutes of training, the same for all")
+        axes.set_title(
+            f"bits per byte of unseen text, lower is better; {meta['task']}, {meta['model']['layers']} layers of "
+            f"{meta['model']['width']}, {meta['hardware']}, {meta['threads']} threads; {meta['started'][:10]}",
+            fontweight="normal",
+        )
+        return svg(figure, f"Bits per byte after {longest:.0f} minutes: {told}.").replace(
+            "</svg>", f"<!-- {source(record)} -->\n</svg>"
+        )
+
+
 def _apart(heights: list[float], least: float = 1.5) -> list[float]:
     """Where labels stand: at their lines' ends, from the top, each at least a factor below the one before."""
     places: dict[int, float] = {}
@@ -85,6 +131,7 @@ def _apart(heights: list[float], least: float = 1.5) -> list[float]:
 def main() -> None:
     """All pictures, each of its newest record."""
     files.write(TIMES, times(newest("bench")))
+    files.write(LEARNED, learned(newest("study-byte-lm")))
     study = Study.read(newest("study-mqar"))
     files.write(ROOT / "docs" / "study-costs.svg", drawings.costs(study).svg)
     files.write(ROOT / "docs" / "study-curves.svg", drawings.curves(study).svg)

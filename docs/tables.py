@@ -63,6 +63,7 @@ def by_need() -> str:
         "|---|---|---|---|",
         f"| no training {swapped('BigBird()')}",
         f"| to train it | `{taken}` | {old / new:.1f}x at {long:,} tokens | {before:.3f}, trained {after:.3f} |",
+        _long(newest("*-convert-long.json")[-1]),
         f"| constant memory in decoding | `LinearAttention()` | {first['milliseconds'] / last['milliseconds']:.1f}x a "
         f"token at {last['position']:,}, {last['bytes'] / 2**20:.2f} MiB for {first['bytes'] / 2**20:.0f} | "
         f"{cosines['LinearAttention()']:.3f} untrained |",
@@ -71,6 +72,23 @@ def by_need() -> str:
         f"| (no gain, n^2 too) | {names} | {spans[0][0]:.1f}x to {spans[0][1]:.1f}x at {far:,} tokens | "
         f"{spans[1][0]:.3f} to {spans[1][1]:.3f} |",
     ])  # fmt: skip
+
+
+def _long(held: dict[str, Any]) -> str:
+    """The row of a model that reads further than it could: on texts of another source, beside the means of chunks."""
+    before, after = (held["conversion"]["by_group"][stage] for stage in ("swapped", "tuned"))
+    group = max((name for name in after if name.startswith("other text")), key=lambda name: int(name.split()[-1]))
+    tokens = int(group.split()[-1])
+    old, new = (
+        next(row["attention_seconds"] for row in held["prices"] if (row["model"], row["length"]) == (model, tokens))
+        for model in ("original", "converted")
+    )
+    taken = catalogue.parse(held["conversion"]["mechanism"]).long  # type: ignore[attr-defined]
+    gained, had = (each[group]["sentence_cosine"] for each in (after, before))
+    return (
+        f"| a model of 512 tokens to read {tokens:,} ([how](docs/long.md)) | `{taken!r}` | {old / new:.1f}x at "
+        f"{tokens:,} tokens | {had:.4f}, trained {gained:.4f}, to the mean of its 512-token chunks |"
+    )
 
 
 def short() -> str:

@@ -22,7 +22,7 @@ LONGEST = 60.0  # seconds of a pass that is not begun any more
 
 def measure(
     models: dict[str, Any], layers: Sequence[str], lengths: Sequence[int], positions: int | None,
-    watch: Callable[[str], None],
+    watch: Callable[[str], None], *, longest: float = LONGEST,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for every model and length: median seconds of a pass and of its attention modules, and peak bytes.
 
@@ -34,11 +34,14 @@ def measure(
         lengths: Tokens, one sequence, in rising order.
         positions: How many positions the models know; None: any.
         watch: Called with what is measured.
+        longest: Seconds of a pass that is not begun any more.
     """
     rows: list[dict[str, Any]] = []
     for length in lengths:
         watch(f"{length:,} tokens")
-        skipped = {name: _beyond(model, length) or _too_long(rows, name, length) for name, model in models.items()}
+        skipped = {
+            name: _beyond(model, length) or _too_long(rows, name, length, longest) for name, model in models.items()
+        }
         attention: dict[str, list[float]] = {name: [] for name in models}
         runs = {
             name: _attended(model, layers, _inputs(model, length, positions), attention[name])
@@ -63,7 +66,7 @@ def _beyond(model: Any, length: int) -> str:
     return "" if longest is None or length <= longest else f"it reads {longest:,} tokens at most"
 
 
-def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
+def _too_long(rows: list[dict[str, Any]], name: str, length: int, longest: float) -> str:
     """Why a pass is not begun, or nothing: its time is predicted from the length before."""
     measured = [row for row in rows if row["model"] == name]
     if not measured:
@@ -71,7 +74,7 @@ def _too_long(rows: list[dict[str, Any]], name: str, length: int) -> str:
     if measured[-1]["note"]:
         return measured[-1]["note"]
     expected = measured[-1]["seconds"] * (length / measured[-1]["length"]) ** 2
-    return f"it would take up to {expected:.0f} s" if expected > LONGEST else ""
+    return f"it would take up to {expected:.0f} s" if expected > longest else ""
 
 
 def _inputs(model: Any, length: int, positions: int | None) -> dict[str, Tensor | bool]:
