@@ -9,7 +9,7 @@ from statistics import fmean
 import matplotlib
 from matplotlib.figure import Figure
 
-from fast_attention import files
+from fast_attention import Softmax, files
 from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
 from fast_attention.lab.records import EXACT
@@ -101,8 +101,9 @@ def learned(record: Path) -> str:
         colours = iter(COLOURS)
         places = _apart([y for _, y in ends], least=1.02)
         for (name, line), place in zip(lines.items(), places, strict=True):
-            colour = INK if name == EXACT else next(colours)
-            axes.plot(*zip(*line, strict=True), color=colour, linewidth=2.4 if name == EXACT else 1.6)
+            exact = name == repr(Softmax())
+            colour = INK if exact else next(colours)
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=2.4 if exact else 1.6)
             text = f"{label(name)}: {line[-1][1]:.2f}, {steps[name]:,} steps".replace(", far", ",\n  far")
             beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
             axes.annotate(text, (longest, place), color=colour, **beside)
