@@ -21,7 +21,8 @@ WALKED = [
     "Manhattan()", "Manhattan(reference='first')", "AFTSimple()",
 ]  # fmt: skip
 ALL = [
-    *(each for each in WALKED if "Taylor" not in each), "FavorPlus(num_features=16)", "FavorPlusPlus(num_features=16)", "LinearAttention()",
+    *(each for each in WALKED if "Taylor" not in each),
+    "FavorPlus(num_features=16)", "FavorPlusPlus(num_features=16)", "LinearAttention()",
     "DecayedLinearAttention()",
 ]  # fmt: skip
 
