@@ -133,7 +133,7 @@ def main() -> None:
                 {"reader": reader.name, "bits_per_byte": values, "tokens_per_second": len(chosen) * length / seconds}
             )
     about |= {"status": "complete", "finished": surroundings.timestamp()}
-    files.write(asked.out, records.sealed("by-position", {"meta": about, "rows": rows}) + "\n")
+    files.write(asked.out, records.sealed("by position", {"meta": about, "rows": rows}) + "\n")
     show(table(rows, EDGES), f"Record: {asked.out}")
 
 

@@ -53,7 +53,7 @@ def main() -> None:
         "status": "complete", "command": ["python", "-m", "benchmarks.long_texts", *sys.argv[1:]], "started": started,
         "finished": surroundings.timestamp(), **surroundings.surroundings(torch.device("cpu")),
     }  # fmt: skip
-    files.write(asked.out, records.sealed("costs", {"meta": meta, "rows": [], "prices": prices}) + "\n")
+    files.write(asked.out, records.sealed("long texts", {"meta": meta, "rows": [], "prices": prices}) + "\n")
     by = {(row["model"], row["length"]): row for row in prices}
     cells = []
     for length in asked.lengths:

@@ -22,7 +22,7 @@ LONGEST = 60.0  # seconds of a pass that is not begun any more
 
 def measure(
     models: dict[str, Any], layers: Sequence[str], lengths: Sequence[int], positions: int | None,
-    watch: Callable[[str], None], *, longest: float = LONGEST,
+    watch: Callable[[str], None], *, longest: float | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for every model and length: median seconds of a pass and of its attention modules, and peak bytes.
 
@@ -34,8 +34,9 @@ def measure(
         lengths: Tokens, one sequence, in rising order.
         positions: How many positions the models know; None: any.
         watch: Called with what is measured.
-        longest: Seconds of a pass that is not begun any more.
+        longest: Seconds of a pass that is not begun any more. None: a minute.
     """
+    longest = LONGEST if longest is None else longest
     rows: list[dict[str, Any]] = []
     for length in lengths:
         watch(f"{length:,} tokens")
