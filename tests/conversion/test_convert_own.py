@@ -31,7 +31,7 @@ FEATURES = "LearnedFeatures(num_features=4)"
 EVERYWHERE = ["--exact-up-to", "none", "--train", "model"]  # the mechanism at every length, all weights trained
 STEPS = settings_of_all(minutes=0.0, steps=4, save_seconds=0.0)
 SETTINGS = TrainingSettings(steps=250, batch_size=16, evaluate_every=250, evaluation_batches=2, save_every=0, lr=5e-3)
-SIZES: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2}
+SIZES: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "positions": "learned"}
 
 
 def sequences(path: Path) -> str:
@@ -243,6 +243,11 @@ REFUSED: dict[str, Any] = {
     "tokens": ("FNet()", {"causal": False}, "mixes whole tokens and has no heads"),
     "past": ("Linformer(rank=2)", {}, r"traits\.causal"),
     "turned": ("MLPMixer()", {"positions": "rotary"}, "a causal model|has no heads"),
+    "rotary": (
+        "LearnedFeatures()",
+        {"positions": "rotary"},
+        r"traits\.rotary is False.* Or a model that was trained with positions='learned'",
+    ),
     "projections": (
         "Softmax()",
         {"mechanism": "RandomSynthesizer()"},

@@ -176,7 +176,7 @@ def test_what_cannot_be_studied(
     ("others", "wanted"), [(["FavorPlus()"], "rotary"), (["Local() + LinearAttention()"], "learned")]
 )
 def test_automatic_positions_are_the_same_for_all(others: list[str], wanted: str) -> None:
-    model = {"width": 16, "heads": 2, "layers": 1, "positions": "auto"}
+    model: dict[str, Any] = {"width": 16, "heads": 2, "layers": 1}
     plan = Plan.of(tasks.parse(TASK), others, 1, TrainingSettings(steps=2), model)
     assert plan.model["positions"] == wanted
     assert {matched(plan.task, name, plan.model).positions for name in plan.mechanisms} == {wanted}

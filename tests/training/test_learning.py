@@ -72,7 +72,7 @@ def test_options_go_before_the_file(tmp_path: Path) -> None:
         (["copy", "--mechanism", "Softmx"], "Softmax"),
         (["copy", "--mechanism", "FNet"], "FNet() does not support"),
         (["copy", "--config", "none.toml"], "none.toml: No such file"),
-        (["copy", "--max-len", "10"], "max_len=10"),
+        (["copy", "--max-len", "10", "--positions", "learned"], "max_len=10"),
         (["copy", "--device", "cuda:77"], "cuda:77"),
         (["copy", "--heads", "3"], "multiple of heads=3"),
         (["copy", "--precision", "float8"], "float8"),
@@ -150,8 +150,16 @@ def test_a_model_of_numbers_goes_on_with_numbers(tmp_path: Path, capsys: pytest.
     [
         ({}, [], "--prompt is missing: this model reads numbers from 0 to 8"),
         ({}, ["--prompt", "3 9"], "numbers from 0 to 8"),
-        ({}, ["--prompt", "1 2", "--tokens", "30"], "--tokens 30: the model reads 30 tokens and the prompt has 2"),
-        ({}, ["--prompt", "1 " * 31], "--prompt: the model reads 30 tokens and the prompt has 31"),
+        (
+            {"positions": "learned"},
+            ["--prompt", "1 2", "--tokens", "30"],
+            "--tokens 30: the model reads 30 tokens and the prompt has 2",
+        ),
+        (
+            {"positions": "learned"},
+            ["--prompt", "1 " * 31],
+            "--prompt: the model reads 30 tokens and the prompt has 31",
+        ),
         ({}, ["--prompt", "1", "--top-p", "0"], "top_p"),
         ({"causal": False}, ["--prompt", "1"], "needs a decoder"),
     ],

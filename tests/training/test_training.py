@@ -349,7 +349,7 @@ def test_classes_and_half_precision(tmp_path: Path) -> None:
 
 
 def test_only_matrices_are_pulled_to_zero() -> None:
-    model = Model(small())
+    model = Model(small(positions="learned"))
     pulled, free = steps.optimiser_for(model, SETTINGS).param_groups
     assert pulled["weight_decay"] == SETTINGS.weight_decay
     assert free["weight_decay"] == 0.0
@@ -362,7 +362,7 @@ def test_only_matrices_are_pulled_to_zero() -> None:
     ("task", "settings", "words"),
     [
         (TASK, {"causal": False}, "asks for what comes next"),
-        (TASK, {"max_len": 5}, "max_len=5"),
+        (TASK, {"max_len": 5, "positions": "learned"}, "max_len=5"),
         (Copy(), {"vocab_size": 4}, "vocab_size=4"),
         (ListOps(), {"head": "tokens", "classes": 0}, "classes"),
     ],

@@ -41,7 +41,7 @@ class LibraryAdapter:
                 try:
                     model.set_submodule(name, _replacement(model, mixer, mechanism))
                 except Unsupported as error:
-                    reasons[name] = str(error)
+                    reasons[name] = f"{error}{_learned(model, mechanism)}"
         if len(reasons) == len(names):
             raise Unsupported(next(iter(reasons.values())) if reasons else "keep names every layer: none is left")
         _update_config(model)
@@ -158,6 +158,12 @@ def _replacement(model: Model, mixer: TokenMixer, mechanism: Mechanism[Any, Any]
     if model.config.causal and not mechanism.traits.causal:
         raise mechanism.refuse("a causal model", "causal")
     return mixer.with_mechanism(mechanism)
+
+
+def _learned(model: Model, mechanism: Mechanism[Any, Any]) -> str:
+    """What would take a mechanism that may not see rotated queries and keys."""
+    rotated = model.config.positions == "rotary" and not mechanism.traits.rotary
+    return " Or a model that was trained with positions='learned'." if rotated else ""
 
 
 def _update_config(model: Model) -> None:

@@ -55,7 +55,9 @@ Width = Annotated[int | None, typer.Option(help="Width of a token. Default: 128.
 Layers = Annotated[int | None, typer.Option(help="Blocks. Default: 2.")]
 Heads = Annotated[int | None, typer.Option(help="Heads. Default: 4.")]
 Conv = Annotated[int | None, typer.Option(help="Tokens that a decoder's convolution sees before attention, 4 say.")]
-Positions = Annotated[str | None, typer.Option(help="learned, sinusoidal, rotary, none or auto (rotary if possible).")]
+Positions = Annotated[
+    str | None, typer.Option(help="learned, sinusoidal, rotary, none or auto (rotary if possible). Default: auto.")
+]
 _READING: ContextVar[bool] = ContextVar("a command's file is read for its options", default=False)
 
 

@@ -57,7 +57,7 @@ class ModelConfig(Value):
     heads: int = 4
     hidden: int = 0
     max_len: int = 512
-    positions: Positions = "learned"
+    positions: Positions = "auto"
     causal: bool = False
     head: Head = "tokens"
     classes: int = 0

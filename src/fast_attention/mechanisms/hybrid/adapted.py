@@ -156,7 +156,10 @@ class Adapted(Attention[Deltas, Any]):
 
 
 def _moved(x: Tensor, delta: Delta | None) -> Tensor:
-    """``x + (x D) U``."""
+    """``x + (x D) U``; where nothing is rounded to fewer digits as ``x (I + D U)``, which reads the tokens once."""
     if delta is None:
         return x
-    return x + (x @ delta.down.to(x.dtype)) @ delta.up.to(x.dtype)
+    down, up = (each.to(x.dtype) for each in delta)
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
+        return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype), down, up)
+    return x + (x @ down) @ up
