@@ -5,7 +5,7 @@ DATE := $(shell date +%Y-%m-%d)
 
 MINUTES ?= 30
 
-.PHONY: demo test fuzz test-compiled lint oracles test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
+.PHONY: demo test fuzz test-compiled lint kernels oracles test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -13,6 +13,7 @@ demo: .venv/demo
 test: .venv/dev
 	$(MAKE) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/test_oracles.py
+	$(MAKE) kernels
 	$(MAKE) oracles
 
 # The tests of tests/fuzz, round after round with new seeds; it ends with the inputs tried of each class.
@@ -27,6 +28,10 @@ lint: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+# Triton kernels without a GPU: run by Triton's interpreter, and compiled for three generations of GPUs.
+kernels: .venv/dev
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
 
 # The oracles, with every shape in a signature checked at run time.
 oracles: .venv/dev

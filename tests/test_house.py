@@ -26,6 +26,7 @@ FLOORS = [
     ["value", "expressions", "files", "known_names", "extras"],
     ["engine"],
     ["feature_maps"],
+    ["gpu"],
     ["checks", "decoding", "traits"],
     ["mechanism"],
     ["dense"],
@@ -48,7 +49,7 @@ FLOORS = [
 ]
 
 
-MATHEMATICS = {room for rooms in FLOORS[1:3] + FLOORS[5:13] for room in rooms}
+MATHEMATICS = {room for rooms in FLOORS[1:4] + FLOORS[6:14] for room in rooms}
 
 
 def floor(module: str) -> tuple[int, str]:

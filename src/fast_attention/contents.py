@@ -4,6 +4,8 @@
 from fast_attention.mechanism import Attention as Attention, Mixer as Mixer
 from fast_attention.mechanism import Shape as Shape, Traits as Traits, Unsupported as Unsupported
 
+from fast_attention.engine.dispatch import implementation as implementation
+
 from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUAttention
 from fast_attention.mechanisms import LogAttention as LogAttention, Manhattan as Manhattan
 from fast_attention.mechanisms import PositiveSoftplus as PositiveSoftplus, PositiveExp as PositiveExp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fast_attention import catalogue, grouped, packed, parallel
 from fast_attention.checks import checked
 from fast_attention.engine import heads
+from fast_attention.engine.dispatch import Implementation, implementation
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -80,6 +81,7 @@ def attention(
     cu_seqlens: CuSeqlens | None = None,
     lengths: Lengths | None = None,
     compile: Fusion = "off",
+    impl: Implementation = "auto",
     group: Any = None,
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
@@ -112,6 +114,8 @@ def attention(
         lengths: Instead of ``cu_seqlens`` the number of tokens of each sequence, or a pair: as a tuple of Python's ints
             also in compiled and exported code, which cannot read ``cu_seqlens``.
         compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works.
+        impl: ``"auto"`` runs what is fastest, ``"reference"`` plain operations, ``"triton"`` a kernel for GPUs, or
+            raises. ``fast_attention.implementation(...)`` says the same for all calls of a block.
         group: A ``ProcessGroup``, whose processes' tokens together are the sequence, in the order of ranks: each hands
             in its tokens and gets their outputs (docs/parallel.md). What is drawn must be drawn alike: seed alike.
 
@@ -119,7 +123,7 @@ def attention(
         Outputs (..., H, L, Ev).
 
     Raises:
-        Unsupported: The mechanism is a mixer, has learned weights, or its traits deny what was asked.
+        Unsupported: The mechanism is a mixer, has learned weights, its traits deny what was asked, or no kernel serves.
         ValueError: No such mechanism, sizes that do not fit, or ``cu_seqlens`` that do not rise from 0 to L.
     """
     mechanism = catalogue.parse(mechanism)
@@ -145,10 +149,14 @@ def attention(
         )  # fmt: skip
     run: Any = partial(grouped.attend, mechanism) if enable_gqa else mechanism
     run = partial(run, w=w, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout_p)
-    with fusing(compile) if compile != "off" else nullcontext():
+    with fusing(compile) if compile != "off" else nullcontext(), _implementation(impl):
         if sequences is None:
             return run(q, k, v, key_mask=key_mask)
         return packed.attend(run, q, k, v, sequences, key_mask)
+
+
+def _implementation(impl: Implementation) -> AbstractContextManager[None]:
+    return nullcontext() if impl == "auto" else implementation(impl)
 
 
 def _scaled(mechanism: Attention[Any, Any], q: Tensor, scale: float) -> tuple[Attention[Any, Any], Tensor]:

@@ -29,6 +29,14 @@ def test_new_deltas_change_nothing() -> None:
     assert sorted(dict(bound.named_parameters())) == ["k_down", "k_up", "q_down", "q_up", "v_down", "v_up"]
 
 
+def test_deltas_round_no_token_to_fewer_digits() -> None:
+    w = Adapted(Softmax(), rank=2).weights(Shape(1, 4))
+    x = torch.full((1, 1, 3, 4), 1 + 2.0**-12)
+    with torch.no_grad(), torch.autocast("cpu"):
+        moved = Adapted(Softmax(), rank=2).adapted(x, x, x, w)
+    assert all(torch.equal(each, x) for each in moved)
+
+
 def test_deltas_act_beyond_the_length_that_is_exact() -> None:
     bound = bind(ByLength(Softmax(), Adapted(Local(window=3), rank=2), above=8))
     short, long = qkv(8), qkv(9)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
-from fast_attention.engine.tracing import symbolic, traced, wrapped
+from fast_attention.engine.tracing import exporting, symbolic, traced, wrapped
+
+Implementation = Literal["auto", "reference", "triton"]
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # it is not imported here
+HALVES_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Step(NamedTuple):
@@ -21,6 +27,9 @@ class Step(NamedTuple):
 
 
 _trace: ContextVar[list[Step] | None] = ContextVar("dispatch_trace", default=None)
+ASKED = "the reference was asked for"
+KERNEL = "Triton kernel"  # how the names of their paths begin
+_asked: ContextVar[Implementation] = ContextVar("implementation", default="auto")
 
 
 def obstacle(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> str:
@@ -36,6 +45,8 @@ def obstacle(*tensors: Tensor, even: bool = False, anywhere: bool = False) -> st
     """
     if traced():
         return "traced"
+    if _asked.get() == "reference":
+        return ASKED
     first = tensors[0]
     if not anywhere and not served(first):
         return "not on a CPU"
@@ -60,6 +71,65 @@ def _uneven(tensors: tuple[Tensor, ...]) -> str:
 def served(x: Tensor) -> bool:
     """Whether fast paths are written for the device of ``x``: the line that a GPU's would change."""
     return x.is_cpu
+
+
+def gpu_obstacle(*tensors: Tensor, widest: int) -> str:
+    """Why no Triton kernel may run on these tensors; empty where one may.
+
+    Args:
+        tensors: What the kernel reads; at least one.
+        widest: The most numbers of a token that it takes.
+    """
+    first = tensors[0]
+    if not on_gpu(first):
+        return "not on a GPU"
+    if not symbolic() and _asked.get() == "reference":
+        return ASKED
+    if exporting() or (traced() and not symbolic()):
+        return "traced"
+    if any(x.dtype != first.dtype for x in tensors) or first.dtype not in HALVES_AND_SINGLE:
+        return "dtypes that differ, or of more than 32 bits"
+    if max(x.shape[-1] for x in tensors) > widest:
+        return f"heads of more than {widest} numbers"
+    if not symbolic() and (wrapped(tensors) or any(x.numel() == 0 for x in tensors)):
+        return "a tensor that overrides operations, or no tokens"
+    return "" if HAS_TRITON else "Triton is not installed"
+
+
+def unserved(x: Tensor, why: str) -> None:
+    """Record that a kernel did not run where one could have been hoped for: on a GPU, or asked for by name."""
+    if not symbolic() and (on_gpu(x) or _asked.get() == "triton"):
+        record("plain operations", why)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether kernels for GPUs can read ``x``."""
+    return x.is_cuda
+
+
+@contextmanager
+def implementation(name: Implementation) -> Iterator[None]:
+    """Let eager calls inside run by ``"auto"``, what is fastest; ``"reference"``, plain operations; or ``"triton"``.
+
+    Raises:
+        ValueError: No such implementation.
+        NotImplementedError: With ``"triton"``, at the end: no Triton kernel ran; the message says why.
+    """
+    if name not in get_args(Implementation):
+        raise ValueError(f"impl={name!r}: choose one of {', '.join(get_args(Implementation))}")
+    token = _asked.set(name)
+    try:
+        with recorded() as steps:
+            yield
+    finally:
+        _asked.reset(token)
+    for step in steps:
+        record(step.path, step.why, **step.sizes)
+    if name == "triton" and not any(step.path.startswith(KERNEL) for step in steps):
+        reasons = "; ".join(dict.fromkeys(f"{step.path}: {step.why}" for step in steps)) or "no path has one"
+        raise NotImplementedError(
+            f"impl='triton' was asked for and no Triton kernel ran ({reasons}); impl='auto' runs the fastest that can"
+        )
 
 
 def record(path: str, why: str, **sizes: int) -> None:

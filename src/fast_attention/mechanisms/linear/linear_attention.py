@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.advancing import in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import fast_linear, feature_chunks
+from fast_attention.mechanisms.linear import fast_linear, feature_chunks, gpu
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.value import at_least
@@ -21,7 +23,6 @@ from fast_attention.value import at_least
 MANY = 2**28  # features, a GiB: below, products over all of them are faster than chunks of them
 
 
-@in_float32
 def linear_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -38,13 +39,25 @@ def linear_attention(
     authors' code. A map whose scale is kept apart (``Exp``) needs no ``eps`` and gets none. A query that sees nothing
     gets zeros.
     """
+    settings: Any = {"phi": feature_map, "eps": eps}
+    if why := gpu.obstacle(q, k, v, feature_map):
+        return _attend(q, k, v, key_mask, why=why, is_causal=is_causal, **settings)
+    return gpu.attend(q, k, v, key_mask, is_causal=is_causal, **settings)
+
+
+@in_float32
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool, why: str
+) -> Tensor:
+    """``linear_attention`` without kernels for GPUs."""
 
     def maps() -> tuple[Map, Map]:
-        return feature_map.features, feature_map.features
+        return phi.features, phi.features
 
-    if not isinstance(feature_map, Elementwise) and not feature_chunks.against(maps, (), q, k, v, numbers=MANY):
+    dispatch.unserved(q, why)
+    if not isinstance(phi, Elementwise) and not feature_chunks.against(maps, (), q, k, v, numbers=MANY):
         return feature_chunks.feature_attention(maps, (), q, k, v, is_causal=is_causal, key_mask=key_mask, eps=eps)
-    return fast_linear.attend(q, k, v, key_mask, phi=feature_map, eps=eps, is_causal=is_causal)
+    return fast_linear.attend(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,6 +116,9 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
+        if not (why := gpu.obstacle(q, k, v, self._map) or gpu.few(q, state)):
+            return gpu.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
+        dispatch.unserved(q, why)
         walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks
         return walk(q, k, v, w, state, key_mask=key_mask)
 

@@ -1,0 +1,159 @@
+"""Calls the kernels of chunk sums: grids, strides and the memory of results.
+
+Tensors are (B, H, n, width) with any strides but the last, which is 1; states (B, H, D E + D) in float32, sums of
+products first. A key mask is (B, H, n) in bytes.
+"""
+
+# pyright: reportCallIssue=false
+# Triton's decorator says nothing of warps, and hides that constants are named.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.gpu import gradients, reading, sums
+from fast_attention.gpu.configurations import Configuration, configuration
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all calls of one computation share."""
+
+    code: int
+    offset: float
+    sizes: Configuration
+    precision: str
+
+    @classmethod
+    def of(cls, x: Tensor, v: Tensor, code: int, offset: float) -> Launch:
+        """For tokens ``x`` that are mapped by map number ``code``; float32 keeps float32's digits."""
+        exact = x.dtype == torch.float32 or v.dtype == torch.float32
+        return cls(code, offset, configuration(x.shape[-1], v.shape[-1], exact=exact), "tf32x3" if exact else "tf32")
+
+    def options(self, mask: Tensor | None = None) -> dict[str, Any]:
+        """Constants of a kernel over tiles."""
+        chunk, block, columns, values, warps, stages = self.sizes
+        return {
+            "MAP": self.code, "HAS_MASK": mask is not None, "PRECISION": self.precision, "CHUNK": chunk, "BT": block,
+            "BD": columns, "BE": values, "num_warps": warps, "num_stages": stages,
+        }  # fmt: skip
+
+    def chunks(self, length: int) -> int:
+        """How many chunks ``length`` tokens are."""
+        return -(-length // self.sizes.chunk)
+
+    def blocks(self, length: int) -> int:
+        """How many blocks ``length`` tokens are."""
+        return -(-length // self.sizes.block)
+
+    def sums(
+        self, x: Tensor, v: Tensor, mask: Tensor | None, first: Tensor | None, *,
+        factors: Tensor | None = None, weights: Tensor | None = None, backwards: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The sums before every chunk (behind it) and over all tokens, ``first`` included."""
+        (batch, heads, length, D), E = x.shape, v.shape[-1]
+        count, numbers = self.chunks(length), D * E + D
+        states = x.new_empty((batch, heads, count, numbers), dtype=torch.float32)
+        parts = -(-D // self.sizes.columns) * -(-E // self.sizes.values)
+        sums.chunk_sums[(batch * heads * count * parts,)](
+            x, v, _or(factors, x), _or(weights, x), _or(mask, x), states, heads, length, D, E, count, self.offset,
+            *x.stride()[:3], *v.stride()[:3], *_strides(mask), WEIGHTED=factors is not None, **self.options(mask),
+        )  # fmt: skip
+        last = x.new_empty((batch, heads, numbers), dtype=torch.float32)
+        size = 1024
+        sums.running_sums[(batch * heads * -(-numbers // size),)](
+            states, _or(first, states), last, numbers, count, REVERSED=backwards, HAS_FIRST=first is not None,
+            BLOCK=size, num_warps=4,
+        )  # fmt: skip
+        return states, last
+
+    def outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, states: Tensor, eps: float, *, is_causal: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Outputs, one over their denominators, and if ``keep`` what rounding took of them.
+
+        Noncausal, k is not read and ``states`` are sums over all keys.
+        """
+        (batch, heads, length, D), E = q.shape, v.shape[-1]
+        out = v.new_empty((batch, heads, length, E), dtype=q.dtype)
+        keep = keep and out.dtype != torch.float32
+        rest = out.new_empty(out.shape if keep else (0,))
+        factors = q.new_empty((batch, heads, length), dtype=torch.float32)
+        count = states.shape[2] if is_causal else 1
+        parts = -(-E // self.sizes.values)
+        reading.outputs[(batch * heads * self.blocks(length) * parts,)](
+            q, k, v, _or(mask, q), states, out, rest, factors, heads, length, k.shape[2], D, E, count, eps, self.offset,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), CAUSAL=is_causal, KEEP=keep,
+            **self.options(mask),
+        )  # fmt: skip
+        return out, factors, rest
+
+    def weights(self, out: Tensor, rest: Tensor, grad: Tensor, factors: Tensor) -> Tensor:
+        """The gradients of the denominators."""
+        batch, heads, length, E = grad.shape
+        weights = torch.empty_like(factors)
+        rows, values = min(self.sizes.block, 32), self.sizes.values
+        sums.row_products[(batch * heads * -(-length // rows),)](
+            out,
+            rest,
+            grad,
+            factors,
+            weights,
+            heads,
+            length,
+            E,
+            *grad.stride()[:3],
+            HAS_REST=rest.numel() > 0,
+            BT=rows,
+            BE=values,
+            num_warps=4,
+        )
+        return weights
+
+    def of_queries(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, factors: Tensor, weights: Tensor,
+        states: Tensor, *, is_causal: bool,
+    ) -> Tensor:  # fmt: skip
+        """Gradients of queries."""
+        (batch, heads, length, D), E = q.shape, v.shape[-1]
+        out, parts = q.new_empty((batch, heads, length, D)), -(-D // self.sizes.columns)
+        count = states.shape[2] if is_causal else 1
+        gradients.of_queries[(batch * heads * self.blocks(length) * parts,)](
+            q, k, v, _or(mask, q), grad, factors, weights, states, out, heads, length, k.shape[2], D, E, count,
+            self.offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), *grad.stride()[:3],
+            CAUSAL=is_causal, **self.options(mask),
+        )  # fmt: skip
+        return out
+
+    def of_keys(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, factors: Tensor, weights: Tensor,
+        states: Tensor, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of keys and of values. Noncausal, nothing of queries is read but ``states``."""
+        (batch, heads, keys, D), E = k.shape, v.shape[-1]
+        dk, dv = k.new_empty((batch, heads, keys, D)), v.new_empty((batch, heads, keys, E))
+        count, blocks = states.shape[2] if is_causal else 1, batch * heads * self.blocks(keys)
+        shared = heads, q.shape[2], keys, D, E, count, self.offset, *q.stride()[:3], *k.stride()[:3]
+        masked, rest = _strides(mask), {"CAUSAL": is_causal, **self.options(mask)}
+        gradients.of_keys[(blocks * -(-D // self.sizes.columns),)](
+            q, k, v, _or(mask, q), grad, factors, weights, states, dk, *shared, *v.stride()[:3], *masked,
+            *grad.stride()[:3], **rest,
+        )  # fmt: skip
+        gradients.of_values[(blocks * -(-E // self.sizes.values),)](
+            q, k, _or(mask, q), grad, factors, states, dv, *shared, *masked, *grad.stride()[:3], **rest
+        )
+        return dk, dv
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer that is not read where there is none."""
+    return other if x is None else x
+
+
+def _strides(mask: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))

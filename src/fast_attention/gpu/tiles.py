@@ -1,0 +1,86 @@
+"""What all kernels share: tiles of tokens in float32, feature maps and their slopes.
+
+Pointers stand at the sequence and head of a program already; offsets are 64 bits wide. What lies outside is read as
+zeros, and of tokens that a key mask hides nothing is read, so that no NaN of theirs gets in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fast_attention.gpu import maps
+
+NONE, IDENTITY, ELU, RELU = (tl.constexpr(number) for number in (maps.NONE, maps.IDENTITY, maps.ELU, maps.RELU))
+
+
+@triton.jit
+def feature(x, offset, MAP: tl.constexpr):
+    """The elementwise map of every number."""
+    if MAP == ELU:
+        return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+    elif MAP == RELU:
+        return tl.maximum(x, 0.0) + offset
+    else:
+        return x
+
+
+@triton.jit
+def slope(x, MAP: tl.constexpr):
+    """The derivative of the map."""
+    if MAP == ELU:
+        return tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
+    elif MAP == RELU:
+        return tl.where(x > 0, 1.0, 0.0)
+    else:
+        return tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def known(visible, first, length, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
+    """Which tokens exist and may be seen, (ROWS)."""
+    rows = first + tl.arange(0, ROWS)
+    if HAS_MASK:
+        return tl.load(visible + rows, mask=rows < length, other=0) != 0
+    else:
+        return rows < length
+
+
+@triton.jit
+def tile(
+    pointer, stride, first, length, column, width, visible, offset,
+    MAP: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tokens ``first`` on and their columns ``column`` on, (ROWS, COLUMNS), as they are or their features."""
+    rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    inside = known(visible, first, length, HAS_MASK, ROWS)[:, None] & (columns < width)[None, :]
+    x = tl.load(pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+    return tl.where(inside, feature(x.to(tl.float32), offset, MAP), 0.0)
+
+
+@triton.jit
+def turned(
+    pointer, stride, first, length, column, width, visible, offset,
+    MAP: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same tile with tokens as columns, (COLUMNS, ROWS), by the order of its loads: products need no transpose."""
+    rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    inside = (columns < width)[:, None] & known(visible, first, length, HAS_MASK, ROWS)[None, :]
+    x = tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)
+    return tl.where(inside, feature(x.to(tl.float32), offset, MAP), 0.0)
+
+
+@triton.jit
+def row(pointer, first, length, ROWS: tl.constexpr):
+    """Numbers ``first`` on of a row, (ROWS)."""
+    rows = first + tl.arange(0, ROWS)
+    return tl.load(pointer + rows, mask=rows < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put(pointer, stride, first, length, column, width, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write a tile of tokens."""
+    rows, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    inside = (rows < length)[:, None] & (columns < width)[None, :]
+    where = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(pointer + where, values.to(pointer.dtype.element_ty), mask=inside)

@@ -1,0 +1,141 @@
+"""Compiles every kernel in every configuration for GPUs that are not here: ``python -m tests.gpu.ahead --cores 1``.
+
+The launches are the library's own, caught on tensors without memory; each line says registers, spilled bytes and shared
+memory of one kernel, from the assembler's own report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fast_attention.gpu import gradients, reading, sums
+from fast_attention.gpu.configurations import TABLE
+from fast_attention.gpu.launching import Launch
+
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Caught(NamedTuple):
+    """A launch: the kernel by module and name, what it was given, and how."""
+
+    module: str
+    name: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    hints: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, int]
+
+    @property
+    def key(self) -> str:
+        """Equal for launches of one and the same program."""
+        return json.dumps([self.name, self.signature, self.constants, self.options])
+
+
+class Catcher:
+    """Stands for a kernel and keeps its launches."""
+
+    def __init__(self, module: ModuleType, name: str, kept: list[Caught]) -> None:
+        self.kernel, self.module, self.name, self.kept = getattr(module, name), module.__name__, name, kept
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert len(grid) == 1
+        assert grid[0] > 0
+        return self.launch
+
+    def launch(self, *given: Any, **named: Any) -> None:
+        options = {key: named.pop(key) for key in OPTIONS if key in named}
+        given_all = dict(zip(self.kernel.arg_names, given, strict=False)) | named
+        assert {*given_all} == {*self.kernel.arg_names}, self.name
+        by_name = {name: given_all[name] for name in self.kernel.arg_names}
+        constant = {p.name for p in self.kernel.params if p.is_constexpr}
+        signature, hints = {}, {}
+        for at, (name, value) in enumerate(by_name.items()):
+            if name in constant:
+                signature[name] = "constexpr"
+            elif isinstance(value, Tensor):
+                signature[name], hints[(at,)] = f"*{KINDS[value.dtype]}", [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+        constants = {name: by_name[name] for name in by_name if name in constant}
+        self.kept.append(Caught(self.module, self.name, signature, constants, hints, options))
+
+
+def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
+    """All launches of a forward and backward pass, causal and not, for heads of this width."""
+    kept: list[Caught] = []
+    kernels = [(sums, "chunk_sums"), (sums, "running_sums"), (sums, "row_products"), (reading, "outputs")]
+    kernels += [(gradients, name) for name in ("of_queries", "of_keys", "of_values")]
+    real = [getattr(module, name) for module, name in kernels]
+    for module, name in kernels:
+        setattr(module, name, Catcher(module, name, kept))
+    try:
+        for is_causal in (True, False):
+            q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
+            mask = torch.empty(1, 1, 1000, dtype=torch.uint8, device="meta")
+            run = Launch.of(q, q, 1, 0.0)
+            states, last = run.sums(q, q, mask, None)
+            before = states if is_causal else last
+            out, factors, rest = run.outputs(q, q, q, mask, before, 1e-6, is_causal=is_causal, keep=True)
+            weights = run.weights(out, rest, q, factors)
+            behind, whole = run.sums(q, q, None, None, factors=factors, weights=weights, backwards=True)
+            given = q, q, q, mask, q, factors, weights
+            run.of_queries(*given, states if is_causal else last, is_causal=is_causal)
+            run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
+    finally:
+        for (module, name), kernel in zip(kernels, real, strict=True):
+            setattr(module, name, kernel)
+    yield from kept
+
+
+def compiled(caught: Caught, target: int) -> dict[str, Any]:
+    """What the assembler says of a kernel for compute capability ``target`` (90 for Hopper)."""
+    kernel = getattr(__import__(caught.module, fromlist=[caught.name]), caught.name)
+    constants = {(kernel.arg_names.index(name),): value for name, value in caught.constants.items()}
+    source = ASTSource(fn=kernel, signature=caught.signature, constexprs=constants, attrs=caught.hints)
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=caught.options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(made.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", told)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
+    kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
+    return {
+        "kernel": caught.name, "target": target, "dtype": kinds[0][1:], **{key: caught.constants.get(key) for key in (
+            "CAUSAL", "WEIGHTED", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BE")}, **caught.options,
+        "registers": registers, "stack": stack, "shared": made.metadata.shared,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--widths", type=int, nargs="+", default=[*TABLE])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--cores", type=int, default=1)
+    asked = parser.parse_args()
+    caught = [x for dtype in asked.dtypes for width in asked.widths for x in launches(width, getattr(torch, dtype))]
+    work = [(each, target) for each in {x.key: x for x in caught}.values() for target in asked.targets]
+    with ProcessPoolExecutor(asked.cores) as pool:
+        for line in pool.map(compiled, *zip(*work, strict=True), chunksize=1):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Every kernel in every configuration compiles for GPUs that are not here, within their registers and shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one block may have
+SPILLED = {80: 320, 90: 64, 100: 64}  # bytes of a thread's stack: next to none but on sm_80
+
+
+def test_registers_and_shared_memory_suffice(tmp_path: Path) -> None:
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.ahead", "--targets", *map(str, SHARED)],
+        capture_output=True, text=True, env={**surroundings, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parent.parent.parent,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-3000:]
+    rows = [json.loads(line) for line in told.stdout.splitlines()]
+    kernels = {"chunk_sums", "running_sums", "row_products", "outputs", "of_queries", "of_keys", "of_values"}
+    assert {row["kernel"] for row in rows} == kernels
+    assert {(row["target"], row["dtype"]) for row in rows} >= {(x, kind) for x in SHARED for kind in ("bf16", "fp32")}
+    wrong = [row for row in rows if row["stack"] > SPILLED[row["target"]] or row["shared"] > SHARED[row["target"]]]
+    assert not wrong, wrong

@@ -1,0 +1,264 @@
+"""Linear attention by kernels, in Triton's interpreter: oracle, gradients, masks, states, operations, NaN in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention import LinearAttention, attention, explain, implementation
+from fast_attention.engine import dispatch
+from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
+from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.gpu import maps, operations, plain
+from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
+from tests.oracles.linear import linear as oracle
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+SIZES = [(16, 16, 64), (20, 33, 70), (64, 64, 300), (130, 70, 65)]  # width, values, tokens
+KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # errors, of the largest number
+
+
+def tensors(width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """Queries as heads of a projection lie in memory, keys, values, and a mask that hides a fifth."""
+    keys = length if keys is None else keys
+    q = torch.randn(2, length, 2, width).transpose(1, 2)
+    k, v = torch.randn(2, 2, keys, width), torch.randn(2, 2, keys, values)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(2, 1, keys) > 0.2
+
+
+def double(*given: Tensor) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in given]
+
+
+def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
+    assert found.shape == expected.shape
+    found, expected = found.detach().double(), expected.detach()
+    assert float((found - expected).abs().max()) <= bound * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("phi", [EluPlusOne(), Relu(offset=0.1)], ids=repr)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("keys", [70, 81, 60])
+def test_the_oracle(phi: FeatureMap, is_causal: bool, keys: int) -> None:
+    mechanism = LinearAttention(feature_map=phi)
+    (q, k, v), mask = tensors(5, 3, 70, keys)
+    out = attention(q, k, v, mechanism, is_causal=is_causal, key_mask=mask[:, 0])
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    x = double(q, k, v)
+    expected = torch.zeros_like(out, dtype=torch.float64)
+    one = oracle(mechanism, *(t[1, 0] for t in x), (), head=0, is_causal=is_causal, key_mask=mask[1, 0])
+    assert_near(out[1, 0], one, 1e-6)
+    expected = torch.autograd.grad(one, x, grad[1, 0].double())
+    for mine, right in zip(found, expected, strict=True):
+        assert_near(mine[1, 0], right[1, 0], 2e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("is_causal", "masked"), [(True, False), (True, True), (False, True)])
+def test_every_configuration(sizes: tuple[int, int, int], is_causal: bool, masked: bool) -> None:
+    agree(sizes, torch.float32, is_causal, masked)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_low_precision(dtype: torch.dtype, is_causal: bool) -> None:
+    agree((20, 33, 70), dtype, is_causal, True)
+
+
+def agree(sizes: tuple[int, int, int], dtype: torch.dtype, is_causal: bool, masked: bool) -> None:
+    """Outputs and gradients are those of the plain form in float64."""
+    (q, k, v), mask = tensors(*sizes, dtype=dtype)
+    numbers, mask = (1e-6, maps.ELU, 0.0), mask if masked else None
+    x = double(q, k, v)
+    wide = None if mask is None else mask.expand(k.shape[:-1])
+    if is_causal:
+        out = operations.chunk_scan(q, k, v, mask, None, *numbers, True)[0]
+        expected = plain.scan(*x, wide, None, *numbers)[0]
+    else:
+        out = operations.read_sums(q, operations.key_sums(k, v, mask, *numbers[1:]), *numbers, True)[0]
+        expected = plain.read_sums(x[0], plain.key_sums(*x[1:], wide, *numbers[1:]), *numbers)
+    assert out.dtype == dtype
+    assert_near(out, expected, KINDS[dtype])
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    for mine, right in zip(found, torch.autograd.grad(expected, x, grad.double()), strict=True):
+        assert_near(mine, right, KINDS[dtype])
+
+
+def test_the_table_has_a_row_for_every_width_and_its_sizes_fit() -> None:
+    for width, values in itertools.product((1, 16, 17, 64, 80, 128, 200, WIDEST), repeat=2):
+        row = configuration(width, values, exact=width == 80)
+        assert row.chunk % row.block == 0
+        assert min(row.block, row.columns, row.values) >= 16  # what a product on tensor cores takes
+    assert [*TABLE] == sorted(TABLE)
+
+
+def test_hidden_tokens_are_not_read() -> None:
+    (q, k, v), mask = tensors(16, 16, 70)
+    mechanism, outs = LinearAttention(), []
+    for rubbish in (0.0, float("nan")):
+        with torch.no_grad():
+            k.masked_fill_(~mask[..., None], rubbish)
+            v.masked_fill_(~mask[..., None], rubbish)
+        for is_causal in (True, False):
+            out = attention(q, k, v, mechanism, is_causal=is_causal, key_mask=mask[:, 0])
+            outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for clean, poisoned in zip(outs[:2], outs[2:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(clean, poisoned, strict=True))
+        assert not clean[2][~mask.expand(2, 2, 70)].any()
+
+
+def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        (q, k, v), mask = tensors(20, 33, 300)
+        first = torch.rand(2, 2, 20 * 33 + 20, requires_grad=True)
+        scanned = operations.chunk_scan(q, k, v, mask, first, 1e-6, maps.ELU, 0.0, True)[:2]
+        read = operations.read_sums(q, operations.key_sums(k, v, mask, maps.ELU, 0.0), 1e-6, maps.ELU, 0.0, True)[0]
+        loss = sum(x.square().sum() for x in (*scanned, read))
+        return [*scanned, read, *torch.autograd.grad(loss, (q, k, v, first))]  # type: ignore[arg-type]
+
+    def poisoned(taken: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*given: Any, **named: Any) -> Tensor:
+            x = taken(*given, **named)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    clean = results()
+    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    assert all(torch.equal(x, y) for x, y in zip(clean, results(), strict=True))
+
+
+def test_whole_numbers_are_exact() -> None:
+    """What is added and multiplied only must come out to the bit, in every part of every tile."""
+    q, k, v = (torch.randint(1, 3, (1, 2, 150, n)).float() for n in (20, 20, 33))
+    out, last, factors, *_ = operations.chunk_scan(q, k, v, None, None, 0.0, maps.RELU, 0.0, True)
+    weights = (q.double() @ k.double().mT).tril()
+    assert torch.equal(last, plain.key_sums(k.double(), v.double(), None, maps.RELU, 0.0).float())
+    assert torch.equal(factors, 1.0 / weights.sum(-1).float())
+    assert torch.equal(out, (weights @ v.double()).float() * factors[..., None])
+
+
+def test_parts_behind_a_state_are_the_whole() -> None:
+    mechanism = LinearAttention(feature_map=Relu(offset=0.1))
+    (q, k, v), _ = tensors(8, 12, 90)
+    whole = attention(q, k, v, mechanism, is_causal=True)
+    state, parts = None, []
+    for rows in (slice(0, 33), slice(33, 34), slice(34, 90)):
+        out, state = mechanism.advance(q[..., rows, :], k[..., rows, :], v[..., rows, :], (), state, key_mask=None)
+        parts.append(out)
+    assert_near(torch.cat(parts, -2), whole.double(), 1e-6)
+    assert state is not None
+    grad = torch.randn_like(whole)
+    for mine, right in zip(
+        torch.autograd.grad(torch.cat(parts, -2), (q, k, v), grad),
+        torch.autograd.grad(whole, (q, k, v), grad),
+        strict=True,
+    ):
+        assert_near(mine, right.double(), 2e-6)
+
+
+def test_second_derivatives_are_those_of_the_plain_form() -> None:
+    (q, k, v), _ = tensors(6, 4, 20)
+    found = []
+    for form in (operations.chunk_scan, plain.scan):
+        out = form(q, k, v, None, None, 1e-6, maps.ELU, 0.0, True)[0]
+        first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v)))
+    for mine, right in zip(*found, strict=True):
+        assert_near(mine, right.double(), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["chunk_scan", "key_sums", "read_sums"])
+def test_operations_keep_torchs_rules(name: str) -> None:
+    (q, k, v), mask = tensors(8, 4, 40)
+    first = torch.rand(2, 2, 8 * 4 + 8, requires_grad=True)
+    given: dict[str, Any] = {
+        "chunk_scan": (q, k, v, mask, first, 1e-6, maps.ELU, 0.0, True),
+        "key_sums": (k, v, mask, maps.ELU, 0.0),
+        "read_sums": (q, first, 1e-6, maps.ELU, 0.0, True),
+    }
+    told = torch.library.opcheck(getattr(operations, name), given[name])
+    assert {*told.values()} == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_compiled_as_one_graph(is_causal: bool) -> None:
+    mechanism = LinearAttention()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q.sin(), k, v, mechanism, is_causal=is_causal).cos()
+
+    (q, k, v), _ = tensors(8, 4, 40)
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_near(out, run(q, k, v).double(), 1e-6)
+    for mine, right in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(run(q, k, v).sum(), (q, k, v)), strict=True
+    ):
+        assert_near(mine, right.double(), 1e-6)
+
+
+@dataclass(frozen=True, repr=False)
+class Doubled(Elementwise):
+    """A map that no kernel knows."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * x.abs()
+
+    def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
+        torch.abs(x, out=out).mul_(2)
+
+    def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
+        torch.mul(gradient, 2 * x.sign(), out=out)
+
+
+def test_any_elementwise_map_runs_on_its_features() -> None:
+    (q, k, v), mask = tensors(8, 4, 40)
+    found = attention(
+        q, k, v, LinearAttention(feature_map=Doubled()), is_causal=True, key_mask=mask[:, 0], impl="triton"
+    )
+    with implementation("reference"):
+        expected = attention(q, k, v, LinearAttention(feature_map=Doubled()), is_causal=True, key_mask=mask[:, 0])
+    assert_near(found, expected.double(), 1e-6)
+
+
+def test_calls_say_what_ran_and_keep_to_what_was_asked() -> None:
+    (q, k, v), _ = tensors(8, 4, 40)
+    assert dispatch.KERNEL in str(explain(LinearAttention(), q, k, v, is_causal=True))
+    with implementation("reference"):
+        assert dispatch.KERNEL not in str(explain(LinearAttention(), q, k, v, is_causal=True))
+    attention(q, k, v, "LinearAttention", impl="triton")
+    wide = [torch.randn(1, 1, 20, n) for n in (WIDEST + 1, WIDEST + 1, 4)]
+    refused: list[tuple[Callable[..., Any], str]] = [
+        (lambda: attention(q, k, v, "ReLUAttention", impl="triton"), "no Triton kernel ran"),
+        (lambda: attention(*wide, "LinearAttention", impl="triton"), f"heads of more than {WIDEST} numbers"),
+        (lambda: attention(*(x.double() for x in (q, k, v)), "LinearAttention", impl="triton"), "more than 32 bits"),
+        (lambda: attention(q, k, v, LinearAttention(feature_map=Identity()), impl="cuda"), "impl='cuda'"),
+    ]
+    for call, words in refused:
+        with pytest.raises((NotImplementedError, ValueError), match=words):
+            call()
+
+
+def test_without_a_gpu_a_kernel_that_is_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (q, k, v), _ = tensors(8, 4, 40)
+    with pytest.raises(NotImplementedError, match="not on a GPU"):
+        attention(q, k, v, "LinearAttention", impl="triton")
+
+
+def test_equal_calls_give_equal_bits() -> None:
+    (q, k, v), mask = tensors(33, 20, 130)
+    outs = [attention(q, k, v, "LinearAttention", is_causal=True, key_mask=mask[:, 0]) for _ in range(3)]
+    grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in outs]
+    assert all(torch.equal(outs[0], out) for out in outs)
+    assert all(torch.equal(x, y) for each in grads[1:] for x, y in zip(grads[0], each, strict=True))

@@ -1,0 +1,75 @@
+"""The self-check: right kernels pass, wrong ones are named once and never run, verdicts are kept by versions."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_attention import LinearAttention, attention
+from fast_attention.engine import dispatch
+from fast_attention.gpu import maps, operations, self_check
+
+HERE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "_verdicts", {})
+    monkeypatch.setattr(self_check, "TOKENS", 70)
+    return tmp_path
+
+
+def verdict(width: int = 16, dtype: torch.dtype = torch.float32) -> str:
+    return self_check.verdict(width, 16, dtype, HERE, maps.ELU, 0.0)
+
+
+@pytest.mark.parametrize("dtype", self_check.LARGEST, ids=str)
+def test_right_kernels_pass(dtype: torch.dtype) -> None:
+    assert verdict(dtype=dtype) == ""
+
+
+def test_wrong_kernels_are_named_once_and_never_run(
+    monkeypatch: pytest.MonkeyPatch, interpreted: None, folder: Path
+) -> None:
+    right = operations.chunk_scan
+    monkeypatch.setattr(operations, "chunk_scan", lambda *given: (1.001 * right(*given)[0], *right(*given)[1:]))
+    with pytest.warns(UserWarning, match="plain operations instead of Triton kernels: causal output of heads of 16"):
+        told = verdict()
+    assert "is off by 0.001" in told
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdict() == told  # no second warning
+    monkeypatch.setattr(self_check, "obstacle", lambda *given: told)
+    q = torch.randn(1, 1, 40, 16)
+    with dispatch.recorded() as steps:
+        attention(q, q, q, LinearAttention(), is_causal=True)
+    assert not any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    assert any(step.why == told for step in steps)
+
+
+def test_verdicts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    verdict()
+    (path,) = folder.rglob("kernels.json")
+    (key,) = json.loads(path.read_text())
+    assert torch.__version__ in key
+    assert "cpu" in key
+    monkeypatch.setattr(self_check, "_verdicts", {})
+    monkeypatch.setattr(self_check, "compared", lambda *given: pytest.fail("compared again"))
+    assert verdict() == ""
+    monkeypatch.setattr(self_check, "compared", lambda *given: "wrong")
+    with pytest.warns(UserWarning, match="wrong"):
+        assert verdict(width=8) == "wrong"
+    assert len(json.loads(path.read_text())) == 2
+
+
+@pytest.mark.parametrize("held", ["", "[]", "{"])
+def test_a_damaged_file_is_none(folder: Path, held: str) -> None:
+    path = folder / "fast_attention" / "kernels.json"
+    path.parent.mkdir()
+    path.write_text(held)
+    assert verdict() == ""
