@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,12 +31,12 @@ def tests(arguments: list[str], source: str, said: str) -> None:
     os.environ.update(PYTHONPATH=source, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_XDIST_WORKER", None)
-    if arguments[0].startswith("tests/gpu"):
-        assert "triton" not in sys.modules, "Triton decides at its import whether it interprets"
-        os.environ["TRITON_INTERPRET"] = "1"
     sys.path.insert(0, source)
     sys.dont_write_bytecode = True
     words = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments]
+    if arguments[0].startswith("tests/gpu"):  # Triton decides at its import whether it interprets
+        command = [sys.executable, "-m", "pytest", *words]
+        os._exit(10 + subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode)
     code = pytest.main(words)
     sys.stdout.flush()
     os._exit(10 + int(code))

@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the kernels on the CPU's tensors: slow, exact, and without a GPU.
+"""Kernels on a GPU where there is one; else Triton's interpreter runs them on the CPU's tensors: slow, exact.
 
 Triton decides when it is imported whether it interprets, so these tests have a run of their own: ``make kernels``.
 """
@@ -6,11 +6,13 @@ Triton decides when it is imported whether it interprets, so these tests have a 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -19,9 +21,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let dispatch take tensors of the CPU for a GPU's."""
     from fast_attention.engine import dispatch
 
-    monkeypatch.setattr(dispatch, "on_gpu", lambda x: x.device.type == "cpu")
+    if INTERPRETED:
+        monkeypatch.setattr(dispatch, "on_gpu", lambda x: x.device.type == "cpu")
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def device() -> Iterator[torch.device]:
+    """Where tensors are made."""
     torch.manual_seed(0)
+    with torch.device("cpu" if INTERPRETED else "cuda") as made:
+        yield made

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fast_attention.decoding import State
+from fast_attention.engine import dispatch
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.value import at_least, one_of
@@ -160,6 +161,6 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
     if delta is None:
         return x
     down, up = (each.to(x.dtype) for each in delta)
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
+    if dispatch.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
         return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype), down, up)
     return x + (x @ down) @ up
