@@ -34,7 +34,9 @@ MADE = {
 def test_older_records_are_read(path: Path) -> None:
     kind = next((kind for kind in KINDS if f"-{kind}" in path.name), None)
     if kind is None:
-        assert records.opened(path.read_text(), re.sub(r"-\d+$", "", path.stem[len("2026-11-23-") :]).replace("-", " "), path.name)["meta"]
+        assert records.opened(
+            path.read_text(), re.sub(r"-\d+$", "", path.stem[len("2026-11-23-") :]).replace("-", " "), path.name
+        )["meta"]
         return
     found = KINDS[kind].read(path)
     again = KINDS[kind].from_json(found.to_json())

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from fast_attention.engine.tracing import symbolic
+
 
 def operation(name: str, arguments: str, results: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
     """An operation ``fast_attention::name`` that calls ``run``; ``like`` says the sizes of what it returns."""
@@ -43,7 +45,7 @@ def differentiable(
         none = [None] * len(ctx.numbers)
         if all(x is None for x in gradients[:visible]):
             return *[None] * tensors, *none
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not symbolic():
             return *_again(plain, given, ctx.numbers, gradients[:visible]), *none
         gradients_in = backward(given, results, gradients, ctx.numbers)
         needed = zip([*gradients_in, *[None] * (tensors - len(gradients_in))], ctx.needs_input_grad, strict=False)
