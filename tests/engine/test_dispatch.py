@@ -21,14 +21,12 @@ from fast_attention.engine.tracing import symbolic
 from tests.cases import bind, qkv
 
 SOURCE = Path(fast_attention.__file__).parent
-ROOMS = ("engine", "feature_maps", "gpu", "mechanisms")
+ROOMS = ("engine", "feature_maps", "mechanisms")
 # Who else asks, in how many places, and why: what torch's own kernels and its autocast do on a device.
 ASKED = {
     ("engine/tracing.py", "is_compiling"): 1,  # traced() and symbolic(), which all others ask
     ("engine/dispatch.py", "is_cpu"): 1,  # the policy
     ("engine/dispatch.py", "is_cuda"): 1,  # the policy of kernels for GPUs
-    ("gpu/self_check.py", "is_cuda"): 1,  # the interpreter needs no check
-    ("gpu/self_check.py", "device.type"): 2,  # the name of a GPU
     ("engine/fused.py", "is_cpu"): 1,  # the flash kernel of a CPU is a function of its own in torch
     ("engine/exponential.py", "is_cpu"): 1,  # torch's exp2 is the faster one on a CPU
     ("mechanisms/dense/softmax.py", "is_cpu"): 1,  # torch's kernel for float16 is slower than both casts on a CPU

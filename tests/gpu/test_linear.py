@@ -179,6 +179,17 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
         assert_near(mine, right.double(), 1e-5)
 
 
+def test_second_derivatives_are_of_full_precision_under_autocast() -> None:
+    (q, k, v), _ = tensors(6, 4, 20)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast(q.device.type, dtype=torch.bfloat16, enabled=enabled):
+            out = operations.chunk_scan(q, k, v, None, None, 1e-6, maps.ELU, 0.0, True)[0]
+            (first,) = torch.autograd.grad(out.square().sum(), k, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), q)[0])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["chunk_scan", "key_sums", "read_sums"])
 def test_operations_keep_torchs_rules(name: str) -> None:
     (q, k, v), mask = tensors(8, 4, 40)

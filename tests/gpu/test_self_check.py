@@ -31,6 +31,12 @@ def test_right_kernels_pass(dtype: torch.dtype) -> None:
     assert verdict(dtype=dtype) == ""
 
 
+def test_the_callers_modes_do_not_matter() -> None:
+    kind = torch.empty(0).device.type
+    with torch.inference_mode(), torch.autocast(kind, dtype=torch.bfloat16):
+        assert verdict() == ""
+
+
 def test_wrong_kernels_are_named_once_and_never_run(
     monkeypatch: pytest.MonkeyPatch, interpreted: None, folder: Path
 ) -> None:

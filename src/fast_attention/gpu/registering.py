@@ -13,9 +13,13 @@ from fast_attention.engine.tracing import symbolic
 
 def operation(name: str, arguments: str, results: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
     """An operation ``fast_attention::name`` that calls ``run``; ``like`` says the sizes of what it returns."""
-    registered = library.custom_op(
-        f"fast_attention::{name}", run, mutates_args=(), schema=f"({arguments}) -> {results}"
-    )
+
+    def launched(*given: Any) -> Any:
+        with torch.cuda.device_of(given[0]):  # Triton launches on the current device
+            return run(*given)
+
+    schema = f"({arguments}) -> {results}"
+    registered = library.custom_op(f"fast_attention::{name}", launched, mutates_args=(), schema=schema)
     registered.register_fake(like)
     return registered
 
@@ -60,9 +64,10 @@ def _again(
     """Gradients of the tensors that can be differentiated again."""
     twins = [None if x is None else x.view_as(x) for x in given]  # one tensor may be passed twice
     wanted = [x for x in twins if x is not None and x.requires_grad]
-    results = plain(*twins, *numbers)
-    results = results if isinstance(results, tuple) else (results,)
-    pairs = [(y, g) for y, g in zip(results, gradients, strict=True) if g is not None and y.requires_grad]
-    ends, starts = [y for y, _ in pairs], [g for _, g in pairs]
-    gradients_in = iter(torch.autograd.grad(ends, wanted, starts, create_graph=True, allow_unused=True))
+    with torch.autocast(wanted[0].device.type, enabled=False):
+        results = plain(*twins, *numbers)
+        results = results if isinstance(results, tuple) else (results,)
+        pairs = [(y, g) for y, g in zip(results, gradients, strict=True) if g is not None and y.requires_grad]
+        ends, starts = [y for y, _ in pairs], [g for _, g in pairs]
+        gradients_in = iter(torch.autograd.grad(ends, wanted, starts, create_graph=True, allow_unused=True))
     return [next(gradients_in) if x is not None and x.requires_grad else None for x in twins]

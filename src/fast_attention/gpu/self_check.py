@@ -29,7 +29,7 @@ _verdicts: dict[str, str] = {}
 
 def obstacle(q: Tensor, v: Tensor, phi: FeatureMap) -> str:
     """Why the kernels are not trusted for such heads here; empty where they are."""
-    if symbolic() or not q.is_cuda:  # no numbers to compare, or the interpreter
+    if symbolic() or not q.is_cuda or torch.cuda.is_current_stream_capturing():  # nothing may be run, or nothing can
         return ""
     known = maps.code(phi) if isinstance(phi, maps.Elementwise) else None
     return verdict(q.shape[-1], v.shape[-1], q.dtype, q.device, *(known or (maps.IDENTITY, 0.0)))
@@ -41,7 +41,8 @@ def verdict(width: int, values: int, dtype: torch.dtype, device: torch.device, c
     if key not in _verdicts:
         _verdicts.update(_kept())
     if key not in _verdicts:
-        _verdicts[key] = compared(width, values, dtype, device, code, offset)
+        with torch.inference_mode(False):
+            _verdicts[key] = compared(width, values, dtype, device, code, offset)
         with contextlib.suppress(OSError):
             _path().parent.mkdir(parents=True, exist_ok=True)
             files.write(_path(), json.dumps(_kept() | {key: _verdicts[key]}, indent=1) + "\n")
@@ -73,7 +74,7 @@ def compared(width: int, values: int, dtype: torch.dtype, device: torch.device, 
     for name, pair in forms.items():
         results = []
         for form in pair:
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 out = form(*tensors)
                 results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
         for part, kernel, expected in zip(("output", "dq", "dk", "dv"), *results, strict=True):
