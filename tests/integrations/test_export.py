@@ -267,7 +267,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
 
 OURS = {
     "encoder": ModelConfig(vocab_size=40, mechanism=("Local(window=4)", "FavorPlus(num_features=8)"), width=16, heads=2,
-                           max_len=64, head="classes", classes=3),
+                           max_len=64, head="classes", classes=3, positions="learned"),
     "decoder": ModelConfig(vocab_size=40, mechanism="Local(window=(4, 0))", width=16, heads=2, causal=True,
                            positions="rotary", conv=4, reversible=True),
     "fourier": ModelConfig(vocab_size=40, mechanism="FNet", width=16, heads=2, positions="sinusoidal"),

@@ -29,7 +29,7 @@ def saved(folder: Path, **options: Any) -> Model:
 
 def test_what_the_layers_attend_with(tmp_path: Path) -> None:
     """The captured tensors, attended to anew, make the model's own next layer."""
-    model = saved(tmp_path, layers=3)
+    model = saved(tmp_path, layers=3, positions="learned")
     source = library_source.LibrarySource(tmp_path, "mine")
     layers, read = source.layers(40)
     assert [layer.name for layer in layers] == ["layer 0", "layer 1", "layer 2"]

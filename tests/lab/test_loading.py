@@ -246,7 +246,8 @@ OURS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", OURS)
 def test_our_own_models_too(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saving.save(Model(ModelConfig(40, width=16, heads=2, max_len=64, reads="bytes")), tmp_path)
+    made = ModelConfig(40, width=16, heads=2, max_len=64, reads="bytes", positions="learned")
+    saving.save(Model(made), tmp_path)
     change, words = OURS[case]
     settings(**change)(tmp_path)
     with pytest.raises(InputError, match=words):
