@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -15,8 +14,11 @@ MODELS = "transformers.modeling_utils"  # whatever loads a model has imported it
 class ModelsFinder(MetaPathFinder):
     """Has ``register`` called after transformers' models were imported."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """The ordinary spec of the module, whose loader also calls ``register``."""
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The ordinary spec of the module, whose loader also calls ``register``.
+
+        Packages without an ``__init__`` have a ``path`` that is iterated but no sequence.
+        """
         spec = PathFinder.find_spec(fullname, path) if fullname == MODELS else None
         if spec is None or spec.loader is None:
             return None
