@@ -112,7 +112,8 @@ def learned(record: Path) -> str:
         axes.set_xlabel("minutes of training, the same for all")
         axes.set_title(
             f"bits per byte of unseen text, lower is better; {meta['task']}, {meta['model']['layers']} layers of "
-            f"{meta['model']['width']}, {meta['hardware']}, {meta['threads']} threads; {meta['started'][:10]}",
+            f"{meta['model']['width']}, {meta['hardware']}, {meta['threads']} "
+            f"thread{'s' * (meta['threads'] > 1)}; {meta['started'][:10]}",
             fontweight="normal",
         )
         return svg(figure, f"Bits per byte after {longest:.0f} minutes: {told}.").replace(
