@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from fast_attention import LinearAttention, attention, explain, implementation
 from fast_attention.engine import dispatch
@@ -199,7 +199,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         "key_sums": (k, v, mask, maps.ELU, 0.0),
         "read_sums": (q, first, 1e-6, maps.ELU, 0.0, True),
     }
-    told = torch.library.opcheck(getattr(operations, name), given[name])
+    told = library.opcheck(getattr(operations, name), given[name])
     assert {*told.values()} == {"SUCCESS"}
 
 

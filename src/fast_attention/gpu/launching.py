@@ -99,20 +99,9 @@ class Launch:
         weights = torch.empty_like(factors)
         rows, values = min(self.sizes.block, 32), self.sizes.values
         sums.row_products[(batch * heads * -(-length // rows),)](
-            out,
-            rest,
-            grad,
-            factors,
-            weights,
-            heads,
-            length,
-            E,
-            *grad.stride()[:3],
-            HAS_REST=rest.numel() > 0,
-            BT=rows,
-            BE=values,
-            num_warps=4,
-        )
+            out, rest, grad, factors, weights, heads, length, E, *grad.stride()[:3], HAS_REST=rest.numel() > 0,
+            BT=rows, BE=values, num_warps=4,
+        )  # fmt: skip
         return weights
 
     def of_queries(

@@ -56,10 +56,10 @@ def verdict(width: int, values: int, dtype: torch.dtype, device: torch.device, c
 def compared(width: int, values: int, dtype: torch.dtype, device: torch.device, code: int, offset: float) -> str:
     """What kernels make of a small case, and its gradients, that plain operations do not."""
     generator = torch.Generator(device=device).manual_seed(0)
-    drawn = [
-        torch.rand(1, 2, TOKENS, size, generator=generator, device=device).to(dtype) for size in (width, width, values)
-    ]
-    tensors = [x.requires_grad_() for x in drawn]
+    q, k, v, grad = (
+        torch.rand(1, 2, TOKENS, size, generator=generator, device=device).to(dtype)
+        for size in (width, width, values, values)
+    )
     numbers = 1e-6, code, offset
     forms: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         "causal": (
@@ -73,12 +73,13 @@ def compared(width: int, values: int, dtype: torch.dtype, device: torch.device, 
     }
     for name, pair in forms.items():
         results = []
-        for form in pair:
+        for form, kind in zip(pair, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                tensors = [x.to(kind).requires_grad_() for x in (q, k, v)]
                 out = form(*tensors)
-                results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+                results.append([out, *torch.autograd.grad(out, tensors, grad.to(kind))])
         for part, kernel, expected in zip(("output", "dq", "dk", "dv"), *results, strict=True):
-            kernel, expected = kernel.detach().float(), expected.detach().float()
+            kernel, expected = kernel.detach().double(), expected.detach()
             error = float((kernel - expected).abs().max() / expected.abs().max())
             if not error <= LARGEST[dtype]:  # NaN too
                 return f"{name} {part} of heads of {width} and {values} in {dtype} is off by {error:.2g}"
