@@ -41,6 +41,7 @@ class ProteinMLM(Task):
         split: ``"homology"``: a candidate that shares 15 residues in a row with a training protein is left out;
             ``"random"`` keeps all, which makes scores look better than they are.
         seed: For the split, the order and the masks.
+        shortest: Proteins of fewer residues are left out; at least 15.
     """
 
     fasta: str = "sample"
@@ -48,6 +49,7 @@ class ProteinMLM(Task):
     share: float = 0.1
     split: str = "homology"
     seed: int = 0
+    shortest: int = KMER
 
     name = "protein-mlm"
     reads = "residues"
@@ -56,6 +58,7 @@ class ProteinMLM(Task):
 
     def __post_init__(self) -> None:
         at_least(self, "context", self.context, 8)
+        at_least(self, "shortest", self.shortest, KMER)
         if not 0.0 < self.share < 1.0:
             raise ValueError(f"ProteinMLM(share={self.share!r}): share must lie between 0 and 1")
         if self.split not in ("homology", "random"):
@@ -129,7 +132,7 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
     Raises:
         ValueError: The file cannot be read (``FastaError`` names the line), holds no proteins or too few of them.
     """
-    sequences = _sequences(task.fasta)
+    sequences = _sequences(task.fasta, task.shortest)
     order = torch.randperm(len(sequences), generator=random_for("split", task.seed, task.fasta)).tolist()
     count = min(max(1, round(task.share * len(sequences))), len(sequences) - 1)
     candidates, train = ([encoded(sequences[i]) for i in part] for part in (order[:count], order[count:]))
@@ -140,8 +143,8 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
     return train, candidates
 
 
-def _sequences(fasta: str) -> list[str]:
-    """The different proteins of a file that are long enough, in alphabetical order."""
+def _sequences(fasta: str, shortest: int) -> list[str]:
+    """The different proteins of a file of at least ``shortest`` residues, in alphabetical order."""
     try:
         distinct = {protein.sequence for protein in data.read_proteins(fasta)}
     except OSError as error:
@@ -158,9 +161,9 @@ def _sequences(fasta: str) -> list[str]:
         raise ValueError(f"{fasta}: {most}: not proteins?")
     if sum(counts[letter] for letter in "ACGTN") > MAX_NUCLEIC * total:
         raise ValueError(f"{fasta}: nearly all letters are A, C, G, T or N: DNA, not proteins")
-    sequences = sorted(text for text in distinct if len(text) >= KMER and not {*text} <= {*unknown})
+    sequences = sorted(text for text in distinct if len(text) >= shortest and not {*text} <= {*unknown})
     if len(sequences) < 2:
-        raise ValueError(f"{fasta} holds {len(sequences)} different proteins of {KMER} residues or more: too few")
+        raise ValueError(f"{fasta} holds {len(sequences)} different proteins of {shortest} residues or more: too few")
     return sequences
 
 
