@@ -25,6 +25,14 @@ TABLE = {  # by the larger of the two widths, rounded up to a power of two
 }
 WIDEST = max(TABLE)
 
+# Exponential features, by whether products keep float32's digits; columns are features. Heads of more numbers than
+# WIDEST_PROJECTED would not lie whole in a program.
+EXPONENTIAL = {
+    False: Configuration(chunk=256, block=64, columns=64, values=64, warps=8, stages=1),
+    True: Configuration(chunk=256, block=32, columns=32, values=64, warps=4, stages=1),
+}
+WIDEST_PROJECTED = 128
+
 
 def configuration(width: int, values: int, *, exact: bool) -> Configuration:
     """The row for heads of ``width`` features and ``values`` values; neither is wider than ``WIDEST``.

@@ -1,0 +1,144 @@
+"""Gradients of queries and keys, each block by its own program: no two write to one place.
+
+Pairs' weights are ``e^(b_j + g_i)``, g a query's logarithms over its denominator's. States are what queries read, and
+what keys give: sums over queries behind the chunk, each feature over the largest of its ``e^g``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, line, of_tokens
+from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
+
+
+@triton.jit
+def of_queries(
+    Q, K, V, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, WEIGHTS, STATES, OUT, LOGS,
+    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, TRAINED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of queries, TRAINED: and those of their logarithms, of which the rows' gradient is made."""
+    blocks = tl.cdiv(length, BT)
+    program = tl.program_id(0).to(tl.int64)
+    n, first = program // blocks, (program % blocks).to(tl.int32) * BT
+    chunk = first // CHUNK if CAUSAL else 0
+    Q += n // heads * qb + n % heads * qh
+    K += n // heads * kb + n % heads * kh
+    V += n // heads * vb + n % heads * vh
+    GRAD += n // heads * gb + n % heads * gh
+    VISIBLE += n // heads * mb + n % heads * mh
+    QROWS += n % heads * D * width
+    KROWS += n % heads * D * width
+    BIAS += n % heads * D
+    STATES += (n * chunks + chunk) * (D * E + 2 * D)
+    x = tile(Q, qt, first, length, 0, width, Q, 0.0, NONE, False, BT, BW)
+    factors = row(FACTORS + n * length, first, length, BT)[:, None]
+    shifts = row(SHIFTS + n * length, first, length, BT)[:, None]
+    weights = row(WEIGHTS + n * length, first, length, BT)[:, None]
+    dx, rows = tl.zeros((BT, BW), tl.float32), tl.arange(0, BT)
+    for d in range(0, D, BD):
+        z = of_tokens(x, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW) - shifts
+        z = tl.where(factors != 0, z, FLOOR)
+        dz = weights * row(STATES + D * E, d, D, BD)[None, :]
+        for e in range(0, E, BE):
+            grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+            state = turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
+            dz = tl.dot(grad, state, dz, input_precision=PRECISION)
+        dz *= tl.exp(z + row(STATES + D * E + D, d, D, BD)[None, :])
+        if CAUSAL:
+            for other in range(chunk * CHUNK, first + BT, BT):
+                pairs = tl.zeros((BT, BT), tl.float32)
+                for e in range(0, E, BE):
+                    grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+                    v = turned(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+                    pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
+                later = other + rows[None, :] > first + rows[:, None]
+                pairs = tl.where(later, 0.0, pairs + weights)
+                y = tile(K, kt, other, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+                seen = known(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
+                early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + rows
+                b = of_tokens(y, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+                far = apart(b, seen, 0) & (other == first)
+                b = tl.where(seen, b, NOTHING)
+                if far:
+                    for j in range(0, BT):
+                        terms = tl.where((rows >= j)[:, None], z + line(b, j, BT)[None, :], NOTHING)
+                        dz += column(pairs, j, BT)[:, None] * tl.exp(terms)
+                else:
+                    top = tl.maximum(tl.max(b, 0), FLOOR)[None, :]
+                    read = tl.dot(pairs, tl.exp(b - top), input_precision=PRECISION)
+                    dz += tl.exp(tl.where(early[:, None], NOTHING, z + top)) * read
+        dx = tl.dot(dz, tile(QROWS, width, d, D, 0, width, QROWS, 0.0, NONE, False, BD, BW), dx, input_precision=PRECISION)
+        if TRAINED:
+            put(LOGS + n * length * D, D, first, length, d, D, dz, BT, BD)
+    put(OUT + n * length * width, width, first, length, 0, width, dx * scale, BT, BW)
+
+
+@triton.jit
+def of_keys(
+    Q, K, V, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, WEIGHTS, STATES, OUT, LOGS,
+    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, TRAINED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of keys, TRAINED: and those of their logarithms."""
+    blocks = tl.cdiv(keys, BT)
+    program = tl.program_id(0).to(tl.int64)
+    n, first = program // blocks, (program % blocks).to(tl.int32) * BT
+    chunk = first // CHUNK if CAUSAL else 0
+    Q += n // heads * qb + n % heads * qh
+    K += n // heads * kb + n % heads * kh
+    V += n // heads * vb + n % heads * vh
+    GRAD += n // heads * gb + n % heads * gh
+    VISIBLE += n // heads * mb + n % heads * mh
+    QROWS += n % heads * D * width
+    KROWS += n % heads * D * width
+    BIAS += n % heads * D
+    STATES += (n * chunks + chunk) * (D * E + 2 * D)
+    x = tile(K, kt, first, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+    seen = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    dx, squares, rows = tl.zeros((BT, BW), tl.float32), tl.zeros((BT,), tl.float32), tl.arange(0, BT)
+    for d in range(0, D, BD):
+        b = of_tokens(x, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+        far = apart(b, seen, 0)
+        b = tl.where(seen, b, NOTHING)
+        db = tl.zeros((BT, BD), tl.float32) + row(STATES + D * E, d, D, BD)[None, :]
+        for e in range(0, E, BE):
+            v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+            state = turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
+            db = tl.dot(v, state, db, input_precision=PRECISION)
+        db *= tl.exp(b + row(STATES + D * E + D, d, D, BD)[None, :])
+        if CAUSAL:
+            for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
+                pairs = tl.zeros((BT, BT), tl.float32)
+                factors = row(FACTORS + n * length, other, length, BT)
+                for e in range(0, E, BE):
+                    v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+                    grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[None, :]
+                    pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
+                earlier = other + rows[None, :] < first + rows[:, None]
+                pairs = tl.where(earlier, 0.0, pairs + row(WEIGHTS + n * length, other, length, BT)[None, :])
+                y = tile(Q, qt, other, length, 0, width, Q, 0.0, NONE, False, BT, BW)
+                g = of_tokens(y, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW)
+                g -= row(SHIFTS + n * length, other, length, BT)[:, None]
+                reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
+                g = tl.where(reads[:, None], g, NOTHING)
+                if far & (other == first):
+                    for i in range(0, BT):
+                        terms = tl.where((rows <= i)[:, None], b + line(g, i, BT)[None, :], NOTHING)
+                        db += column(pairs, i, BT)[:, None] * tl.exp(terms)
+                else:
+                    top = tl.maximum(tl.max(g, 0), FLOOR)[None, :]
+                    db += tl.exp(b + top) * tl.dot(pairs, tl.exp(g - top), input_precision=PRECISION)
+        db = tl.where((d + tl.arange(0, BD) < D)[None, :], db, 0.0)
+        dx = tl.dot(db, tile(KROWS, width, d, D, 0, width, KROWS, 0.0, NONE, False, BD, BW), dx, input_precision=PRECISION)
+        squares += tl.sum(db, 1)
+        if TRAINED:
+            put(LOGS + n * keys * D, D, first, keys, d, D, db, BT, BD)
+    dx = (dx - x * (squares * scale)[:, None]) * scale
+    put(OUT + n * keys * width, width, first, keys, 0, width, dx, BT, BW)

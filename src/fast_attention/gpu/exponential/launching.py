@@ -1,0 +1,186 @@
+"""Calls the kernels of exponential features: grids, strides and the memory of results.
+
+Tokens are (B, H, n, width) with any strides but the last, which is 1; rows (H, D, width), bias (H, D) and states
+(B, H, D E + 2 D) in float32: products, sums, and the logarithms of what both are divided by. A key mask is (B, H, n) in
+bytes.
+"""
+
+# pyright: reportCallIssue=false
+# Triton's decorator says nothing of warps, and hides that constants are named.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fast_attention.gpu import sums as elementwise
+from fast_attention.gpu.configurations import EXPONENTIAL, Configuration
+from fast_attention.gpu.exponential import gradients, reading, sums, values
+
+
+class Weights(NamedTuple):
+    """Rows of queries and of keys, and what is added to every logarithm."""
+
+    queries: Tensor
+    keys: Tensor
+    bias: Tensor | None
+
+
+class Read(NamedTuple):
+    """What a forward pass leaves: outputs, what rounding took, one over the denominators, the logarithms over which."""
+
+    out: Tensor
+    rest: Tensor
+    factors: Tensor
+    shifts: Tensor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all calls of one computation share."""
+
+    weights: Weights
+    sizes: Configuration
+    precision: str
+
+    @classmethod
+    def of(cls, x: Tensor, weights: Weights) -> Launch:
+        """For tokens ``x``; float32 keeps float32's digits."""
+        exact = x.dtype == torch.float32
+        return cls(weights, EXPONENTIAL[exact], "tf32x3" if exact else "tf32")
+
+    @property
+    def features(self) -> int:
+        """D."""
+        return self.weights.keys.shape[-2]
+
+    def numbers(self, E: int) -> int:
+        """How many numbers a state is."""
+        return self.features * (E + 2)
+
+    def options(self, width: int, mask: Tensor | None = None) -> dict[str, Any]:
+        """Constants of a kernel over tiles."""
+        chunk, block, columns, values, warps, stages = self.sizes
+        return {
+            "HAS_BIAS": self.weights.bias is not None, "HAS_MASK": mask is not None, "PRECISION": self.precision,
+            "CHUNK": chunk, "BT": block, "BD": columns, "BW": max(16, _power(width)), "BE": values,
+            "num_warps": warps, "num_stages": stages,
+        }  # fmt: skip
+
+    def sums(
+        self, x: Tensor, v: Tensor, mask: Tensor | None, first: Tensor | None, *,
+        read: Read | None = None, weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The sums before every chunk of keys, and over all keys, ``first`` included.
+
+        With ``read`` and ``weights`` those of queries behind every chunk, and ``v`` gradients of outputs.
+        """
+        (batch, heads, length, width), E, backwards = x.shape, v.shape[-1], read is not None
+        count, D = -(-length // self.sizes.chunk), self.features
+        states = x.new_empty((batch, heads, count, self.numbers(E)), dtype=torch.float32)
+        parts = -(-D // self.sizes.columns) * -(-E // self.sizes.values)
+        rows = self.weights.queries if backwards else self.weights.keys
+        shifts, factors = (read.shifts, read.factors) if read is not None else (x, x)
+        sums.chunk_sums[(batch * heads * count * parts,)](
+            x, rows, _or(self.weights.bias, rows), v, shifts, factors, _or(weights, x), _or(mask, x), states, heads,
+            length, D, width, E, count, width**-0.25, *x.stride()[:3], *v.stride()[:3], *_strides(mask),
+            QUERIES=backwards, **self.options(width, mask),
+        )  # fmt: skip
+        last = x.new_empty((batch, heads, self.numbers(E)), dtype=torch.float32)
+        size = 16
+        sums.running_sums[(batch * heads * -(-D // size),)](
+            states, _or(first, states), last, D, E, count, REVERSED=backwards, HAS_FIRST=first is not None, BD=size,
+            BE=_power(E), num_warps=4,
+        )  # fmt: skip
+        return states, last
+
+    def outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, states: Tensor, *, is_causal: bool, keep: bool
+    ) -> Read:
+        """Outputs and what the backward pass needs. Noncausal, k is not read and ``states`` are sums over all keys."""
+        (batch, heads, length, width), E = q.shape, v.shape[-1]
+        out = v.new_empty((batch, heads, length, E), dtype=q.dtype)
+        keep = keep and out.dtype != torch.float32
+        rest = out.new_empty(out.shape if keep else (0,))
+        factors, shifts = (q.new_empty((batch, heads, length), dtype=torch.float32) for _ in range(2))
+        count, parts = states.shape[2] if is_causal else 1, -(-E // self.sizes.values)
+        reading.outputs[(batch * heads * -(-length // self.sizes.block) * parts,)](
+            q, k, v, *self._rows(), _or(mask, q), states, out, rest, factors, shifts, heads, length, k.shape[2],
+            self.features, width, E, count, width**-0.25, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *_strides(mask), CAUSAL=is_causal, KEEP=keep, **self.options(width, mask),
+        )  # fmt: skip
+        return Read(out, rest, factors, shifts)
+
+    def denominators(self, read: Read, grad: Tensor) -> Tensor:
+        """The gradients of the denominators."""
+        batch, heads, length, E = grad.shape
+        weights, rows = torch.empty_like(read.factors), 32
+        elementwise.row_products[(batch * heads * -(-length // rows),)](
+            read.out, read.rest, grad, read.factors, weights, heads, length, E, *grad.stride()[:3],
+            HAS_REST=read.rest.numel() > 0, BT=rows, BE=self.sizes.values, num_warps=4,
+        )  # fmt: skip
+        return weights
+
+    def of_queries(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, read: Read, weights: Tensor,
+        states: Tensor, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of queries, and of their logarithms where rows are trained."""
+        trained = self.weights.queries.requires_grad
+        return self._of_tokens(gradients.of_queries, q, q, k, v, mask, grad, read, weights, states, is_causal, trained)
+
+    def of_keys(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, read: Read, weights: Tensor,
+        states: Tensor, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of keys, of their logarithms where rows are trained, and of values.
+
+        Noncausal, nothing of queries is read but ``states``.
+        """
+        trained = self.weights.keys.requires_grad
+        given = q, k, v, mask, grad, read, weights, states, is_causal, trained
+        dk, logs = self._of_tokens(gradients.of_keys, k, *given)
+        (batch, heads, keys, width), E = k.shape, v.shape[-1]
+        dv, count = v.new_empty((batch, heads, keys, E)), states.shape[2] if is_causal else 1
+        values.of_values[(batch * heads * -(-keys // self.sizes.block) * -(-E // self.sizes.values),)](
+            q, k, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, states, dv, heads, q.shape[2], keys,
+            self.features, width, E, count, width**-0.25, *q.stride()[:3], *k.stride()[:3], *_strides(mask),
+            *grad.stride()[:3], CAUSAL=is_causal, **self.options(width, mask),
+        )  # fmt: skip
+        return dk, logs, dv
+
+    def _of_tokens(
+        self, kernel: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, read: Read,
+        weights: Tensor, states: Tensor, is_causal: bool, trained: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        (batch, heads, length, width), D = x.shape, self.features
+        out = x.new_empty(x.shape)
+        logs = x.new_empty((batch, heads, length, D) if trained else (0,), dtype=torch.float32)
+        kernel[(batch * heads * -(-length // self.sizes.block),)](
+            q, k, v, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, weights, states, out, logs, heads,
+            q.shape[2], k.shape[2], D, width, v.shape[-1], states.shape[2] if is_causal else 1, width**-0.25,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), *grad.stride()[:3], CAUSAL=is_causal,
+            TRAINED=trained, **self.options(width, mask),
+        )  # fmt: skip
+        return out, logs
+
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, bias = self.weights
+        return queries, keys, _or(bias, keys)
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer that is not read where there is none."""
+    return other if x is None else x
+
+
+def _strides(mask: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))

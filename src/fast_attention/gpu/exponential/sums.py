@@ -1,0 +1,95 @@
+"""Sums over the tokens of every chunk, and of the chunks before or behind each, every feature over its largest term.
+
+A state is a row of numbers in float32: products of features and values (D, E), sums of features (D), and the logarithms
+of what both are divided by (D).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens
+from fast_attention.gpu.tiles import NONE, known, row, tile, turned
+
+
+@triton.jit
+def chunk_sums(
+    X, ROWS, BIAS, V, SHIFTS, FACTORS, WEIGHTS, VISIBLE, STATES, heads, length, D, width, E, chunks, scale,
+    xb, xh, xt, vb, vh, vt, mb, mh,
+    QUERIES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """``sum_t e^(b_t - c) v_t^T``, ``sum_t e^(b_t - c)`` and ``c = max_t b_t`` of each chunk's keys.
+
+    QUERIES: their logarithms less SHIFTS, ``factors_t v_t`` and ``weights_t`` instead of ones.
+    """
+    program, parts = tl.program_id(0).to(tl.int64), tl.cdiv(D, BD) * tl.cdiv(E, BE)
+    part, at = (program % parts).to(tl.int32), program // parts
+    chunk, n = (at % chunks).to(tl.int32), at // chunks
+    d, e = part // tl.cdiv(E, BE) * BD, part % tl.cdiv(E, BE) * BE
+    X += n // heads * xb + n % heads * xh
+    V += n // heads * vb + n % heads * vh
+    VISIBLE += n // heads * mb + n % heads * mh
+    ROWS += n % heads * D * width
+    BIAS += n % heads * D
+    products, sums = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
+    largest = tl.full((BD,), FLOOR, tl.float32)
+    for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
+        x = turned(X, xt, first, length, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+        v = tile(V, vt, first, length, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+        z = turned_of_tokens(x, ROWS, BIAS, d, D, width, scale, 0.0, not QUERIES, HAS_BIAS, BD, BW)
+        if QUERIES:
+            factors = row(FACTORS + n * length, first, length, BT)
+            z = tl.where((factors != 0)[None, :], z - row(SHIFTS + n * length, first, length, BT)[None, :], NOTHING)
+            v *= factors[:, None]
+        else:
+            z = tl.where(known(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
+        larger = tl.maximum(largest, tl.max(z, 1))
+        features, rest = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
+        if QUERIES:
+            sums = sums * rest + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
+        else:
+            sums = sums * rest + tl.sum(features, 1)
+        products = tl.dot(features, v, products * rest[:, None], input_precision=PRECISION)
+        largest = larger
+    STATES += at * (D * E + 2 * D)
+    columns, values = d + tl.arange(0, BD), e + tl.arange(0, BE)
+    inside = (columns < D)[:, None] & (values < E)[None, :]
+    tl.store(STATES + columns[:, None] * E + values[None, :], products, mask=inside)
+    tl.store(STATES + D * E + columns, sums, mask=(columns < D) & (e == 0))
+    tl.store(STATES + D * E + D + columns, largest, mask=(columns < D) & (e == 0))
+
+
+@triton.jit
+def running_sums(
+    STATES, FIRST, LAST, D, E, chunks,
+    REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Every chunk's sums become those of FIRST and the chunks before it (behind it); LAST: all of them."""
+    blocks, numbers = tl.cdiv(D, BD), D * E + 2 * D
+    program = tl.program_id(0).to(tl.int64)
+    n, columns = program // blocks, (program % blocks).to(tl.int32) * BD + tl.arange(0, BD)
+    some, inside = columns < D, (columns < D)[:, None] & (tl.arange(0, BE) < E)[None, :]
+    at = columns[:, None] * E + tl.arange(0, BE)[None, :]
+    products, sums, scales = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32), tl.full((BD,), FLOOR, tl.float32)
+    if HAS_FIRST:
+        FIRST += n * numbers
+        products = tl.load(FIRST + at, mask=inside, other=0.0)
+        sums = tl.load(FIRST + D * E + columns, mask=some, other=0.0)
+        scales = tl.load(FIRST + D * E + D + columns, mask=some, other=FLOOR)
+    for step in range(0, chunks):
+        state = STATES + (n * chunks + (chunks - 1 - step if REVERSED else step)) * numbers
+        more = tl.load(state + at, mask=inside, other=0.0)
+        further = tl.load(state + D * E + columns, mask=some, other=0.0)
+        theirs = tl.load(state + D * E + D + columns, mask=some, other=FLOOR)
+        tl.store(state + at, products, mask=inside)
+        tl.store(state + D * E + columns, sums, mask=some)
+        tl.store(state + D * E + D + columns, scales, mask=some)
+        larger = tl.maximum(scales, theirs)
+        a, b = tl.exp(scales - larger), tl.exp(theirs - larger)
+        products, sums, scales = products * a[:, None] + more * b[:, None], sums * a + further * b, larger
+    LAST += n * numbers
+    tl.store(LAST + at, products, mask=inside)
+    tl.store(LAST + D * E + columns, sums, mask=some)
+    tl.store(LAST + D * E + D + columns, scales, mask=some)

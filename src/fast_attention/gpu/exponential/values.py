@@ -1,0 +1,66 @@
+"""Gradients of values, as those of queries and keys: see ``gradients``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, of_tokens, turned_of_tokens
+from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
+
+
+@triton.jit
+def of_values(
+    Q, K, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, STATES, OUT,
+    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, mb, mh, gb, gh, gt,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of values: what keys give, and the pairs inside the chunk."""
+    parts, blocks = tl.cdiv(E, BE), tl.cdiv(keys, BT)
+    program = tl.program_id(0).to(tl.int64)
+    e, at = (program % parts).to(tl.int32) * BE, program // parts
+    n, first = at // blocks, (at % blocks).to(tl.int32) * BT
+    chunk = first // CHUNK if CAUSAL else 0
+    Q += n // heads * qb + n % heads * qh
+    K += n // heads * kb + n % heads * kh
+    GRAD += n // heads * gb + n % heads * gh
+    VISIBLE += n // heads * mb + n % heads * mh
+    QROWS += n % heads * D * width
+    KROWS += n % heads * D * width
+    BIAS += n % heads * D
+    STATES += (n * chunks + chunk) * (D * E + 2 * D)
+    x = tile(K, kt, first, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+    seen = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    total, rows = tl.zeros((BT, BE), tl.float32), tl.arange(0, BT)
+    for d in range(0, D, BD):
+        b = of_tokens(x, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+        b = tl.where(seen, b + row(STATES + D * E + D, d, D, BD)[None, :], NOTHING)
+        state = tile(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
+        total = tl.dot(tl.exp(b), state, total, input_precision=PRECISION)
+    if CAUSAL:
+        for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
+            pairs = tl.zeros((BT, BT), tl.float32)
+            factors = row(FACTORS + n * length, other, length, BT)
+            y = turned(Q, qt, other, length, 0, width, Q, 0.0, NONE, False, BT, BW)
+            reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
+            for d in range(0, D, BD):
+                b = of_tokens(x, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+                far = apart(b, seen, 0) & (other == first)
+                b = tl.where(seen, b, NOTHING)
+                g = turned_of_tokens(y, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW)
+                g -= row(SHIFTS + n * length, other, length, BT)[None, :]
+                g = tl.where(reads[None, :], g, NOTHING)
+                if far:
+                    for i in range(0, BT):
+                        terms = tl.where((rows <= i)[:, None], b + column(g, i, BT)[None, :], NOTHING)
+                        pairs += tl.where((rows == i)[None, :], tl.sum(tl.exp(terms), 1)[:, None], 0.0)
+                else:
+                    top = tl.maximum(tl.max(g, 1), FLOOR)
+                    pairs = tl.dot(
+                        tl.exp(b + top[None, :]), tl.exp(g - top[:, None]), pairs, input_precision=PRECISION
+                    )  # fmt: skip
+            pairs = tl.where(other + rows[None, :] < first + rows[:, None], 0.0, pairs)
+            grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[:, None]
+            total = tl.dot(pairs, grad, total, input_precision=PRECISION)
+    put(OUT + n * keys * E, E, first, keys, e, E, total, BT, BE)
