@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +25,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fast_attention.gpu import gradients, reading, sums
-from fast_attention.gpu.configurations import TABLE
+from fast_attention.gpu.configurations import TABLE, WIDEST_PROJECTED
+from fast_attention.gpu.exponential import gradients as exponential_gradients
+from fast_attention.gpu.exponential import launching as exponential_launching
+from fast_attention.gpu.exponential import reading as exponential_reading
+from fast_attention.gpu.exponential import sums as exponential_sums
+from fast_attention.gpu.exponential import values as exponential_values
 from fast_attention.gpu.launching import Launch
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
@@ -44,7 +50,7 @@ class Caught(NamedTuple):
     @property
     def key(self) -> str:
         """Equal for launches of one and the same program."""
-        return json.dumps([self.name, self.signature, self.constants, self.options])
+        return json.dumps([self.module, self.name, self.signature, self.constants, self.options])
 
 
 class Catcher:
@@ -76,30 +82,63 @@ class Catcher:
         self.kept.append(Caught(self.module, self.name, signature, constants, hints, options))
 
 
-def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
-    """All launches of a forward and backward pass, causal and not, for heads of this width."""
+KERNELS = [(sums, "chunk_sums"), (sums, "running_sums"), (sums, "row_products"), (reading, "outputs")]
+KERNELS += [(gradients, name) for name in ("of_queries", "of_keys", "of_values")]
+KERNELS += [(exponential_sums, "chunk_sums"), (exponential_sums, "running_sums"), (exponential_reading, "outputs")]
+KERNELS += [(exponential_gradients, "of_queries"), (exponential_gradients, "of_keys"), (exponential_values, "of_values")]
+
+
+@contextmanager
+def catching() -> Iterator[list[Caught]]:
+    """Launches inside are kept instead of made."""
     kept: list[Caught] = []
-    kernels = [(sums, "chunk_sums"), (sums, "running_sums"), (sums, "row_products"), (reading, "outputs")]
-    kernels += [(gradients, name) for name in ("of_queries", "of_keys", "of_values")]
-    real = [getattr(module, name) for module, name in kernels]
-    for module, name in kernels:
+    real = [getattr(module, name) for module, name in KERNELS]
+    for module, name in KERNELS:
         setattr(module, name, Catcher(module, name, kept))
     try:
-        for is_causal in (True, False):
-            q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
-            mask = torch.empty(1, 1, 1000, dtype=torch.uint8, device="meta")
-            run = Launch.of(q, q, 1, 0.0)
-            states, last = run.sums(q, q, mask, None)
-            before = states if is_causal else last
-            out, factors, rest = run.outputs(q, q, q, mask, before, 1e-6, is_causal=is_causal, keep=True)
-            weights = run.weights(out, rest, q, factors)
-            behind, whole = run.sums(q, q, None, None, factors=factors, weights=weights, backwards=True)
-            given = q, q, q, mask, q, factors, weights
-            run.of_queries(*given, states if is_causal else last, is_causal=is_causal)
-            run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
+        yield kept
     finally:
-        for (module, name), kernel in zip(kernels, real, strict=True):
+        for (module, name), kernel in zip(KERNELS, real, strict=True):
             setattr(module, name, kernel)
+
+
+def elementwise(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
+    """A forward and backward pass of the kernels of elementwise features."""
+    run = Launch.of(q, q, 1, 0.0)
+    states, last = run.sums(q, q, mask, None)
+    before = states if is_causal else last
+    out, factors, rest = run.outputs(q, q, q, mask, before, 1e-6, is_causal=is_causal, keep=True)
+    weights = run.weights(out, rest, q, factors)
+    behind, whole = run.sums(q, q, None, None, factors=factors, weights=weights, backwards=True)
+    given = q, q, q, mask, q, factors, weights
+    run.of_queries(*given, before, is_causal=is_causal)
+    run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
+
+
+def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
+    """The same of exponential features: 256 of them, biased and trained."""
+    rows = torch.empty(1, 256, q.shape[-1], device="meta")
+    bias = torch.empty(1, 256, device="meta")
+    run = exponential_launching.Launch.of(q, exponential_launching.Weights(rows, rows, bias, trained=True))
+    states, last = run.sums(q, q, mask, None)
+    before = states if is_causal else last
+    read = run.outputs(q, q, q, mask, before, is_causal=is_causal, keep=True)
+    weights = run.denominators(read, q)
+    behind, whole = run.sums(q, q, None, None, read=read, weights=weights)
+    given = q, q, q, mask, q, read, weights
+    run.of_queries(*given, before, is_causal=is_causal)
+    run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
+
+
+def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
+    """All launches of forward and backward passes, causal and not, for heads of this width."""
+    q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
+    mask = torch.empty(1, 1, 1000, dtype=torch.uint8, device="meta")
+    with catching() as kept:
+        for is_causal in (True, False):
+            elementwise(q, mask, is_causal=is_causal)
+            if width <= WIDEST_PROJECTED:
+                exponential(q, mask, is_causal=is_causal)
     yield from kept
 
 
@@ -117,8 +156,8 @@ def compiled(caught: Caught, target: int) -> dict[str, Any]:
     registers, stack = (int(re.search(rf"{word}:(\d+)", told)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
     return {
-        "kernel": caught.name, "target": target, "dtype": kinds[0][1:], **{key: caught.constants.get(key) for key in (
-            "CAUSAL", "WEIGHTED", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BE")}, **caught.options,
+        "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:], **{key: caught.constants.get(key) for key in (
+            "CAUSAL", "WEIGHTED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BW", "BE")}, **caught.options,
         "registers": registers, "stack": stack, "shared": made.metadata.shared,
     }  # fmt: skip
 

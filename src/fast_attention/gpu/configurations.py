@@ -25,14 +25,6 @@ TABLE = {  # by the larger of the two widths, rounded up to a power of two
 }
 WIDEST = max(TABLE)
 
-# Exponential features, by whether products keep float32's digits; columns are features. Heads of more numbers than
-# WIDEST_PROJECTED would not lie whole in a program.
-EXPONENTIAL = {
-    False: Configuration(chunk=256, block=64, columns=64, values=64, warps=8, stages=1),
-    True: Configuration(chunk=256, block=32, columns=32, values=64, warps=4, stages=1),
-}
-WIDEST_PROJECTED = 128
-
 
 def configuration(width: int, values: int, *, exact: bool) -> Configuration:
     """The row for heads of ``width`` features and ``values`` values; neither is wider than ``WIDEST``.
@@ -44,3 +36,29 @@ def configuration(width: int, values: int, *, exact: bool) -> Configuration:
     """
     row = TABLE[next(size for size in TABLE if size >= max(width, values))]
     return row._replace(block=row.block // 2) if exact else row
+
+
+class Exponential(NamedTuple):
+    """Sizes for exponential features, of which ``columns`` are made at a time: the forward pass and the backward."""
+
+    forward: Configuration
+    backward: Configuration
+
+
+def _both(block: int, columns: int, warps: int, backward: int | None = None) -> Exponential:
+    row = Configuration(chunk=256, block=block, columns=columns, values=32, warps=warps, stages=1)
+    return Exponential(row, row._replace(block=backward or block))
+
+
+EXPONENTIAL = {  # by the width of heads, and whether products keep float32's digits
+    (64, False): _both(64, 32, 8, backward=32),
+    (128, False): _both(32, 16, 8),
+    (64, True): _both(16, 32, 4),
+    (128, True): _both(16, 32, 8),
+}
+WIDEST_PROJECTED = max(width for width, _ in EXPONENTIAL)
+
+
+def exponential(width: int, *, exact: bool) -> Exponential:
+    """The row for heads of ``width`` numbers, at most ``WIDEST_PROJECTED``; ``exact`` as in ``configuration``."""
+    return EXPONENTIAL[64 if width <= 64 else WIDEST_PROJECTED, exact]

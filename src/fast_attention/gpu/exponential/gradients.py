@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, line, of_tokens
+from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, line, of_tokens, rows_of, tokens
 from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
 
 
 @triton.jit
 def of_queries(
     Q, K, V, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, WEIGHTS, STATES, OUT, LOGS,
-    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
+    heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, TRAINED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     BE: tl.constexpr,
@@ -35,13 +35,13 @@ def of_queries(
     KROWS += n % heads * D * width
     BIAS += n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
-    x = tile(Q, qt, first, length, 0, width, Q, 0.0, NONE, False, BT, BW)
+    x = tokens(Q, qt, first, length, width, Q, False, BT, BW)
     factors = row(FACTORS + n * length, first, length, BT)[:, None]
     shifts = row(SHIFTS + n * length, first, length, BT)[:, None]
     weights = row(WEIGHTS + n * length, first, length, BT)[:, None]
     dx, rows = tl.zeros((BT, BW), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
-        z = of_tokens(x, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW) - shifts
+        z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW) - shifts
         z = tl.where(factors != 0, z, FLOOR)
         dz = weights * row(STATES + D * E, d, D, BD)[None, :]
         for e in range(0, E, BE):
@@ -58,10 +58,10 @@ def of_queries(
                     pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
                 later = other + rows[None, :] > first + rows[:, None]
                 pairs = tl.where(later, 0.0, pairs + weights)
-                y = tile(K, kt, other, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+                y = tokens(K, kt, other, keys, width, VISIBLE, HAS_MASK, BT, BW)
                 seen = known(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
                 early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + rows
-                b = of_tokens(y, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+                b = of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
                 far = apart(b, seen, 0) & (other == first)
                 b = tl.where(seen, b, NOTHING)
                 if far:
@@ -72,7 +72,7 @@ def of_queries(
                     top = tl.maximum(tl.max(b, 0), FLOOR)[None, :]
                     read = tl.dot(pairs, tl.exp(b - top), input_precision=PRECISION)
                     dz += tl.exp(tl.where(early[:, None], NOTHING, z + top)) * read
-        dx = tl.dot(dz, tile(QROWS, width, d, D, 0, width, QROWS, 0.0, NONE, False, BD, BW), dx, input_precision=PRECISION)
+        dx = tl.dot(dz, rows_of(QROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         if TRAINED:
             put(LOGS + n * length * D, D, first, length, d, D, dz, BT, BD)
     put(OUT + n * length * width, width, first, length, 0, width, dx * scale, BT, BW)
@@ -81,7 +81,7 @@ def of_queries(
 @triton.jit
 def of_keys(
     Q, K, V, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, WEIGHTS, STATES, OUT, LOGS,
-    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
+    heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, TRAINED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     BE: tl.constexpr,
@@ -100,11 +100,11 @@ def of_keys(
     KROWS += n % heads * D * width
     BIAS += n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
-    x = tile(K, kt, first, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+    x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
     seen = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     dx, squares, rows = tl.zeros((BT, BW), tl.float32), tl.zeros((BT,), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
-        b = of_tokens(x, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+        b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
         far = apart(b, seen, 0)
         b = tl.where(seen, b, NOTHING)
         db = tl.zeros((BT, BD), tl.float32) + row(STATES + D * E, d, D, BD)[None, :]
@@ -123,8 +123,8 @@ def of_keys(
                     pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
                 earlier = other + rows[None, :] < first + rows[:, None]
                 pairs = tl.where(earlier, 0.0, pairs + row(WEIGHTS + n * length, other, length, BT)[None, :])
-                y = tile(Q, qt, other, length, 0, width, Q, 0.0, NONE, False, BT, BW)
-                g = of_tokens(y, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW)
+                y = tokens(Q, qt, other, length, width, Q, False, BT, BW)
+                g = of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[:, None]
                 reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
                 g = tl.where(reads[:, None], g, NOTHING)
@@ -136,9 +136,9 @@ def of_keys(
                     top = tl.maximum(tl.max(g, 0), FLOOR)[None, :]
                     db += tl.exp(b + top) * tl.dot(pairs, tl.exp(g - top), input_precision=PRECISION)
         db = tl.where((d + tl.arange(0, BD) < D)[None, :], db, 0.0)
-        dx = tl.dot(db, tile(KROWS, width, d, D, 0, width, KROWS, 0.0, NONE, False, BD, BW), dx, input_precision=PRECISION)
+        dx = tl.dot(db, rows_of(KROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         squares += tl.sum(db, 1)
         if TRAINED:
             put(LOGS + n * keys * D, D, first, keys, d, D, db, BT, BD)
-    dx = (dx - x * (squares * scale)[:, None]) * scale
+    dx = (dx - x.to(tl.float32) * (squares * scale)[:, None]) * scale
     put(OUT + n * keys * width, width, first, keys, 0, width, dx, BT, BW)

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import sums as elementwise
-from fast_attention.gpu.configurations import EXPONENTIAL, Configuration
+from fast_attention.gpu.configurations import Exponential, exponential
 from fast_attention.gpu.exponential import gradients, reading, sums, values
 
 
 class Weights(NamedTuple):
-    """Rows of queries and of keys, and what is added to every logarithm."""
+    """Rows of queries and of keys, what is added to every logarithm, and whether gradients of rows are wanted."""
 
     queries: Tensor
     keys: Tensor
     bias: Tensor | None
+    trained: bool
 
 
 class Read(NamedTuple):
@@ -43,14 +44,15 @@ class Launch:
     """What all calls of one computation share."""
 
     weights: Weights
-    sizes: Configuration
+    sizes: Exponential
     precision: str
 
     @classmethod
     def of(cls, x: Tensor, weights: Weights) -> Launch:
         """For tokens ``x``; float32 keeps float32's digits."""
-        exact = x.dtype == torch.float32
-        return cls(weights, EXPONENTIAL[exact], "tf32x3" if exact else "tf32")
+        exact, keys = x.dtype == torch.float32, _parts(weights.keys, x)
+        queries = keys if weights.queries is weights.keys else _parts(weights.queries, x)
+        return cls(weights._replace(queries=queries, keys=keys), exponential(x.shape[-1], exact=exact), "tf32x3" if exact else "tf32")
 
     @property
     def features(self) -> int:
@@ -61,9 +63,9 @@ class Launch:
         """How many numbers a state is."""
         return self.features * (E + 2)
 
-    def options(self, width: int, mask: Tensor | None = None) -> dict[str, Any]:
+    def options(self, width: int, mask: Tensor | None = None, *, backward: bool = False) -> dict[str, Any]:
         """Constants of a kernel over tiles."""
-        chunk, block, columns, values, warps, stages = self.sizes
+        chunk, block, columns, values, warps, stages = self.sizes.backward if backward else self.sizes.forward
         return {
             "HAS_BIAS": self.weights.bias is not None, "HAS_MASK": mask is not None, "PRECISION": self.precision,
             "CHUNK": chunk, "BT": block, "BD": columns, "BW": max(16, _power(width)), "BE": values,
@@ -79,14 +81,14 @@ class Launch:
         With ``read`` and ``weights`` those of queries behind every chunk, and ``v`` gradients of outputs.
         """
         (batch, heads, length, width), E, backwards = x.shape, v.shape[-1], read is not None
-        count, D = -(-length // self.sizes.chunk), self.features
+        count, D = -(-length // self.sizes.forward.chunk), self.features
         states = x.new_empty((batch, heads, count, self.numbers(E)), dtype=torch.float32)
-        parts = -(-D // self.sizes.columns) * -(-E // self.sizes.values)
+        parts = -(-D // self.sizes.forward.columns) * -(-E // self.sizes.forward.values)
         rows = self.weights.queries if backwards else self.weights.keys
         shifts, factors = (read.shifts, read.factors) if read is not None else (x, x)
         sums.chunk_sums[(batch * heads * count * parts,)](
             x, rows, _or(self.weights.bias, rows), v, shifts, factors, _or(weights, x), _or(mask, x), states, heads,
-            length, D, width, E, count, width**-0.25, *x.stride()[:3], *v.stride()[:3], *_strides(mask),
+            length, D, width, E, count, self.weights.keys.numel() // 2, width**-0.25, *x.stride()[:3], *v.stride()[:3], *_strides(mask),
             QUERIES=backwards, **self.options(width, mask),
         )  # fmt: skip
         last = x.new_empty((batch, heads, self.numbers(E)), dtype=torch.float32)
@@ -106,10 +108,10 @@ class Launch:
         keep = keep and out.dtype != torch.float32
         rest = out.new_empty(out.shape if keep else (0,))
         factors, shifts = (q.new_empty((batch, heads, length), dtype=torch.float32) for _ in range(2))
-        count, parts = states.shape[2] if is_causal else 1, -(-E // self.sizes.values)
-        reading.outputs[(batch * heads * -(-length // self.sizes.block) * parts,)](
+        count, parts = states.shape[2] if is_causal else 1, -(-E // self.sizes.forward.values)
+        reading.outputs[(batch * heads * -(-length // self.sizes.forward.block) * parts,)](
             q, k, v, *self._rows(), _or(mask, q), states, out, rest, factors, shifts, heads, length, k.shape[2],
-            self.features, width, E, count, width**-0.25, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            self.features, width, E, count, self.weights.keys.numel() // 2, width**-0.25, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *_strides(mask), CAUSAL=is_causal, KEEP=keep, **self.options(width, mask),
         )  # fmt: skip
         return Read(out, rest, factors, shifts)
@@ -120,7 +122,7 @@ class Launch:
         weights, rows = torch.empty_like(read.factors), 32
         elementwise.row_products[(batch * heads * -(-length // rows),)](
             read.out, read.rest, grad, read.factors, weights, heads, length, E, *grad.stride()[:3],
-            HAS_REST=read.rest.numel() > 0, BT=rows, BE=self.sizes.values, num_warps=4,
+            HAS_REST=read.rest.numel() > 0, BT=rows, BE=self.sizes.forward.values, num_warps=4,
         )  # fmt: skip
         return weights
 
@@ -129,8 +131,7 @@ class Launch:
         states: Tensor, *, is_causal: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of queries, and of their logarithms where rows are trained."""
-        trained = self.weights.queries.requires_grad
-        return self._of_tokens(gradients.of_queries, q, q, k, v, mask, grad, read, weights, states, is_causal, trained)
+        return self._of_tokens(gradients.of_queries, q, q, k, v, mask, grad, read, weights, states, is_causal)
 
     def of_keys(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, read: Read, weights: Tensor,
@@ -140,36 +141,42 @@ class Launch:
 
         Noncausal, nothing of queries is read but ``states``.
         """
-        trained = self.weights.keys.requires_grad
-        given = q, k, v, mask, grad, read, weights, states, is_causal, trained
-        dk, logs = self._of_tokens(gradients.of_keys, k, *given)
+        dk, logs = self._of_tokens(gradients.of_keys, k, q, k, v, mask, grad, read, weights, states, is_causal)
         (batch, heads, keys, width), E = k.shape, v.shape[-1]
         dv, count = v.new_empty((batch, heads, keys, E)), states.shape[2] if is_causal else 1
-        values.of_values[(batch * heads * -(-keys // self.sizes.block) * -(-E // self.sizes.values),)](
+        values.of_values[(batch * heads * -(-keys // self.sizes.backward.block) * -(-E // self.sizes.backward.values),)](
             q, k, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, states, dv, heads, q.shape[2], keys,
-            self.features, width, E, count, width**-0.25, *q.stride()[:3], *k.stride()[:3], *_strides(mask),
-            *grad.stride()[:3], CAUSAL=is_causal, **self.options(width, mask),
+            self.features, width, E, count, self.weights.keys.numel() // 2, width**-0.25, *q.stride()[:3], *k.stride()[:3], *_strides(mask),
+            *grad.stride()[:3], CAUSAL=is_causal, **self.options(width, mask, backward=True),
         )  # fmt: skip
         return dk, logs, dv
 
     def _of_tokens(
         self, kernel: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, read: Read,
-        weights: Tensor, states: Tensor, is_causal: bool, trained: bool,
+        weights: Tensor, states: Tensor, is_causal: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        (batch, heads, length, width), D = x.shape, self.features
+        (batch, heads, length, width), D, trained = x.shape, self.features, self.weights.trained
         out = x.new_empty(x.shape)
         logs = x.new_empty((batch, heads, length, D) if trained else (0,), dtype=torch.float32)
-        kernel[(batch * heads * -(-length // self.sizes.block),)](
+        kernel[(batch * heads * -(-length // self.sizes.backward.block),)](
             q, k, v, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, weights, states, out, logs, heads,
-            q.shape[2], k.shape[2], D, width, v.shape[-1], states.shape[2] if is_causal else 1, width**-0.25,
+            q.shape[2], k.shape[2], D, width, v.shape[-1], states.shape[2] if is_causal else 1, self.weights.keys.numel() // 2, width**-0.25,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), *grad.stride()[:3], CAUSAL=is_causal,
-            TRAINED=trained, **self.options(width, mask),
+            TRAINED=trained, **self.options(width, mask, backward=True),
         )  # fmt: skip
         return out, logs
 
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, bias = self.weights
+        queries, keys, bias, _ = self.weights
         return queries, keys, _or(bias, keys)
+
+
+def _parts(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows for products with tokens of sixteen bits: as two such numbers, behind each other."""
+    if like.dtype == torch.float32:
+        return rows.contiguous()
+    high = rows.to(like.dtype)
+    return torch.stack([high, (rows - high).to(like.dtype)])
 
 
 def _power(size: int) -> int:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, of_tokens, turned_of_tokens
+from fast_attention.gpu.exponential.tiles import (
+    FLOOR,
+    NOTHING,
+    apart,
+    column,
+    first_seen,
+    of_tokens,
+    tokens,
+    turned_of_tokens,
+    turned_tokens,
+)
 from fast_attention.gpu.reading import SMALLEST
 from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
 
@@ -17,17 +27,17 @@ def one_by_one(z, b, largest, pairs, numerator, denominator, BT: tl.constexpr):
     for j in range(0, BT):
         terms = tl.where((rows >= j)[:, None], z + column(b, j, BT)[None, :], NOTHING)
         larger = tl.maximum(largest, tl.max(terms, 1))
-        rest = tl.exp(largest - larger)
+        shrink = tl.exp(largest - larger)
         added = tl.sum(tl.exp(terms - larger[:, None]), 1)
-        pairs = pairs * rest[:, None] + tl.where((rows == j)[None, :], added[:, None], 0.0)
-        numerator, denominator, largest = numerator * rest[:, None], denominator * rest, larger
+        pairs = pairs * shrink[:, None] + tl.where((rows == j)[None, :], added[:, None], 0.0)
+        numerator, denominator, largest = numerator * shrink[:, None], denominator * shrink, larger
     return largest, pairs, numerator, denominator
 
 
 @triton.jit
 def outputs(
     Q, K, V, QROWS, KROWS, BIAS, VISIBLE, STATES, OUT, REST, FACTORS, SHIFTS,
-    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh,
+    heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -45,27 +55,27 @@ def outputs(
     KROWS += n % heads * D * width
     BIAS += n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
-    x = tile(Q, qt, first, length, 0, width, Q, 0.0, NONE, False, BT, BW)
+    x = tokens(Q, qt, first, length, width, Q, False, BT, BW)
     numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
     largest = tl.full((BT,), FLOOR, tl.float32)
     for d in range(0, D, BD):
-        z = of_tokens(x, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW)
+        z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
         z += row(STATES + D * E + D, d, D, BD)[None, :]
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, rest = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
+        features, shrink = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
         state = tile(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
-        numerator = tl.dot(features, state, numerator * rest[:, None], input_precision=PRECISION)
-        denominator = denominator * rest + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
+        numerator = tl.dot(features, state, numerator * shrink[:, None], input_precision=PRECISION)
+        denominator = denominator * shrink + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
         largest = larger
     if CAUSAL:
         for other in range(chunk * CHUNK, first + BT, BT):
-            y = turned(K, kt, other, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+            y = turned_tokens(K, kt, other, keys, width, VISIBLE, HAS_MASK, BT, BW)
             seen = known(VISIBLE, other, keys, HAS_MASK, BT)[None, :]
             early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + tl.arange(0, BT)
             pairs = tl.zeros((BT, BT), tl.float32)
             for d in range(0, D, BD):
-                z = of_tokens(x, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW)
-                b = turned_of_tokens(y, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+                z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
+                b = turned_of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
                 far = apart(b, seen, 1) & (other == first)
                 b = tl.where(seen, b, NOTHING)
                 if far:
@@ -76,12 +86,12 @@ def outputs(
                     top = tl.maximum(tl.max(b, 1), FLOOR)
                     z = tl.where(early[:, None], NOTHING, z + top[None, :])
                     larger = tl.maximum(largest, tl.max(z, 1))
-                    rest = tl.exp(largest - larger)
+                    shrink = tl.exp(largest - larger)
                     pairs = tl.dot(
-                        tl.exp(z - larger[:, None]), tl.exp(b - top[:, None]), pairs * rest[:, None],
+                        tl.exp(z - larger[:, None]), tl.exp(b - top[:, None]), pairs * shrink[:, None],
                         input_precision=PRECISION,
                     )  # fmt: skip
-                    numerator, denominator, largest = numerator * rest[:, None], denominator * rest, larger
+                    numerator, denominator, largest = numerator * shrink[:, None], denominator * shrink, larger
             later = other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None]
             pairs = tl.where(later, 0.0, pairs)
             v = tile(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens
+from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens, turned_tokens
 from fast_attention.gpu.tiles import NONE, known, row, tile, turned
 
 
 @triton.jit
 def chunk_sums(
-    X, ROWS, BIAS, V, SHIFTS, FACTORS, WEIGHTS, VISIBLE, STATES, heads, length, D, width, E, chunks, scale,
+    X, ROWS, BIAS, V, SHIFTS, FACTORS, WEIGHTS, VISIBLE, STATES, heads, length, D, width, E, chunks, lower, scale,
     xb, xh, xt, vb, vh, vt, mb, mh,
     QUERIES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BE: tl.constexpr,
@@ -36,9 +36,9 @@ def chunk_sums(
     products, sums = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32)
     largest = tl.full((BD,), FLOOR, tl.float32)
     for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
-        x = turned(X, xt, first, length, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+        x = turned_tokens(X, xt, first, length, width, VISIBLE, HAS_MASK, BT, BW)
         v = tile(V, vt, first, length, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-        z = turned_of_tokens(x, ROWS, BIAS, d, D, width, scale, 0.0, not QUERIES, HAS_BIAS, BD, BW)
+        z = turned_of_tokens(x, ROWS, BIAS, d, D, width, lower, scale, 0.0, not QUERIES, HAS_BIAS, BD, BW)
         if QUERIES:
             factors = row(FACTORS + n * length, first, length, BT)
             z = tl.where((factors != 0)[None, :], z - row(SHIFTS + n * length, first, length, BT)[None, :], NOTHING)
@@ -46,12 +46,12 @@ def chunk_sums(
         else:
             z = tl.where(known(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, rest = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
+        features, shrink = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
         if QUERIES:
-            sums = sums * rest + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
+            sums = sums * shrink + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
         else:
-            sums = sums * rest + tl.sum(features, 1)
-        products = tl.dot(features, v, products * rest[:, None], input_precision=PRECISION)
+            sums = sums * shrink + tl.sum(features, 1)
+        products = tl.dot(features, v, products * shrink[:, None], input_precision=PRECISION)
         largest = larger
     STATES += at * (D * E + 2 * D)
     columns, values = d + tl.arange(0, BD), e + tl.arange(0, BE)

@@ -8,41 +8,89 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.tiles import NONE, known, row, tile, turned
+from fast_attention.gpu.tiles import known, row
 
 FLOOR = tl.constexpr(-1e30)  # the logarithm of nothing, as in ``engine.scan``
 SLACK = tl.constexpr(40.0)  # how far the logarithms of a block's keys may lie apart: beyond, pairs are taken one by one
 NOTHING = tl.constexpr(float("-inf"))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def tokens(pointer, stride, first, length, width, visible, HAS_MASK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+    """Tokens ``first`` on, (BT, BW), as they lie in memory."""
+    rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
+    inside = known(visible, first, length, HAS_MASK, BT)[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def turned_tokens(
+    pointer, stride, first, length, width, visible, HAS_MASK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr
+):
+    """The same, (BW, BT)."""
+    rows, columns = first + tl.arange(0, BT), tl.arange(0, BW)
+    inside = (columns < width)[:, None] & known(visible, first, length, HAS_MASK, BT)[None, :]
+    return tl.load(pointer + rows.to(tl.int64)[None, :] * stride + columns[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def product(a, b):
+    """A product of tokens and rows with all their digits; the interpreter has no product of bfloat16."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, input_precision="tf32x3")
+    elif INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)
 
 
 @triton.jit
 def of_tokens(
-    x, ROWS, BIAS, d, D, width, scale, beyond,
+    x, ROWS, BIAS, d, D, width, lower, scale, beyond,
     HALF: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Logarithms ``d`` on of tokens x (tokens, BW), (tokens, BD); ``beyond`` where there is no such feature."""
-    rows = turned(ROWS, width, d, D, 0, width, ROWS, 0.0, NONE, False, BD, BW)
-    z = tl.dot(x, rows, input_precision="tf32x3") * scale
+    """Logarithms ``d`` on of tokens x (tokens, BW), (tokens, BD); ``beyond`` where there is no such feature.
+
+    Rows for tokens of sixteen bits are two numbers of such each, what rounding took ``lower`` numbers behind.
+    """
+    z = product(x, turned_tokens(ROWS, width, d, D, width, ROWS, False, BD, BW))
+    if x.dtype != tl.float32:
+        z += product(x, turned_tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW))
+    z *= scale
     if HAS_BIAS:
         z += row(BIAS, d, D, BD)[None, :]
     if HALF:
+        x = x.to(tl.float32)
         z -= tl.sum(x * x, 1)[:, None] * (0.5 * scale * scale)
     return tl.where((d + tl.arange(0, BD) < D)[None, :], z, beyond)
 
 
 @triton.jit
 def turned_of_tokens(
-    x, ROWS, BIAS, d, D, width, scale, beyond,
+    x, ROWS, BIAS, d, D, width, lower, scale, beyond,
     HALF: tl.constexpr, HAS_BIAS: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """The same of tokens x (BW, tokens), (BD, tokens): products need no transpose."""
-    rows = tile(ROWS, width, d, D, 0, width, ROWS, 0.0, NONE, False, BD, BW)
-    z = tl.dot(rows, x, input_precision="tf32x3") * scale
+    z = product(tokens(ROWS, width, d, D, width, ROWS, False, BD, BW), x)
+    if x.dtype != tl.float32:
+        z += product(tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW), x)
+    z *= scale
     if HAS_BIAS:
         z += row(BIAS, d, D, BD)[:, None]
     if HALF:
+        x = x.to(tl.float32)
         z -= tl.sum(x * x, 0)[None, :] * (0.5 * scale * scale)
     return tl.where((d + tl.arange(0, BD) < D)[:, None], z, beyond)
+
+
+@triton.jit
+def rows_of(ROWS, d, D, width, lower, BD: tl.constexpr, BW: tl.constexpr):
+    """Rows ``d`` on, (BD, BW), in float32."""
+    rows = tokens(ROWS, width, d, D, width, ROWS, False, BD, BW).to(tl.float32)
+    if ROWS.dtype.element_ty != tl.float32:
+        rows += tokens(ROWS + lower, width, d, D, width, ROWS, False, BD, BW).to(tl.float32)
+    return rows
 
 
 @triton.jit

@@ -5,14 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, of_tokens, turned_of_tokens
+from fast_attention.gpu.exponential.tiles import (
+    FLOOR,
+    NOTHING,
+    apart,
+    column,
+    first_seen,
+    of_tokens,
+    tokens,
+    turned_of_tokens,
+    turned_tokens,
+)
 from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
 
 
 @triton.jit
 def of_values(
     Q, K, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, STATES, OUT,
-    heads, length, keys, D, width, E, chunks, scale, qb, qh, qt, kb, kh, kt, mb, mh, gb, gh, gt,
+    heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, mb, mh, gb, gh, gt,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -30,11 +40,11 @@ def of_values(
     KROWS += n % heads * D * width
     BIAS += n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
-    x = tile(K, kt, first, keys, 0, width, VISIBLE, 0.0, NONE, HAS_MASK, BT, BW)
+    x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
     seen = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     total, rows = tl.zeros((BT, BE), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
-        b = of_tokens(x, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+        b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
         b = tl.where(seen, b + row(STATES + D * E + D, d, D, BD)[None, :], NOTHING)
         state = tile(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
         total = tl.dot(tl.exp(b), state, total, input_precision=PRECISION)
@@ -42,13 +52,13 @@ def of_values(
         for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
             pairs = tl.zeros((BT, BT), tl.float32)
             factors = row(FACTORS + n * length, other, length, BT)
-            y = turned(Q, qt, other, length, 0, width, Q, 0.0, NONE, False, BT, BW)
+            y = turned_tokens(Q, qt, other, length, width, Q, False, BT, BW)
             reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
             for d in range(0, D, BD):
-                b = of_tokens(x, KROWS, BIAS, d, D, width, scale, 0.0, True, HAS_BIAS, BD, BW)
+                b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
                 far = apart(b, seen, 0) & (other == first)
                 b = tl.where(seen, b, NOTHING)
-                g = turned_of_tokens(y, QROWS, BIAS, d, D, width, scale, FLOOR, False, HAS_BIAS, BD, BW)
+                g = turned_of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[None, :]
                 g = tl.where(reads[None, :], g, NOTHING)
                 if far:
