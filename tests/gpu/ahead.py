@@ -85,7 +85,11 @@ class Catcher:
 KERNELS = [(sums, "chunk_sums"), (sums, "running_sums"), (sums, "row_products"), (reading, "outputs")]
 KERNELS += [(gradients, name) for name in ("of_queries", "of_keys", "of_values")]
 KERNELS += [(exponential_sums, "chunk_sums"), (exponential_sums, "running_sums"), (exponential_reading, "outputs")]
-KERNELS += [(exponential_gradients, "of_queries"), (exponential_gradients, "of_keys"), (exponential_values, "of_values")]
+KERNELS += [
+    (exponential_gradients, "of_queries"),
+    (exponential_gradients, "of_keys"),
+    (exponential_values, "of_values"),
+]
 
 
 @contextmanager
@@ -155,10 +159,11 @@ def compiled(caught: Caught, target: int) -> dict[str, Any]:
         told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", told)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
+    sizes = "CAUSAL", "WEIGHTED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BW", "BE"
     return {
-        "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:], **{key: caught.constants.get(key) for key in (
-            "CAUSAL", "WEIGHTED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BW", "BE")}, **caught.options,
-        "registers": registers, "stack": stack, "shared": made.metadata.shared,
+        "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:],
+        **{key: caught.constants.get(key) for key in sizes}, **caught.options, "registers": registers, "stack": stack,
+        "shared": made.metadata.shared,
     }  # fmt: skip
 
 

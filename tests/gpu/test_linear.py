@@ -17,29 +17,11 @@ from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.gpu import maps, operations, plain
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
+from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
 from tests.oracles.linear import linear as oracle
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SIZES = [(16, 16, 64), (20, 33, 70), (64, 64, 300), (130, 70, 65)]  # width, values, tokens
-KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # errors, of the largest number
-
-
-def tensors(width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """Queries as heads of a projection lie in memory, keys, values, and a mask that hides a fifth."""
-    keys = length if keys is None else keys
-    q = torch.randn(2, length, 2, width).transpose(1, 2)
-    k, v = torch.randn(2, 2, keys, width), torch.randn(2, 2, keys, values)
-    return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(2, 1, keys) > 0.2
-
-
-def double(*given: Tensor) -> list[Tensor]:
-    return [x.detach().double().requires_grad_() for x in given]
-
-
-def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
-    assert found.shape == expected.shape
-    found, expected = found.detach().double(), expected.detach()
-    assert float((found - expected).abs().max()) <= bound * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("phi", [EluPlusOne(), Relu(offset=0.1)], ids=repr)
@@ -111,8 +93,8 @@ def test_hidden_tokens_are_not_read() -> None:
         sums = operations.key_sums(k, v, mask, maps.ELU, 0.0)
         for out in (scanned, operations.read_sums(q, sums, 1e-6, maps.ELU, 0.0, True)[0]):
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    for clean, poisoned in zip(outs[:2], outs[2:], strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(clean, poisoned, strict=True))
+    for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
         assert not clean[2][~mask.expand(2, 2, 70)].any()
 
 
@@ -126,16 +108,8 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
         loss = sum(x.square().sum() for x in (*scanned, read))
         return [*scanned, read, *torch.autograd.grad(loss, (q, k, v, first))]  # type: ignore[arg-type]
 
-    def poisoned(taken: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*given: Any, **named: Any) -> Tensor:
-            x = taken(*given, **named)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return made
-
     clean = results()
-    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    poisoned(monkeypatch)
     assert all(torch.equal(x, y) for x, y in zip(clean, results(), strict=True))
 
 

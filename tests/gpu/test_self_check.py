@@ -11,7 +11,8 @@ import torch
 
 from fast_attention import LinearAttention, attention
 from fast_attention.engine import dispatch
-from fast_attention.gpu import maps, operations, self_check
+from fast_attention.feature_maps.features import EluPlusOne
+from fast_attention.gpu import operations, self_check
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +23,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def verdict(width: int = 16, dtype: torch.dtype = torch.float32) -> str:
-    return self_check.verdict(width, 16, dtype, torch.empty(0).device, maps.ELU, 0.0)
+ELEMENTWISE = self_check.elementwise(EluPlusOne())
 
 
+def verdict(
+    width: int = 16, dtype: torch.dtype = torch.float32, case: self_check.Case = ELEMENTWISE, masked: bool = False
+) -> str:
+    return self_check.verdict(case, width, 16, dtype, torch.empty(0).device, masked=masked)
+
+
+@pytest.mark.parametrize("case", [ELEMENTWISE, self_check.exponential(40, 16)], ids=lambda case: case.name)
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", self_check.LARGEST, ids=str)
-def test_right_kernels_pass(dtype: torch.dtype) -> None:
-    assert verdict(dtype=dtype) == ""
+def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: self_check.Case) -> None:
+    assert verdict(dtype=dtype, masked=masked, case=case) == ""
 
 
 def test_the_callers_modes_do_not_matter() -> None:
@@ -48,7 +56,7 @@ def test_wrong_kernels_are_named_once_and_never_run(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verdict() == told  # no second warning
-    monkeypatch.setattr(self_check, "obstacle", lambda *given: told)
+    monkeypatch.setattr(self_check, "obstacle", lambda *given, **named: told)
     q = torch.randn(1, 1, 40, 16)
     with dispatch.recorded() as steps:
         attention(q, q, q, LinearAttention(), is_causal=True)
@@ -63,9 +71,9 @@ def test_verdicts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch,
     assert torch.__version__ in key
     assert "cpu" in key or "NVIDIA" in key
     monkeypatch.setattr(self_check, "_verdicts", {})
-    monkeypatch.setattr(self_check, "compared", lambda *given: pytest.fail("compared again"))
+    monkeypatch.setattr(self_check, "compared", lambda *given, **named: pytest.fail("compared again"))
     assert verdict() == ""
-    monkeypatch.setattr(self_check, "compared", lambda *given: "wrong")
+    monkeypatch.setattr(self_check, "compared", lambda *given, **named: "wrong")
     with pytest.warns(UserWarning, match="wrong"):
         assert verdict(width=8) == "wrong"
     assert len(json.loads(path.read_text())) == 2

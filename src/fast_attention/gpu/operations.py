@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
-from fast_attention.gpu.registering import differentiable, operation
+from fast_attention.gpu.forms import Forms
+from fast_attention.gpu.registering import (
+    as_bytes,
+    contiguous,
+    differentiable,
+    empty,
+    operation,
+    rest_like,
+    zeros,
+)
 
 Results = tuple[Tensor, ...]
 MAP = "int code, float offset"
@@ -26,25 +35,12 @@ def _launch(x: Tensor, v: Tensor, code: int, offset: float) -> Any:
     return Launch.of(x, v, code, offset)
 
 
-def _contiguous(*tensors: Tensor) -> list[Tensor]:
-    """Tensors whose numbers of one token lie side by side, as kernels read them."""
-    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
-
-
-def _bytes(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A key mask as kernels read it."""
-    if key_mask is None:
-        return None
-    rows = key_mask if key_mask.stride(-1) == 1 else key_mask.contiguous()
-    return rows.view(torch.uint8).expand(like.shape[:-1])
-
-
 def _scan(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, eps: float, code: int,
     offset: float, keep: bool,
 ) -> Results:  # fmt: skip
-    run, mask = _launch(q, v, code, offset), _bytes(key_mask, k)
-    q, k, v = _contiguous(q, k, v)
+    run, mask = _launch(q, v, code, offset), as_bytes(key_mask, k)
+    q, k, v = contiguous(q, k, v)
     states, last = run.sums(k, v, mask, None if first is None else first.contiguous())
     out, factors, rest = run.outputs(q, k, v, mask, states, eps, is_causal=True, keep=keep)
     return out, last, factors, rest, states
@@ -60,19 +56,15 @@ def _scan_like(
     wide = q.new_empty((batch, heads, D * E + D), dtype=torch.float32)
     states = wide.new_empty((batch, heads, (length + chunk - 1) // chunk, D * E + D))
     out = q.new_empty((batch, heads, length, E))
-    return out, wide, wide.new_empty((batch, heads, length)), _rest_like(out, keep), states
-
-
-def _rest_like(out: Tensor, keep: bool) -> Tensor:
-    return out.new_empty(out.shape if keep and out.dtype != torch.float32 else (0,))
+    return out, wide, wide.new_empty((batch, heads, length)), rest_like(out, keep), states
 
 
 def _scan_vjp(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, out: Tensor, factors: Tensor, rest: Tensor,
     states: Tensor, grad: Tensor, d_last: Tensor, code: int, offset: float,
 ) -> Results:  # fmt: skip
-    run, mask = _launch(q, v, code, offset), _bytes(key_mask, k)
-    q, k, v, grad = _contiguous(q, k, v, grad)
+    run, mask = _launch(q, v, code, offset), as_bytes(key_mask, k)
+    q, k, v, grad = contiguous(q, k, v, grad)
     weights = run.weights(out, rest, grad, factors)
     behind, d_first = run.sums(
         q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True
@@ -82,39 +74,35 @@ def _scan_vjp(
 
 
 def _sums(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: float) -> Tensor:
-    mask = _bytes(key_mask, k)
-    return _launch(k, v, code, offset).sums(*_contiguous(k, v), mask, None)[1]
+    mask = as_bytes(key_mask, k)
+    return _launch(k, v, code, offset).sums(*contiguous(k, v), mask, None)[1]
 
 
 def _sums_vjp(k: Tensor, v: Tensor, key_mask: Tensor | None, d_sums: Tensor, code: int, offset: float) -> Results:
-    run, mask = _launch(k, v, code, offset), _bytes(key_mask, k)
-    k, v = _contiguous(k, v)
+    run, mask = _launch(k, v, code, offset), as_bytes(key_mask, k)
+    k, v = contiguous(k, v)
     return run.of_keys(k, k, v, mask, v, d_sums, d_sums, d_sums.contiguous(), is_causal=False)
 
 
 def _read(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, keep: bool) -> Results:
-    (q,), v = _contiguous(q), q.new_empty((*q.shape[:2], 1, sums.shape[-1] // q.shape[-1] - 1))
+    (q,), v = contiguous(q), q.new_empty((*q.shape[:2], 1, sums.shape[-1] // q.shape[-1] - 1))
     run = _launch(q, v, code, offset)
     return run.outputs(q, q, v, None, sums.contiguous(), eps, is_causal=False, keep=keep)
 
 
 def _read_like(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, keep: bool) -> Results:
     out = q.new_empty((*q.shape[:-1], sums.shape[-1] // q.shape[-1] - 1))
-    return out, sums.new_empty(q.shape[:-1]), _rest_like(out, keep)
+    return out, sums.new_empty(q.shape[:-1]), rest_like(out, keep)
 
 
 def _read_vjp(
     q: Tensor, sums: Tensor, out: Tensor, factors: Tensor, rest: Tensor, grad: Tensor, code: int, offset: float
 ) -> Results:  # fmt: skip
-    q, grad = _contiguous(q, grad)
+    q, grad = contiguous(q, grad)
     run = _launch(q, grad, code, offset)
     weights = run.weights(out, rest, grad, factors)
     d_sums = run.sums(q, grad, None, None, factors=factors, weights=weights)[1]
     return run.of_queries(q, q, grad, None, grad, factors, weights, sums.contiguous(), is_causal=False), d_sums
-
-
-def _empty(*tensors: Tensor) -> Results:
-    return tuple(x.new_empty(x.shape) for x in tensors)
 
 
 chunk_scan = operation(
@@ -125,7 +113,7 @@ _chunk_scan_vjp = operation(
     "chunk_scan_backward",
     f"Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor out, Tensor factors, Tensor rest, Tensor states, "
     f"Tensor grad, Tensor d_last, {MAP}",
-    "(Tensor, Tensor, Tensor, Tensor)", _scan_vjp, lambda q, k, v, m, o, f, r, s, g, last, *x: _empty(q, k, v, last),
+    "(Tensor, Tensor, Tensor, Tensor)", _scan_vjp, lambda q, k, v, m, o, f, r, s, g, last, *x: empty(q, k, v, last),
 )  # fmt: skip
 key_sums = operation(
     "key_sums", f"Tensor k, Tensor v, Tensor? key_mask, {MAP}", "Tensor", _sums,
@@ -133,7 +121,7 @@ key_sums = operation(
 )  # fmt: skip
 _key_sums_vjp = operation(
     "key_sums_backward", f"Tensor k, Tensor v, Tensor? key_mask, Tensor d_sums, {MAP}", "(Tensor, Tensor)", _sums_vjp,
-    lambda k, v, *x: _empty(k, v),
+    lambda k, v, *x: empty(k, v),
 )  # fmt: skip
 read_sums = operation(
     "read_sums", f"Tensor q, Tensor sums, float eps, {MAP}, {KEPT}", "(Tensor, Tensor, Tensor)", _read, _read_like
@@ -141,18 +129,14 @@ read_sums = operation(
 _read_sums_vjp = operation(
     "read_sums_backward", f"Tensor q, Tensor sums, Tensor out, Tensor factors, Tensor rest, Tensor grad, {MAP}",
     "(Tensor, Tensor)",
-    _read_vjp, lambda q, sums, *x: _empty(q, sums),
+    _read_vjp, lambda q, sums, *x: empty(q, sums),
 )  # fmt: skip
-
-
-def _zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
 
 
 def _of_scan(given: Any, results: Any, gradients: Any, numbers: Any) -> Results:
     q, k, v, key_mask, _ = given
     out, last, factors, rest, states = results
-    grad, d_last = _zeros(gradients[0], out), _zeros(gradients[1], last)
+    grad, d_last = zeros(gradients[0], out), zeros(gradients[1], last)
     dq, dk, dv, d_first = _chunk_scan_vjp(q, k, v, key_mask, out, factors, rest, states, grad, d_last, *numbers[1:3])
     return dq, dk, dv, None, d_first  # type: ignore[return-value]
 
@@ -168,3 +152,12 @@ def _of_read(given: Any, results: Any, gradients: Any, numbers: Any) -> Results:
 differentiable(chunk_scan, plain.scan, _of_scan, tensors=5, visible=2)
 differentiable(key_sums, plain.key_sums, _of_sums, tensors=3, visible=1)
 differentiable(read_sums, plain.read_sums, _of_read, tensors=2, visible=1)
+
+
+def forms(eps: float, code: int, offset: float, keep: bool) -> Forms:
+    """The kernels with one map."""
+    return Forms(
+        lambda q, k, v, mask, first: chunk_scan(q, k, v, mask, first, eps, code, offset, keep)[:2],
+        lambda k, v, mask: key_sums(k, v, mask, code, offset),
+        lambda q, sums: read_sums(q, sums, eps, code, offset, keep)[0],
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.maps import ELU, RELU
 from fast_attention.gpu.maps import SMALLEST as SMALLEST
 
@@ -42,6 +43,15 @@ def read_sums(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, kee
     """What every query reads from sums over all keys."""
     D = q.shape[-1]
     return _quotient(_features(q, code, offset) @ _apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
+
+
+def forms(eps: float, code: int, offset: float) -> Forms:
+    """These functions with one map."""
+    return Forms(
+        lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps, code, offset),
+        lambda k, v, mask: key_sums(k, v, mask, code, offset),
+        lambda q, sums: read_sums(q, sums, eps, code, offset),
+    )
 
 
 def _features(x: Tensor, code: int, offset: float) -> Tensor:

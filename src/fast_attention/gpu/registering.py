@@ -1,4 +1,7 @@
-"""Registers functions that launch kernels as torch operations: sizes for the compiler, gradients of any order."""
+"""Registers functions that launch kernels as torch operations: sizes for the compiler, gradients of any order.
+
+And what operations do to their tensors before a launch.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +74,31 @@ def _again(
         ends, starts = [y for y, _ in pairs], [g for _, g in pairs]
         gradients_in = iter(torch.autograd.grad(ends, wanted, starts, create_graph=True, allow_unused=True))
     return [next(gradients_in) if x is not None and x.requires_grad else None for x in twins]
+
+
+def contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Tensors whose numbers of one token lie side by side, as kernels read them."""
+    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
+
+
+def as_bytes(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A key mask as kernels read it, for the tokens of ``like``."""
+    if key_mask is None:
+        return None
+    rows = key_mask if key_mask.stride(-1) == 1 else key_mask.contiguous()
+    return rows.view(torch.uint8).expand(like.shape[:-1])
+
+
+def empty(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As large as each."""
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+def rest_like(out: Tensor, keep: bool) -> Tensor:
+    """Room for what rounding takes of outputs, where they are rounded and it is kept."""
+    return out.new_empty(out.shape if keep and out.dtype != torch.float32 else (0,))
+
+
+def zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient, or zeros where there is none."""
+    return torch.zeros_like(like) if gradient is None else gradient

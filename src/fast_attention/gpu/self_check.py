@@ -13,36 +13,66 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention import files
 from fast_attention.engine.tracing import symbolic
-from fast_attention.feature_maps.feature_map import FeatureMap
+from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.gpu import maps, operations, plain
+from fast_attention.gpu.exponential import operations as exponentials
+from fast_attention.gpu.exponential import plain as plain_exponentials
+from fast_attention.gpu.forms import Forms
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
 _verdicts: dict[str, str] = {}
 
 
-def obstacle(q: Tensor, v: Tensor, phi: FeatureMap) -> str:
+class Case(NamedTuple):
+    """Kernels to be compared, by name, and how they and their plain forms are made for heads of two on a device."""
+
+    name: str
+    make: Callable[[torch.device], tuple[Forms, Forms]]
+
+
+def elementwise(phi: Elementwise) -> Case:
+    """The kernels of a map's number, those of features where it has none."""
+    code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
+    numbers = 1e-6, code, offset
+    return Case(f"map {code}", lambda device: (operations.forms(*numbers, keep=True), plain.forms(*numbers)))
+
+
+def exponential(features: int, width: int) -> Case:
+    """The kernels of so many exponentials, of heads so wide."""
+
+    def make(device: torch.device) -> tuple[Forms, Forms]:
+        rows = torch.randn(2, features, width, generator=torch.Generator(device).manual_seed(1), device=device)
+        return exponentials.forms(rows, rows, None, keep=True, trained=False), plain_exponentials.forms(
+            rows, rows, None
+        )
+
+    return Case(f"exponentials {features}", make)
+
+
+def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
     """Why the kernels are not trusted for such heads here; empty where they are."""
     if symbolic() or not q.is_cuda or torch.cuda.is_current_stream_capturing():  # nothing may be run, or nothing can
         return ""
-    known = maps.code(phi) if isinstance(phi, maps.Elementwise) else None
-    return verdict(q.shape[-1], v.shape[-1], q.dtype, q.device, *(known or (maps.IDENTITY, 0.0)))
+    return verdict(case, q.shape[-1], v.shape[-1], q.dtype, q.device, masked=masked)
 
 
-def verdict(width: int, values: int, dtype: torch.dtype, device: torch.device, code: int, offset: float) -> str:
+def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
     """What was found wrong, now or by an earlier process; empty for nothing."""
-    key = " ".join(map(str, (_device(device), torch.__version__, _triton(), width, values, dtype, code)))
+    mask = "masked" if masked else "unmasked"
+    key = " ".join(map(str, (_device(device), torch.__version__, _triton(), width, values, dtype, case.name, mask)))
     if key not in _verdicts:
         _verdicts.update(_kept())
     if key not in _verdicts:
         with torch.inference_mode(False):
-            _verdicts[key] = compared(width, values, dtype, device, code, offset)
+            _verdicts[key] = compared(case, width, values, dtype, device, masked=masked)
         with contextlib.suppress(OSError):
             _path().parent.mkdir(parents=True, exist_ok=True)
             files.write(_path(), json.dumps(_kept() | {key: _verdicts[key]}, indent=1) + "\n")
@@ -53,37 +83,32 @@ def verdict(width: int, values: int, dtype: torch.dtype, device: torch.device, c
     return _verdicts[key]
 
 
-def compared(width: int, values: int, dtype: torch.dtype, device: torch.device, code: int, offset: float) -> str:
+def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
     """What kernels make of a small case, and its gradients, that plain operations do not."""
     generator = torch.Generator(device=device).manual_seed(0)
     q, k, v, grad = (
         torch.rand(1, 2, TOKENS, size, generator=generator, device=device).to(dtype)
         for size in (width, width, values, values)
     )
-    numbers = 1e-6, code, offset
-    forms: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-        "causal": (
-            lambda q, k, v: operations.chunk_scan(q, k, v, None, None, *numbers, True)[0],
-            lambda q, k, v: plain.scan(q, k, v, None, None, *numbers)[0],
-        ),
-        "noncausal": (
-            lambda q, k, v: operations.read_sums(q, operations.key_sums(k, v, None, *numbers[1:]), *numbers, True)[0],
-            lambda q, k, v: plain.read_sums(q, plain.key_sums(k, v, None, *numbers[1:]), *numbers),
-        ),
-    }
-    for name, pair in forms.items():
+    mask = torch.rand(1, 2, TOKENS, generator=generator, device=device) > 0.2 if masked else None
+    forms = case.make(device)
+    for name in ("causal", "noncausal"):
         results = []
-        for form, kind in zip(pair, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
+        for form, kind in zip(forms, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                tensors = [x.to(kind).requires_grad_() for x in (q, k, v)]
-                out = form(*tensors)
-                results.append([out, *torch.autograd.grad(out, tensors, grad.to(kind))])
+                x, y, z = (x.to(kind).requires_grad_() for x in (q, k, v))
+                out = _result(form, x, y, z, mask, is_causal=name == "causal")
+                results.append([out, *torch.autograd.grad(out, (x, y, z), grad.to(kind))])
         for part, kernel, expected in zip(("output", "dq", "dk", "dv"), *results, strict=True):
             kernel, expected = kernel.detach().double(), expected.detach()
             error = float((kernel - expected).abs().max() / expected.abs().max())
             if not error <= LARGEST[dtype]:  # NaN too
                 return f"{name} {part} of heads of {width} and {values} in {dtype} is off by {error:.2g}"
     return ""
+
+
+def _result(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    return forms.scan(q, k, v, mask, None)[0] if is_causal else forms.read(q, forms.sums(k, v, mask))
 
 
 def _device(device: torch.device) -> str:

@@ -9,7 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, apart, column, first_seen, line, of_tokens, rows_of, tokens
+from fast_attention.gpu.exponential.tiles import (
+    FLOOR,
+    NOTHING,
+    apart,
+    column,
+    first_seen,
+    line,
+    of_tokens,
+    rows_of,
+    tokens,
+)
 from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
 
 

@@ -52,7 +52,11 @@ class Launch:
         """For tokens ``x``; float32 keeps float32's digits."""
         exact, keys = x.dtype == torch.float32, _parts(weights.keys, x)
         queries = keys if weights.queries is weights.keys else _parts(weights.queries, x)
-        return cls(weights._replace(queries=queries, keys=keys), exponential(x.shape[-1], exact=exact), "tf32x3" if exact else "tf32")
+        return cls(
+            weights._replace(queries=queries, keys=keys),
+            exponential(x.shape[-1], exact=exact),
+            "tf32x3" if exact else "tf32",
+        )
 
     @property
     def features(self) -> int:
@@ -88,7 +92,7 @@ class Launch:
         shifts, factors = (read.shifts, read.factors) if read is not None else (x, x)
         sums.chunk_sums[(batch * heads * count * parts,)](
             x, rows, _or(self.weights.bias, rows), v, shifts, factors, _or(weights, x), _or(mask, x), states, heads,
-            length, D, width, E, count, self.weights.keys.numel() // 2, width**-0.25, *x.stride()[:3], *v.stride()[:3], *_strides(mask),
+            length, D, width, E, count, *self._last(width), *x.stride()[:3], *v.stride()[:3], *_strides(mask),
             QUERIES=backwards, **self.options(width, mask),
         )  # fmt: skip
         last = x.new_empty((batch, heads, self.numbers(E)), dtype=torch.float32)
@@ -111,7 +115,7 @@ class Launch:
         count, parts = states.shape[2] if is_causal else 1, -(-E // self.sizes.forward.values)
         reading.outputs[(batch * heads * -(-length // self.sizes.forward.block) * parts,)](
             q, k, v, *self._rows(), _or(mask, q), states, out, rest, factors, shifts, heads, length, k.shape[2],
-            self.features, width, E, count, self.weights.keys.numel() // 2, width**-0.25, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            self.features, width, E, count, *self._last(width), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *_strides(mask), CAUSAL=is_causal, KEEP=keep, **self.options(width, mask),
         )  # fmt: skip
         return Read(out, rest, factors, shifts)
@@ -144,9 +148,10 @@ class Launch:
         dk, logs = self._of_tokens(gradients.of_keys, k, q, k, v, mask, grad, read, weights, states, is_causal)
         (batch, heads, keys, width), E = k.shape, v.shape[-1]
         dv, count = v.new_empty((batch, heads, keys, E)), states.shape[2] if is_causal else 1
-        values.of_values[(batch * heads * -(-keys // self.sizes.backward.block) * -(-E // self.sizes.backward.values),)](
+        blocks, parts = -(-keys // self.sizes.backward.block), -(-E // self.sizes.backward.values)
+        values.of_values[(batch * heads * blocks * parts,)](
             q, k, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, states, dv, heads, q.shape[2], keys,
-            self.features, width, E, count, self.weights.keys.numel() // 2, width**-0.25, *q.stride()[:3], *k.stride()[:3], *_strides(mask),
+            self.features, width, E, count, *self._last(width), *q.stride()[:3], *k.stride()[:3], *_strides(mask),
             *grad.stride()[:3], CAUSAL=is_causal, **self.options(width, mask, backward=True),
         )  # fmt: skip
         return dk, logs, dv
@@ -160,11 +165,15 @@ class Launch:
         logs = x.new_empty((batch, heads, length, D) if trained else (0,), dtype=torch.float32)
         kernel[(batch * heads * -(-length // self.sizes.backward.block),)](
             q, k, v, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, weights, states, out, logs, heads,
-            q.shape[2], k.shape[2], D, width, v.shape[-1], states.shape[2] if is_causal else 1, self.weights.keys.numel() // 2, width**-0.25,
+            q.shape[2], k.shape[2], D, width, v.shape[-1], states.shape[2] if is_causal else 1, *self._last(width),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), *grad.stride()[:3], CAUSAL=is_causal,
             TRAINED=trained, **self.options(width, mask, backward=True),
         )  # fmt: skip
         return out, logs
+
+    def _last(self, width: int) -> tuple[int, float]:
+        """How far behind rows lies what rounding took of them, and what tokens are multiplied by."""
+        return self.weights.keys.numel() // 2, width**-0.25
 
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, bias, _ = self.weights

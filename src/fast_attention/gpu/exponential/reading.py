@@ -17,7 +17,7 @@ from fast_attention.gpu.exponential.tiles import (
     turned_tokens,
 )
 from fast_attention.gpu.reading import SMALLEST
-from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
+from fast_attention.gpu.tiles import NONE, known, put, row, tile
 
 
 @triton.jit

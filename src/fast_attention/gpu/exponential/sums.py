@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens, turned_tokens
-from fast_attention.gpu.tiles import NONE, known, row, tile, turned
+from fast_attention.gpu.tiles import NONE, known, row, tile
 
 
 @triton.jit
@@ -72,7 +72,11 @@ def running_sums(
     n, columns = program // blocks, (program % blocks).to(tl.int32) * BD + tl.arange(0, BD)
     some, inside = columns < D, (columns < D)[:, None] & (tl.arange(0, BE) < E)[None, :]
     at = columns[:, None] * E + tl.arange(0, BE)[None, :]
-    products, sums, scales = tl.zeros((BD, BE), tl.float32), tl.zeros((BD,), tl.float32), tl.full((BD,), FLOOR, tl.float32)
+    products, sums, scales = (
+        tl.zeros((BD, BE), tl.float32),
+        tl.zeros((BD,), tl.float32),
+        tl.full((BD,), FLOOR, tl.float32),
+    )
     if HAS_FIRST:
         FIRST += n * numbers
         products = tl.load(FIRST + at, mask=inside, other=0.0)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from fast_attention.gpu.tiles import known, row
 
 FLOOR = tl.constexpr(-1e30)  # the logarithm of nothing, as in ``engine.scan``
 SLACK = tl.constexpr(40.0)  # how far the logarithms of a block's keys may lie apart: beyond, pairs are taken one by one
 NOTHING = tl.constexpr(float("-inf"))
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from fast_attention.gpu.exponential.tiles import (
     turned_of_tokens,
     turned_tokens,
 )
-from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
+from fast_attention.gpu.tiles import NONE, known, put, row, tile
 
 
 @triton.jit

@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.precision import in_float32
 from fast_attention.engine.recurrence import flat
 from fast_attention.mechanisms.linear import (
     fast_favor_causal,
     fast_favor_chunks,
     fast_favor_noncausal,
+    favor_gpu,
+    gpu,
     linear_state,
     reference,
 )
@@ -30,13 +33,25 @@ def attend(
     phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
+    settings: Any = {"is_causal": is_causal, "key_mask": key_mask}
+    if why := favor_gpu.obstacle(phi, q, k, v, heads, key_mask):
+        dispatch.unserved(q, why)
+        return _attend(phi, q, k, v, heads, **settings)
+    return favor_gpu.attend(phi, q, k, v, heads, **settings)
+
+
+@in_float32
+def _attend(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """``attend`` without kernels for GPUs."""
     why = _against(phi, q, k, is_causal=is_causal)
     if why:
         dispatch.record("features of the whole sequence at once", why)
         return _plain(q, k, v, key_mask, *heads, phi=phi, is_causal=is_causal)
     extra = q.shape[-2] - k.shape[-2] if is_causal else 0
     if extra > 0:  # the first queries see nothing
-        out = attend(phi, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask)
+        out = _attend(phi, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask)
         return F.pad(out, (0, 0, extra, 0))
     lead, tensors = _flat(q, k, v, heads, key_mask)
     if is_causal:
@@ -53,6 +68,18 @@ def advance(
     key_mask: Tensor | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
+    if why := favor_gpu.obstacle(phi, q, k, v, heads, key_mask) or gpu.few(q):
+        dispatch.unserved(q, why)
+        return _advance(phi, q, k, v, heads, state, key_mask)
+    return favor_gpu.advance(phi, q, k, v, heads, state, key_mask)
+
+
+@in_float32
+def _advance(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, state: LinearState | None,
+    key_mask: Tensor | None,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
+    """``advance`` without kernels for GPUs."""
     if _against(phi, q, k, is_causal=True):
         if q.shape[-2] == 1 and state is not None and key_mask is None:
             return _step(phi, q, k, v, heads, state)

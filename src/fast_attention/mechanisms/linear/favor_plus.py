@@ -20,7 +20,6 @@ from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFea
 from fast_attention.value import at_least, one_of
 
 
-@in_float32
 def favor_plus_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.random_features import damped, draw
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor
@@ -20,7 +20,6 @@ from fast_attention.value import at_least
 POSITIVE = RandomFeatureMap("positive")
 
 
-@in_float32
 def favor_plus_plus_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -39,9 +38,8 @@ def favor_plus_plus_attention(
     ``exp(x . y)`` for every damping of at least 0; with 0 this is ``favor_plus_attention``. Stabilised by a running
     maximum, without any epsilon: no key moves a query before it. A query that sees nothing gets zeros.
     """
-    return fast_favor.attend(
-        POSITIVE, q, k, v, Heads(*damped(projection, damping)), is_causal=is_causal, key_mask=key_mask
-    )
+    heads = _heads(DampedProjection(projection, damping))
+    return fast_favor.attend(POSITIVE, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
 
 
 def optimal_damping(
@@ -93,6 +91,10 @@ class DampedProjection(NamedTuple):
 
     projection: Float[Tensor, "heads rows width"]
     damping: Float[Tensor, "heads"]
+
+
+def _heads(w: DampedProjection) -> Heads:
+    return Heads(*damped(*widen(w)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,7 +154,7 @@ class FavorPlusPlus(RandomKernelised[DampedProjection]):
 
     def features_of(self, w: DampedProjection) -> tuple[RandomFeatureMap, Heads]:
         """Positive features of damped rows; one projection serves queries and keys."""
-        return POSITIVE, Heads(*damped(*w))
+        return POSITIVE, _heads(w)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: DampedProjection, *, is_causal: bool, key_mask: Tensor | None

@@ -102,7 +102,6 @@ class RandomKernelised(Kernelised[W]):
             lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form),
         )
 
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.mechanism import Shape, Traits
 from fast_attention.mechanisms.linear import fast_favor
@@ -68,7 +67,6 @@ class LearnedFeatures(RandomKernelised[Maps]):
         """Hyperbolic features, with rows for queries and rows for keys."""
         return HYPERBOLIC, Heads(w.query, key_rows=w.key)
 
-    @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Maps, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Attention from random features with two projections, both of which are trained."""
         phi, heads = self.features_of(w)

@@ -40,7 +40,7 @@ def linear_attention(
     gets zeros.
     """
     settings: Any = {"phi": feature_map, "eps": eps}
-    if why := gpu.obstacle(q, k, v, feature_map):
+    if why := gpu.obstacle(q, k, v, feature_map, key_mask):
         return _attend(q, k, v, key_mask, why=why, is_causal=is_causal, **settings)
     return gpu.attend(q, k, v, key_mask, is_causal=is_causal, **settings)
 
@@ -116,7 +116,8 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        if not (why := gpu.obstacle(q, k, v, self._map) or gpu.few(q, state)):
+        why = gpu.obstacle(q, k, v, self._map, key_mask) or gpu.few(q) or gpu.scaled(state)
+        if not why:
             return gpu.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
         dispatch.unserved(q, why)
         walk = self._advance if isinstance(self._map, Elementwise) else self._in_chunks

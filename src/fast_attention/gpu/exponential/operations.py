@@ -1,0 +1,212 @@
+"""The kernels of exponential features as torch operations, as ``gpu.operations`` has those of elementwise ones.
+
+Tokens are (B, H, n, width), rows of queries and of keys (H, D, width), a bias of the logarithms (H, D); states are
+(B, H, D E + 2 D) in float32: ``sum_j phi(k_j) v_j^T``, ``sum_j phi(k_j)`` and the logarithms of what both are divided
+by. ``trained``: gradients of rows are wanted; the bias has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.gpu.configurations import exponential
+from fast_attention.gpu.exponential import plain
+from fast_attention.gpu.forms import Forms
+from fast_attention.gpu.registering import (
+    as_bytes,
+    contiguous,
+    differentiable,
+    empty,
+    operation,
+    rest_like,
+    zeros,
+)
+
+Results = tuple[Tensor, ...]
+TOKENS, ROWS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask", "Tensor query_rows, Tensor key_rows, Tensor? bias"
+READ = "Tensor out, Tensor rest, Tensor factors, Tensor shifts"
+
+
+def _launch(x: Tensor, query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, *, trained: bool = False) -> Any:
+    from fast_attention.gpu.exponential.launching import Launch, Weights
+
+    return Launch.of(x, Weights(query_rows, key_rows, None if bias is None else bias.contiguous(), trained))
+
+
+def _scan(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, query_rows: Tensor,
+    key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool,
+) -> Results:  # fmt: skip
+    run, mask = _launch(q, query_rows, key_rows, bias), as_bytes(key_mask, k)
+    q, k, v = contiguous(q, k, v)
+    states, last = run.sums(k, v, mask, None if first is None else first.contiguous())
+    out, *others = run.outputs(q, k, v, mask, states, is_causal=True, keep=keep)
+    return out, last, *others, states
+
+
+def _scan_like(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, query_rows: Tensor, key_rows: Tensor, bias: Any,
+    keep: bool, trained: bool,
+) -> Results:  # fmt: skip
+    (batch, heads, length, width), D, E = q.shape, key_rows.shape[-2], v.shape[-1]
+    chunk = exponential(width, exact=False).forward.chunk
+    last = q.new_empty((batch, heads, D * E + 2 * D), dtype=torch.float32)
+    states = last.new_empty((batch, heads, (length + chunk - 1) // chunk, D * E + 2 * D))
+    out, *others = _read_like(q, last, query_rows, bias, keep, trained)
+    return out, last, *others, states
+
+
+def _scan_vjp(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_rows: Tensor, key_rows: Tensor,
+    bias: Tensor | None, out: Tensor, rest: Tensor, factors: Tensor, shifts: Tensor, states: Tensor, last: Tensor,
+    grad: Tensor, d_last: Tensor, trained: bool,
+) -> Results:  # fmt: skip
+    from fast_attention.gpu.exponential.launching import Read
+
+    run, mask = _launch(q, query_rows, key_rows, bias, trained=trained), as_bytes(key_mask, k)
+    q, k, v, grad = contiguous(q, k, v, grad)
+    D, read = key_rows.shape[-2], Read(out, rest, factors, shifts)
+    weights = run.denominators(read, grad)
+    behind, whole = run.sums(q, grad, None, _over_scales(d_last, last, D), read=read, weights=weights)
+    given = q, k, v, mask, grad, read, weights
+    dq, d_queries = run.of_queries(*given, states, is_causal=True)
+    dk, d_keys, dv = run.of_keys(*given, behind, is_causal=True)
+    return dq, dk, dv, whole, _of_rows(d_queries, q, query_rows), _of_rows(d_keys, k, key_rows)
+
+
+def _sums(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None, trained: bool
+) -> Tensor:
+    mask = as_bytes(key_mask, k)
+    return _launch(k, key_rows, key_rows, bias).sums(*contiguous(k, v), mask, None)[1]
+
+
+def _sums_vjp(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None, sums: Tensor, d_sums: Tensor,
+    trained: bool,
+) -> Results:  # fmt: skip
+    from fast_attention.gpu.exponential.launching import Read
+
+    run, mask = _launch(k, key_rows, key_rows, bias, trained=trained), as_bytes(key_mask, k)
+    k, v = contiguous(k, v)
+    state = _over_scales(d_sums, sums, key_rows.shape[-2])
+    dk, d_keys, dv = run.of_keys(k, k, v, mask, v, Read(v, v, sums, sums), sums, state, is_causal=False)
+    return dk, dv, _of_rows(d_keys, k, key_rows)
+
+
+def _read(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool) -> Results:
+    run, (q,) = _launch(q, query_rows, query_rows, bias), contiguous(q)
+    v = q.new_empty((*q.shape[:2], 1, sums.shape[-1] // query_rows.shape[-2] - 2))
+    return tuple(run.outputs(q, q, v, None, sums.contiguous(), is_causal=False, keep=keep))
+
+
+def _read_like(q: Tensor, sums: Tensor, query_rows: Tensor, bias: Any, keep: bool, trained: bool) -> Results:
+    out = q.new_empty((*q.shape[:-1], sums.shape[-1] // query_rows.shape[-2] - 2))
+    return out, rest_like(out, keep), sums.new_empty(q.shape[:-1]), sums.new_empty(q.shape[:-1])
+
+
+def _read_vjp(
+    q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None, out: Tensor, rest: Tensor, factors: Tensor,
+    shifts: Tensor, grad: Tensor, trained: bool,
+) -> Results:  # fmt: skip
+    from fast_attention.gpu.exponential.launching import Read
+
+    run, (q, grad) = _launch(q, query_rows, query_rows, bias, trained=trained), contiguous(q, grad)
+    read = Read(out, rest, factors, shifts)
+    weights = run.denominators(read, grad)
+    whole = run.sums(q, grad, None, None, read=read, weights=weights)[1]
+    dq, d_queries = run.of_queries(q, q, grad, None, grad, read, weights, sums.contiguous(), is_causal=False)
+    return dq, whole, _of_rows(d_queries, q, query_rows)
+
+
+def _over_scales(gradient: Tensor, state: Tensor, D: int) -> Tensor:
+    """The gradient of a state's sums as a state of its own: over the inverse of their scales."""
+    return torch.cat([gradient[..., :-D], -state[..., -D:]], -1)
+
+
+def _at_scales(gradient: Tensor, state: Tensor, D: int) -> Tensor:
+    """The gradient of sums at their scales, from a state of sums over queries; scales have none."""
+    factors = (gradient[..., -D:] + state[..., -D:]).exp()
+    products = gradient[..., : -2 * D].unflatten(-1, (D, -1)) * factors[..., None]
+    return torch.cat([products.flatten(-2), gradient[..., -2 * D : -D] * factors, torch.zeros_like(factors)], -1)
+
+
+def _of_rows(logs: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of rows from that of tokens' logarithms; empty where it was not kept."""
+    if not logs.numel():
+        return rows.new_empty((0,))
+    return torch.einsum("bhnd,bhnw->hdw", logs, x.float() * x.shape[-1] ** -0.25)
+
+
+def _rows_like(rows: Tensor, trained: bool) -> Tensor:
+    return rows.new_empty(rows.shape if trained else (0,), dtype=torch.float32)
+
+
+feature_scan = operation(
+    "feature_scan", f"{TOKENS}, Tensor? first, {ROWS}, bool keep, bool trained",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _scan, _scan_like,
+)  # fmt: skip
+_feature_scan_vjp = operation(
+    "feature_scan_backward",
+    f"{TOKENS}, {ROWS}, {READ}, Tensor states, Tensor last, Tensor grad, Tensor d_last, bool trained",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _scan_vjp,
+    lambda q, k, v, m, a, b, c, o, r, f, s, states, last, g, d, trained: (
+        *empty(q, k, v, last), _rows_like(a, trained), _rows_like(b, trained)
+    ),
+)  # fmt: skip
+feature_sums = operation(
+    "feature_sums", "Tensor k, Tensor v, Tensor? key_mask, Tensor key_rows, Tensor? bias, bool trained", "Tensor",
+    _sums,
+    lambda k, v, m, rows, *x: k.new_empty((*k.shape[:2], rows.shape[-2] * (v.shape[-1] + 2)), dtype=torch.float32),
+)  # fmt: skip
+_feature_sums_vjp = operation(
+    "feature_sums_backward",
+    "Tensor k, Tensor v, Tensor? key_mask, Tensor key_rows, Tensor? bias, Tensor sums, Tensor d_sums, bool trained",
+    "(Tensor, Tensor, Tensor)", _sums_vjp, lambda k, v, m, rows, *x: (*empty(k, v), _rows_like(rows, x[-1])),
+)  # fmt: skip
+feature_read = operation(
+    "feature_read", "Tensor q, Tensor sums, Tensor query_rows, Tensor? bias, bool keep, bool trained",
+    "(Tensor, Tensor, Tensor, Tensor)", _read, _read_like,
+)  # fmt: skip
+_feature_read_vjp = operation(
+    "feature_read_backward",
+    f"Tensor q, Tensor sums, Tensor query_rows, Tensor? bias, {READ}, Tensor grad, bool trained",
+    "(Tensor, Tensor, Tensor)", _read_vjp, lambda q, sums, rows, *x: (*empty(q, sums), _rows_like(rows, x[-1])),
+)  # fmt: skip
+
+
+def _of_scan(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
+    q, k, v, key_mask, first, *rows = given
+    out, last, *read, states = results
+    grad, d_last = zeros(gradients[0], out), zeros(gradients[1], last)
+    given = q, k, v, key_mask, *rows, out, *read, states, last, grad, d_last, numbers[1]
+    dq, dk, dv, whole, *d_rows = _feature_scan_vjp(*given)
+    d_first = None if first is None else _at_scales(whole, first, rows[1].shape[-2])
+    return dq, dk, dv, None, d_first, *(d_rows if numbers[1] else ())
+
+
+def _of_sums(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
+    dk, dv, d_rows = _feature_sums_vjp(*given, *results, gradients[0], numbers[0])
+    return dk, dv, None, d_rows if numbers[0] else None
+
+
+def _of_read(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
+    dq, whole, d_rows = _feature_read_vjp(*given, *results, gradients[0], numbers[1])
+    return dq, _at_scales(whole, given[1], given[2].shape[-2]), d_rows if numbers[1] else None
+
+
+differentiable(feature_scan, plain.scan, _of_scan, tensors=8, visible=2)
+differentiable(feature_sums, plain.key_sums, _of_sums, tensors=5, visible=1)
+differentiable(feature_read, plain.read_sums, _of_read, tensors=4, visible=1)
+
+
+def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool) -> Forms:
+    """The kernels with one projection."""
+    return Forms(
+        lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, query_rows, key_rows, bias, keep, trained)[:2],
+        lambda k, v, mask: feature_sums(k, v, mask, key_rows, bias, trained),
+        lambda q, sums: feature_read(q, sums, query_rows, bias, keep, trained)[0],
+    )

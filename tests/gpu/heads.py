@@ -1,0 +1,44 @@
+"""What tests of kernels share: heads as they lie in memory, twins in float64, and how near is near enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # errors, of the largest number
+
+
+def tensors(width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """Queries as heads of a projection lie in memory, keys, values, and a mask that hides a fifth."""
+    keys = length if keys is None else keys
+    q = torch.randn(2, length, 2, width).transpose(1, 2)
+    k, v = torch.randn(2, 2, keys, width), torch.randn(2, 2, keys, values)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(2, 1, keys) > 0.2
+
+
+def double(*given: Tensor) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in given]
+
+
+def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
+    assert found.shape == expected.shape
+    found, expected = found.detach().double(), expected.detach()
+    assert float((found - expected).abs().max()) <= bound * max(1.0, float(expected.abs().max()))
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all fresh memory hold NaN."""
+
+    def filled(taken: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*given: Any, **named: Any) -> Tensor:
+            x = taken(*given, **named)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    monkeypatch.setattr(Tensor, "new_empty", filled(Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
