@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fast_attention import catalogue
 from fast_attention.engine import dispatch
 from fast_attention.engine.dispatch import Step
+from fast_attention.engine.vehicles import VEHICLES
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
 
@@ -34,12 +35,14 @@ class Explanation:
         inputs: Shapes, dtype and device of its inputs.
         steps: Every choice of an implementation, in the order they were made.
         kernels: The fused attention kernels that torch chose, with how many times each was called.
+        vehicle: What would compute the mechanism on a GPU; empty for a module, which may hold several.
     """
 
     mechanism: str
     inputs: str
     steps: tuple[Step, ...]
     kernels: dict[str, int]
+    vehicle: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.mechanism} on {self.inputs}"]
@@ -49,6 +52,7 @@ class Explanation:
         if not self.steps and not self.kernels:
             lines.append("  plain operations of torch: this mechanism has one path")
         lines += [f"  {name}, called {count:,} time{'s' * (count > 1)}" for name, count in self.kernels.items()]
+        lines += [f"  on a GPU: {self.vehicle}"] if self.vehicle and " on cpu" in self.inputs else []
         return "\n".join(lines)
 
 
@@ -79,12 +83,12 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     Raises:
         Unsupported, ValueError: As the call itself.
     """
-    name = repr(subject) if isinstance(subject, Mechanism) else str(subject)
+    name, kind = repr(subject) if isinstance(subject, Mechanism) else str(subject), ""
     if isinstance(subject, str | Mechanism):
         mechanism = catalogue.parse(subject)  # type: ignore[arg-type]
-        name, subject = repr(mechanism), _bound(mechanism, inputs)
+        name, kind, subject = repr(mechanism), type(mechanism).__name__, _bound(mechanism, inputs)
     elif isinstance(subject, Bound):
-        name = repr(subject.mechanism)
+        name, kind = repr(subject.mechanism), type(subject.mechanism).__name__
     else:
         name = type(subject).__name__
     with dispatch.recorded() as steps, torch.no_grad():
@@ -94,7 +98,7 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
     shapes = " ".join(str(tuple(x.shape)) for x in inputs)
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""
     description = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
-    return Explanation(name, description, tuple(steps), kernels.counts)
+    return Explanation(name, description, tuple(steps), kernels.counts, VEHICLES.get(kind, ""))
 
 
 def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:

@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 TESTS = "tests/gpu/test_linear.py -k "
+EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
     Fault(
@@ -95,5 +96,68 @@ FAULTS = [
         '    if name == "triton" and not any(',
         "    if False and not any(",
         TESTS + "refused",
+    ),
+    Fault(
+        "a kernel of exponentials adds chunks at different scales",
+        "gpu/exponential/sums.py",
+        "products * a[:, None] + more * b[:, None], sums * a + further * b, larger",
+        "products + more, sums + further, larger",
+        EXPONENTIAL + "parts",
+    ),
+    Fault(
+        "a kernel leaves pairs at a smaller scale",
+        "gpu/exponential/reading.py",
+        "tl.exp(b - top[:, None]), pairs * shrink[:, None],",
+        "tl.exp(b - top[:, None]), pairs,",
+        EXPONENTIAL + "every_configuration",
+    ),
+    Fault(
+        "keys far apart share a scale",
+        "gpu/exponential/tiles.py",
+        "> SLACK",
+        "> 1e9 * SLACK",
+        EXPONENTIAL + "far_apart",
+    ),
+    Fault(
+        "a query whose block hides its first keys reads later scales",
+        "gpu/exponential/reading.py",
+        "z = tl.where(early[:, None], NOTHING, z + top[None, :])",
+        "z += top[None, :]",
+        EXPONENTIAL + "far_apart",
+    ),
+    Fault(
+        "keys' gradients forget their norms",
+        "gpu/exponential/gradients.py",
+        "squares += tl.sum(db, 1)",
+        "squares += 0.0 * tl.sum(db, 1)",
+        EXPONENTIAL + "every_configuration",
+    ),
+    Fault(
+        "kernels of exponentials keep states in sixteen bits",
+        "gpu/exponential/sums.py",
+        "+ values[None, :], products, mask=inside)",
+        "+ values[None, :], products.to(tl.float16).to(tl.float32), mask=inside)",
+        EXPONENTIAL + "every_configuration",
+    ),
+    Fault(
+        "empty rows behind the last query set a scale",
+        "gpu/exponential/sums.py",
+        "z = tl.where((factors != 0)[None, :], z - row(SHIFTS + n * length, first, length, BT)[None, :], NOTHING)",
+        "z -= row(SHIFTS + n * length, first, length, BT)[None, :]",
+        EXPONENTIAL + "beyond",
+    ),
+    Fault(
+        "what rounding took of rows is read beside it",
+        "gpu/exponential/launching.py",
+        "return self.weights.keys.numel() // 2, ",
+        "return 0, ",
+        EXPONENTIAL + "low_precision",
+    ),
+    Fault(
+        "a state's gradient is left at another scale",
+        "gpu/exponential/operations.py",
+        "factors = (gradient[..., -D:] + state[..., -D:]).exp()",
+        "factors = torch.ones_like(state[..., -D:])",
+        EXPONENTIAL + "parts",
     ),
 ]

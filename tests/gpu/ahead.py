@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fast_attention.gpu import gradients, reading, sums
-from fast_attention.gpu.configurations import TABLE, WIDEST_PROJECTED
+from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
 from fast_attention.gpu.exponential import gradients as exponential_gradients
 from fast_attention.gpu.exponential import launching as exponential_launching
 from fast_attention.gpu.exponential import reading as exponential_reading
@@ -141,7 +141,7 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
     with catching() as kept:
         for is_causal in (True, False):
             elementwise(q, mask, is_causal=is_causal)
-            if width <= WIDEST_PROJECTED:
+            if width in {width for width, _ in EXPONENTIAL}:
                 exponential(q, mask, is_causal=is_causal)
     yield from kept
 

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one block may have
 SPILLED = {80: 256, 90: 64, 100: 64}  # bytes of a thread's stack: next to none but on sm_80
+EXPONENTIAL = {("bf16", 64): 96, ("bf16", 128): 256, ("fp32", 64): 128, ("fp32", 128): 960}  # by dtype and width
 
 
 def test_registers_and_shared_memory_suffice(tmp_path: Path) -> None:
@@ -22,7 +24,14 @@ def test_registers_and_shared_memory_suffice(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr[-3000:]
     rows = [json.loads(line) for line in told.stdout.splitlines()]
     kernels = {"chunk_sums", "running_sums", "row_products", "outputs", "of_queries", "of_keys", "of_values"}
-    assert {row["kernel"] for row in rows} == kernels
+    exponential = {f"exponential.{name}" for name in kernels - {"row_products"}}
+    assert {row["kernel"] for row in rows} == kernels | exponential
     assert {(row["target"], row["dtype"]) for row in rows} >= {(x, kind) for x in SHARED for kind in ("bf16", "fp32")}
-    wrong = [row for row in rows if row["stack"] > SPILLED[row["target"]] or row["shared"] > SHARED[row["target"]]]
+    wrong = [row for row in rows if row["stack"] > allowed(row) or row["shared"] > SHARED[row["target"]]]
     assert not wrong, wrong
+
+
+def allowed(row: dict[str, Any]) -> int:
+    if not row["kernel"].startswith("exponential"):
+        return SPILLED[row["target"]]
+    return EXPONENTIAL[row["dtype"], row["BW"] or 128]  # running sums know no width

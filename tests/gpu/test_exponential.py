@@ -20,11 +20,13 @@ from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
 from tests.oracles import favor as oracles
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-MECHANISMS = [
-    (FavorPlus(num_features=20), oracles.favor_plus),
-    (FavorPlus(num_features=9, features="hyperbolic"), oracles.favor_plus),
-    (FavorPlusPlus(num_features=20), oracles.favor_plus_plus),
-    (LearnedFeatures(num_features=9), oracles.learned_features),
+MECHANISMS = [  # with numbers of keys for 30 queries
+    (FavorPlus(num_features=20), oracles.favor_plus, 30),
+    (FavorPlus(num_features=20), oracles.favor_plus, 37),
+    (FavorPlus(num_features=20), oracles.favor_plus, 26),
+    (FavorPlus(num_features=9, features="hyperbolic"), oracles.favor_plus, 30),
+    (FavorPlusPlus(num_features=20), oracles.favor_plus_plus, 30),
+    (LearnedFeatures(num_features=9), oracles.learned_features, 37),
 ]
 SIZES = [(16, 16, 40, 70), (20, 33, 9, 70), (80, 20, 36, 70)]  # width, values, features, tokens
 
@@ -43,11 +45,10 @@ def drawn(width: int, features: int, *, scale: float = 1.0) -> tuple[Tensor, Ten
     return rows[0].requires_grad_(), rows[1].requires_grad_()
 
 
-@pytest.mark.parametrize(("mechanism", "oracle"), MECHANISMS, ids=lambda x: repr(x) if not callable(x) else "")
+@pytest.mark.parametrize(("mechanism", "oracle", "keys"), MECHANISMS, ids=lambda x: "" if callable(x) else repr(x))
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("keys", [40, 47, 36])
 def test_the_oracle(mechanism: Any, oracle: Callable[..., Tensor], is_causal: bool, keys: int) -> None:
-    (q, k, v), mask = tensors(5, 3, 40, keys)
+    (q, k, v), mask = tensors(5, 3, 30, keys)
     w = mechanism.weights(Shape(2, 5, 40))
     with implementation("triton"):
         out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
@@ -95,12 +96,13 @@ def result(forms: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_
 
 
 def far_apart(masked: bool) -> tuple[list[Tensor], Tensor | None]:
-    """Keys that are short, and one far longer in the middle of a block, in the direction of no query."""
+    """Long keys, whose features are next to nothing, and behind them in a block a short one, whose are not."""
     (q, k, v), mask = tensors(6, 4, 100)
     with torch.no_grad():
-        k[..., 50, :] *= 12
-        k[..., 70, :] *= 30
+        k *= 20
+        k[..., [*range(40, 48), 50, 71], :] /= 200
         mask[..., 32:40] = False
+        mask[..., 40:48] = True
     return [q, k, v], mask if masked else None
 
 
@@ -109,25 +111,27 @@ def test_keys_far_apart_hide_nothing(masked: bool) -> None:
     """Logarithms more than ``SLACK`` apart are taken one by one: nothing that a query saw before is lost."""
     (q, k, v), mask = far_apart(masked)
     rows, _ = drawn(6, 40)
-    logs = k @ rows.mT * 6**-0.25 - k.square().sum(-1, keepdim=True) * 0.5 * 6**-0.5
+    logs = k.detach() @ rows.detach().mT * 6**-0.25 - k.detach().square().sum(-1, keepdim=True) * 0.5 * 6**-0.5
     assert float(logs.max() - logs.min()) > 200
     out = result(operations.forms(rows, rows, None, True, False), q, k, v, mask, True)
     right = x, y, z = double(q, k, v)
     expected = result(plain.forms(rows.double(), rows.double(), None), x, y, z, mask, True)
-    assert_near(out, expected, 1e-5)
+    assert_near(out, expected, 5e-4)  # logarithms of 500 have that much of rounding
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), grad)
     for mine, wanted in zip(found, torch.autograd.grad(expected, right, grad.double()), strict=True):
-        assert_near(mine, wanted, 1e-5)
+        assert_near(mine, wanted, 5e-4)
 
 
 def test_no_later_key_moves_a_query_by_more_than_rounding() -> None:
     (q, k, v), _ = tensors(6, 4, 70)
     rows, _ = drawn(6, 40)
     forms = operations.forms(rows, rows, None, True, False)
+    with torch.no_grad():
+        k *= 10
     before = forms.scan(q, k, v, None, None)[0]
     with torch.no_grad():
-        k[..., 45:, :] *= 40
+        k[..., 45:, :] /= 100
     assert_near(forms.scan(q, k, v, None, None)[0][..., :45, :], before[..., :45, :].double(), 1e-6)
 
 
@@ -150,10 +154,10 @@ def test_hidden_tokens_are_not_read() -> None:
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Tensor]:
         torch.manual_seed(1)
-        (q, k, v), mask = tensors(20, 33, 100)
+        (q, k, v), mask = tensors(20, 18, 70)
         rows, _ = drawn(20, 40)
         forms = operations.forms(rows, rows, None, True, True)
-        first = forms.sums(k[:, :, :40], v[:, :, :40], None)
+        first = forms.sums(k[:, :, :20], v[:, :, :20], None)
         out, last = forms.scan(q, k, v, mask, first)
         read = forms.read(q, last)
         loss = sum(x.square().sum() for x in (out, last, read))
@@ -164,15 +168,33 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
     assert all(torch.equal(x, y) for x, y in zip(clean, results(), strict=True))
 
 
+def test_nothing_beyond_the_last_query_counts() -> None:
+    """Where all queries' logarithms are far below zero, those of empty rows would be the largest."""
+    (q, k, v), _ = tensors(6, 4, 70)
+    rows, _ = drawn(6, 20, scale=30)
+    found, grad = [], torch.randn(2, 2, 70, 4)
+    for forms, kind in (
+        (operations.forms(rows, rows, None, True, False), torch.float32),
+        (plain.forms(rows.double(), rows.double(), None), torch.float64),
+    ):
+        x = [t.detach().to(kind).requires_grad_() for t in (q, k, v)]
+        found.append(torch.autograd.grad(forms.scan(*x, None, None)[0], x, grad.to(kind)))
+    for mine, right in zip(*found, strict=True):
+        assert_near(mine, right, 1e-4)
+
+
 def test_a_query_that_sees_nothing_gets_zeros_and_gives_none() -> None:
     (q, k, v), mask = tensors(6, 4, 40)
     mask[..., :10] = False
     rows, _ = drawn(6, 20)
     out = operations.forms(rows, rows, None, True, True).scan(q, k, v, mask, None)[0]
-    gradients = torch.autograd.grad(out.sum(), (q, k, v, rows))
+    expected = plain.forms(rows, rows, None).scan(q, k, v, mask, None)[0]
     assert not out[..., :10, :].any()
-    assert not gradients[0][..., :10, :].any()
-    assert all(x.isfinite().all() for x in gradients)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v, rows), grad)
+    assert not found[0][..., :10, :].any()
+    for mine, right in zip(found, torch.autograd.grad(expected, (q, k, v, rows), grad), strict=True):
+        assert_near(mine, right.double(), 5e-6)
 
 
 @pytest.mark.parametrize("mechanism", [FavorPlus(num_features=20), LearnedFeatures(num_features=9)], ids=repr)

@@ -52,7 +52,7 @@ def _scan_like(
     keep: bool, trained: bool,
 ) -> Results:  # fmt: skip
     (batch, heads, length, width), D, E = q.shape, key_rows.shape[-2], v.shape[-1]
-    chunk = exponential(width, exact=False).forward.chunk
+    chunk = exponential(width, exact=q.dtype == torch.float32).forward.chunk
     last = q.new_empty((batch, heads, D * E + 2 * D), dtype=torch.float32)
     states = last.new_empty((batch, heads, (length + chunk - 1) // chunk, D * E + 2 * D))
     out, *others = _read_like(q, last, query_rows, bias, keep, trained)

@@ -1,0 +1,47 @@
+"""What computes each mechanism on a GPU, in one table: ``explain`` reads it, and the documentation."""
+
+from __future__ import annotations
+
+KERNELS = "Triton kernels of this library"
+FUSED = "torch's fused attention"
+BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
+SCORES = "products of all pairs, and elementwise operations"
+PLAIN = "products and elementwise operations of torch, chunk by chunk"
+FOURIER = "torch's FFT"
+TOKENS = "products over all tokens"
+PARTS = "what its parts run by"
+
+VEHICLES = {
+    "Softmax": FUSED,
+    "ReLUAttention": SCORES,
+    "LogAttention": PLAIN,
+    "Manhattan": PLAIN,
+    "LinearAttention": KERNELS,
+    "DecayedLinearAttention": PLAIN,
+    "Favor": PLAIN,
+    "FavorPlus": KERNELS,
+    "FavorPlusPlus": KERNELS,
+    "LearnedFeatures": KERNELS,
+    "Linformer": FUSED,
+    "Local": BLOCKS,
+    "BlockLocal": BLOCKS,
+    "BigBird": BLOCKS,
+    "LSH": PLAIN,
+    "Sinkhorn": BLOCKS,
+    "SortCut": FUSED,
+    "DenseSynthesizer": SCORES,
+    "RandomSynthesizer": SCORES,
+    "FactorizedDenseSynthesizer": SCORES,
+    "FactorizedRandomSynthesizer": SCORES,
+    "MixtureSynthesizer": SCORES,
+    "AFTFull": SCORES,
+    "AFTLocal": PLAIN,
+    "AFTSimple": PLAIN,
+    "AFTConv": PLAIN,
+    "FNet": FOURIER,
+    "GMLP": TOKENS,
+    "MLPMixer": TOKENS,
+    "Hybrid": PLAIN,
+    "ByLength": PARTS,
+    "Adapted": PARTS,
+}

@@ -1,0 +1,48 @@
+"""The table of what runs on a GPU: complete, and true of the plain forms, which a GPU runs too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fast_attention import catalogue, explain, implementation
+from fast_attention.engine import fused
+from fast_attention.engine.vehicles import BLOCKS, FUSED, KERNELS, PARTS, VEHICLES
+from fast_attention.mechanism import Attention
+
+
+def test_every_mechanism_has_a_vehicle() -> None:
+    assert [*VEHICLES] == catalogue.names()
+
+
+@pytest.mark.parametrize("name", [name for name, vehicle in VEHICLES.items() if vehicle != PARTS])
+def test_the_table_is_true_of_plain_forms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them call torch's fused attention, and which on more keys than one block sees."""
+    keys: list[int] = []
+
+    def counted(q: Any, k: Any, v: Any, **named: Any) -> Any:
+        keys.append(k.shape[-2])
+        return real(q, k, v, **named)
+
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(fused.F, "scaled_dot_product_attention", counted)
+    mechanism, length = catalogue.default(name), 1280
+    with implementation("reference"):
+        if isinstance(mechanism, Attention):
+            explain(mechanism, *torch.randn(3, 1, 2, length, 16).unbind())
+        else:
+            explain(mechanism, torch.randn(1, length, 32))
+    assert bool(keys) == (VEHICLES[name] in (FUSED, BLOCKS))
+    if VEHICLES[name] == BLOCKS:
+        assert min(keys) < length
+    if VEHICLES[name] == KERNELS:
+        assert not keys
+
+
+def test_explain_says_it() -> None:
+    x = torch.randn(1, 2, 40, 16)
+    assert f"on a GPU: {KERNELS}" in str(explain("FavorPlus()", x, x, x))
+    assert f"on a GPU: {FUSED}" in str(explain("Softmax()", x, x, x))
