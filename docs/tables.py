@@ -14,6 +14,7 @@ from typing import Any
 
 import fast_attention
 from fast_attention import Attention, catalogue
+from fast_attention.engine.vehicles import VEHICLES
 from fast_attention.known_names import KNOWN
 from fast_attention.mechanism import Mechanism
 from fast_attention.value import Value
@@ -106,6 +107,15 @@ def short() -> str:
             f"| `{name}` | {t.cost} | {_yes(t.causal)} | {_yes(t.padding)} | {cross} | {_yes(t.mask)} | "
             f"{t.memory or '-'} | {weights}{', to max_len' if t.bounded else ''} | {t.paper} |"
         )
+    return "\n".join(rows)
+
+
+def vehicles() -> str:
+    """The table of docs/gpu.md: what computes each mechanism on a GPU."""
+    rows = ["| what runs on a GPU | mechanisms |", "|---|---|"]
+    for vehicle in dict.fromkeys(VEHICLES.values()):
+        names = ", ".join(f"`{name}`" for name, its in VEHICLES.items() if its == vehicle)
+        rows.append(f"| {vehicle} | {names} |")
     return "\n".join(rows)
 
 
@@ -211,6 +221,7 @@ TABLES = {
     ROOT / "docs" / "mechanisms.md": full,
     ROOT / "CHARTER.md": tree,
     ROOT / "docs" / "api.md": api,
+    ROOT / "docs" / "gpu.md": vehicles,
 }
 
 

@@ -123,7 +123,7 @@ def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     """The same of exponential features: 256 of them, biased and trained."""
     rows = torch.empty(1, 256, q.shape[-1], device="meta")
     bias = torch.empty(1, 256, device="meta")
-    run = exponential_launching.Launch.of(q, exponential_launching.Weights(rows, rows, bias, trained=True))
+    run = exponential_launching.Launch.of(q, rows, rows, bias, trained=True)
     states, last = run.sums(q, q, mask, None)
     before = states if is_causal else last
     read = run.outputs(q, q, q, mask, before, is_causal=is_causal, keep=True)

@@ -62,6 +62,19 @@ def test_the_oracle(mechanism: Any, oracle: Callable[..., Tensor], is_causal: bo
         assert_near(mine[1, 0], right[1, 0], 3e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tokens_of_sixteen_bits_are_taken_as_they_are(dtype: torch.dtype) -> None:
+    (q, k, v), _ = tensors(8, 4, 40, dtype=dtype)
+    mechanism = FavorPlusPlus(num_features=20)
+    w = mechanism.weights(Shape(2, 8, 40))
+    outs = []
+    for impl in ("triton", "reference"):
+        with implementation(impl):
+            outs.append(mechanism.attend(q, k, v, w, is_causal=True, key_mask=None))
+    assert outs[0].dtype == dtype
+    assert_near(outs[0], outs[1].double(), 2 * KINDS[dtype])
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("is_causal", "masked"), [(True, False), (True, True), (False, True)])
 def test_every_configuration(sizes: tuple[int, int, int, int], is_causal: bool, masked: bool) -> None:

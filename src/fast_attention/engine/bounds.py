@@ -5,6 +5,7 @@ It matters where numbers meet their bound by construction, as the largest key mi
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,4 +25,4 @@ MOST = 1e13  # of a coordinate: squared norms and scores are numbers in float32,
 
 def bounded(x: Float[Tensor, "*sizes"]) -> Float[Tensor, "*sizes"]:
     """``x`` with every coordinate within ``MOST``, so that no logarithm that is made of it is infinite."""
-    return x.clamp(-MOST, MOST)
+    return x if x.dtype == torch.float16 else x.clamp(-MOST, MOST)  # float16 has no such numbers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KERNELS = "Triton kernels of this library"
+KERNELS = "kernels of this library, in Triton"
 FUSED = "torch's fused attention"
 BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
 SCORES = "products of all pairs, and elementwise operations"

@@ -46,7 +46,7 @@ class Exponential(NamedTuple):
 
 
 def _both(block: int, columns: int, warps: int, backward: int | None = None) -> Exponential:
-    row = Configuration(chunk=256, block=block, columns=columns, values=32, warps=warps, stages=1)
+    row = Configuration(chunk=128, block=block, columns=columns, values=32, warps=warps, stages=1)
     return Exponential(row, row._replace(block=backward or block))
 
 

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from fast_attention.gpu import plain
 from fast_attention.gpu.forms import Forms
-from fast_attention.gpu.registering import (
-    as_bytes,
-    contiguous,
-    differentiable,
-    empty,
-    operation,
-    rest_like,
-    zeros,
-)
+from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
 
 Results = tuple[Tensor, ...]
 MAP = "int code, float offset"

@@ -24,6 +24,78 @@ from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
 
 
 @triton.jit
+def query_pairs(
+    GRAD, gt, first, length, factors, weights, V, vt, other, keys, VISIBLE, E,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the weights of a block of queries for one of keys, (queries, keys); zeros where these come later."""
+    pairs = tl.zeros((BT, BT), tl.float32)
+    for e in range(0, E, BE):
+        grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+        v = turned(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+        pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
+    later = other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None]
+    return tl.where(later, 0.0, pairs + weights)
+
+
+@triton.jit
+def key_pairs(
+    GRAD, gt, other, length, factors, weights, V, vt, first, keys, VISIBLE, E,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """The same of a block of keys and one of queries, (keys, queries); zeros where these come earlier."""
+    pairs = tl.zeros((BT, BT), tl.float32)
+    for e in range(0, E, BE):
+        v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+        grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+        pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
+    earlier = other + tl.arange(0, BT)[None, :] < first + tl.arange(0, BT)[:, None]
+    return tl.where(earlier, 0.0, pairs + weights)
+
+
+@triton.jit
+def through_state(
+    X, xt, first, length, VISIBLE, factors, total, STATES, d, D, E,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Add products of scaled gradients, or of values, with a state."""
+    for e in range(0, E, BE):
+        x = tile(X, xt, first, length, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE) * factors
+        state = turned(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE)
+        total = tl.dot(x, state, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def through_keys(z, b, pairs, early, far, PRECISION: tl.constexpr, BT: tl.constexpr):
+    """What a block of keys with logarithms b gives to the gradients of queries' logarithms z."""
+    if far:
+        rows, dz = tl.arange(0, BT), tl.zeros(z.shape, tl.float32)
+        for j in range(0, BT):
+            terms = tl.where((rows >= j)[:, None], z + line(b, j, BT)[None, :], NOTHING)
+            dz += column(pairs, j, BT)[:, None] * tl.exp(terms)
+    else:
+        top = tl.maximum(tl.max(b, 0), FLOOR)[None, :]
+        read = tl.dot(pairs, tl.exp(b - top), input_precision=PRECISION)
+        dz = tl.exp(tl.where(early[:, None], NOTHING, z + top)) * read
+    return dz
+
+
+@triton.jit
+def through_queries(b, g, pairs, far, PRECISION: tl.constexpr, BT: tl.constexpr):
+    """What a block of queries with logarithms g gives to the gradients of keys' logarithms b."""
+    if far:
+        rows, db = tl.arange(0, BT), tl.zeros(b.shape, tl.float32)
+        for i in range(0, BT):
+            terms = tl.where((rows <= i)[:, None], b + line(g, i, BT)[None, :], NOTHING)
+            db += column(pairs, i, BT)[:, None] * tl.exp(terms)
+    else:
+        top = tl.maximum(tl.max(g, 0), FLOOR)[None, :]
+        db = tl.exp(b + top) * tl.dot(pairs, tl.exp(g - top), input_precision=PRECISION)
+    return db
+
+
+@triton.jit
 def of_queries(
     Q, K, V, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, WEIGHTS, STATES, OUT, LOGS,
     heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
@@ -36,14 +108,10 @@ def of_queries(
     program = tl.program_id(0).to(tl.int64)
     n, first = program // blocks, (program % blocks).to(tl.int32) * BT
     chunk = first // CHUNK if CAUSAL else 0
-    Q += n // heads * qb + n % heads * qh
-    K += n // heads * kb + n % heads * kh
-    V += n // heads * vb + n % heads * vh
-    GRAD += n // heads * gb + n % heads * gh
+    Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
+    V, GRAD = V + n // heads * vb + n % heads * vh, GRAD + n // heads * gb + n % heads * gh
+    QROWS, KROWS, BIAS = QROWS + n % heads * D * width, KROWS + n % heads * D * width, BIAS + n % heads * D
     VISIBLE += n // heads * mb + n % heads * mh
-    QROWS += n % heads * D * width
-    KROWS += n % heads * D * width
-    BIAS += n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(Q, qt, first, length, width, Q, False, BT, BW)
     factors = row(FACTORS + n * length, first, length, BT)[:, None]
@@ -54,34 +122,20 @@ def of_queries(
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW) - shifts
         z = tl.where(factors != 0, z, FLOOR)
         dz = weights * row(STATES + D * E, d, D, BD)[None, :]
-        for e in range(0, E, BE):
-            grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
-            state = turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
-            dz = tl.dot(grad, state, dz, input_precision=PRECISION)
+        dz = through_state(GRAD, gt, first, length, Q, factors, dz, STATES, d, D, E, False, PRECISION, BT, BD, BE)
         dz *= tl.exp(z + row(STATES + D * E + D, d, D, BD)[None, :])
         if CAUSAL:
             for other in range(chunk * CHUNK, first + BT, BT):
-                pairs = tl.zeros((BT, BT), tl.float32)
-                for e in range(0, E, BE):
-                    grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
-                    v = turned(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-                    pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
-                later = other + rows[None, :] > first + rows[:, None]
-                pairs = tl.where(later, 0.0, pairs + weights)
+                pairs = query_pairs(
+                    GRAD, gt, first, length, factors, weights, V, vt, other, keys, VISIBLE, E, HAS_MASK, PRECISION,
+                    BT, BE,
+                )  # fmt: skip
                 y = tokens(K, kt, other, keys, width, VISIBLE, HAS_MASK, BT, BW)
-                seen = known(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
+                is_visible = known(VISIBLE, other, keys, HAS_MASK, BT)[:, None]
                 early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + rows
                 b = of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, seen, 0) & (other == first)
-                b = tl.where(seen, b, NOTHING)
-                if far:
-                    for j in range(0, BT):
-                        terms = tl.where((rows >= j)[:, None], z + line(b, j, BT)[None, :], NOTHING)
-                        dz += column(pairs, j, BT)[:, None] * tl.exp(terms)
-                else:
-                    top = tl.maximum(tl.max(b, 0), FLOOR)[None, :]
-                    read = tl.dot(pairs, tl.exp(b - top), input_precision=PRECISION)
-                    dz += tl.exp(tl.where(early[:, None], NOTHING, z + top)) * read
+                far = apart(b, is_visible, 0) & (other == first)
+                dz += through_keys(z, tl.where(is_visible, b, NOTHING), pairs, early, far, PRECISION, BT)
         dx = tl.dot(dz, rows_of(QROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         if TRAINED:
             put(LOGS + n * length * D, D, first, length, d, D, dz, BT, BD)
@@ -101,50 +155,35 @@ def of_keys(
     program = tl.program_id(0).to(tl.int64)
     n, first = program // blocks, (program % blocks).to(tl.int32) * BT
     chunk = first // CHUNK if CAUSAL else 0
-    Q += n // heads * qb + n % heads * qh
-    K += n // heads * kb + n % heads * kh
-    V += n // heads * vb + n % heads * vh
-    GRAD += n // heads * gb + n % heads * gh
+    Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
+    V, GRAD = V + n // heads * vb + n % heads * vh, GRAD + n // heads * gb + n % heads * gh
+    QROWS, KROWS, BIAS = QROWS + n % heads * D * width, KROWS + n % heads * D * width, BIAS + n % heads * D
     VISIBLE += n // heads * mb + n % heads * mh
-    QROWS += n % heads * D * width
-    KROWS += n % heads * D * width
-    BIAS += n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
-    seen = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    is_visible = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     dx, squares, rows = tl.zeros((BT, BW), tl.float32), tl.zeros((BT,), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        far = apart(b, seen, 0)
-        b = tl.where(seen, b, NOTHING)
+        far = apart(b, is_visible, 0)
+        b = tl.where(is_visible, b, NOTHING)
         db = tl.zeros((BT, BD), tl.float32) + row(STATES + D * E, d, D, BD)[None, :]
-        for e in range(0, E, BE):
-            v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-            state = turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
-            db = tl.dot(v, state, db, input_precision=PRECISION)
+        db = through_state(V, vt, first, keys, VISIBLE, 1.0, db, STATES, d, D, E, HAS_MASK, PRECISION, BT, BD, BE)
         db *= tl.exp(b + row(STATES + D * E + D, d, D, BD)[None, :])
         if CAUSAL:
             for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
-                pairs = tl.zeros((BT, BT), tl.float32)
                 factors = row(FACTORS + n * length, other, length, BT)
-                for e in range(0, E, BE):
-                    v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-                    grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[None, :]
-                    pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
-                earlier = other + rows[None, :] < first + rows[:, None]
-                pairs = tl.where(earlier, 0.0, pairs + row(WEIGHTS + n * length, other, length, BT)[None, :])
+                weights = row(WEIGHTS + n * length, other, length, BT)[None, :]
+                pairs = key_pairs(
+                    GRAD, gt, other, length, factors[None, :], weights, V, vt, first, keys, VISIBLE, E, HAS_MASK,
+                    PRECISION, BT, BE,
+                )  # fmt: skip
                 y = tokens(Q, qt, other, length, width, Q, False, BT, BW)
                 g = of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[:, None]
                 reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
                 g = tl.where(reads[:, None], g, NOTHING)
-                if far & (other == first):
-                    for i in range(0, BT):
-                        terms = tl.where((rows <= i)[:, None], b + line(g, i, BT)[None, :], NOTHING)
-                        db += column(pairs, i, BT)[:, None] * tl.exp(terms)
-                else:
-                    top = tl.maximum(tl.max(g, 0), FLOOR)[None, :]
-                    db += tl.exp(b + top) * tl.dot(pairs, tl.exp(g - top), input_precision=PRECISION)
+                db += through_queries(b, g, pairs, far & (other == first), PRECISION, BT)
         db = tl.where((d + tl.arange(0, BD) < D)[None, :], db, 0.0)
         dx = tl.dot(db, rows_of(KROWS, d, D, width, lower, BD, BW), dx, input_precision=PRECISION)
         squares += tl.sum(db, 1)

@@ -48,24 +48,17 @@ class Launch:
     precision: str
 
     @classmethod
-    def of(cls, x: Tensor, weights: Weights) -> Launch:
-        """For tokens ``x``; float32 keeps float32's digits."""
-        exact, keys = x.dtype == torch.float32, _parts(weights.keys, x)
-        queries = keys if weights.queries is weights.keys else _parts(weights.queries, x)
-        return cls(
-            weights._replace(queries=queries, keys=keys),
-            exponential(x.shape[-1], exact=exact),
-            "tf32x3" if exact else "tf32",
-        )
+    def of(cls, x: Tensor, queries: Tensor, keys: Tensor, bias: Tensor | None, *, trained: bool) -> Launch:
+        """For tokens ``x`` and rows of queries and of keys; float32 keeps float32's digits."""
+        exact, parts = x.dtype == torch.float32, _parts(keys, x)
+        bias = None if bias is None else bias.contiguous()
+        weights = Weights(parts if queries is keys else _parts(queries, x), parts, bias, trained)
+        return cls(weights, exponential(x.shape[-1], exact=exact), "tf32x3" if exact else "tf32")
 
     @property
     def features(self) -> int:
         """D."""
         return self.weights.keys.shape[-2]
-
-    def numbers(self, E: int) -> int:
-        """How many numbers a state is."""
-        return self.features * (E + 2)
 
     def options(self, width: int, mask: Tensor | None = None, *, backward: bool = False) -> dict[str, Any]:
         """Constants of a kernel over tiles."""
@@ -86,7 +79,7 @@ class Launch:
         """
         (batch, heads, length, width), E, backwards = x.shape, v.shape[-1], read is not None
         count, D = -(-length // self.sizes.forward.chunk), self.features
-        states = x.new_empty((batch, heads, count, self.numbers(E)), dtype=torch.float32)
+        states = x.new_empty((batch, heads, count, D * (E + 2)), dtype=torch.float32)
         parts = -(-D // self.sizes.forward.columns) * -(-E // self.sizes.forward.values)
         rows = self.weights.queries if backwards else self.weights.keys
         shifts, factors = (read.shifts, read.factors) if read is not None else (x, x)
@@ -95,7 +88,7 @@ class Launch:
             length, D, width, E, count, *self._last(width), *x.stride()[:3], *v.stride()[:3], *_strides(mask),
             QUERIES=backwards, **self.options(width, mask),
         )  # fmt: skip
-        last = x.new_empty((batch, heads, self.numbers(E)), dtype=torch.float32)
+        last = x.new_empty((batch, heads, D * (E + 2)), dtype=torch.float32)
         size = 16
         sums.running_sums[(batch * heads * -(-D // size),)](
             states, _or(first, states), last, D, E, count, REVERSED=backwards, HAS_FIRST=first is not None, BD=size,

@@ -15,25 +15,21 @@ from torch import Tensor
 from fast_attention.gpu.configurations import exponential
 from fast_attention.gpu.exponential import plain
 from fast_attention.gpu.forms import Forms
-from fast_attention.gpu.registering import (
-    as_bytes,
-    contiguous,
-    differentiable,
-    empty,
-    operation,
-    rest_like,
-    zeros,
-)
+from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
 
 Results = tuple[Tensor, ...]
 TOKENS, ROWS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask", "Tensor query_rows, Tensor key_rows, Tensor? bias"
 READ = "Tensor out, Tensor rest, Tensor factors, Tensor shifts"
 
 
-def _launch(x: Tensor, query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, *, trained: bool = False) -> Any:
-    from fast_attention.gpu.exponential.launching import Launch, Weights
+def _launching() -> Any:
+    from fast_attention.gpu.exponential import launching
 
-    return Launch.of(x, Weights(query_rows, key_rows, None if bias is None else bias.contiguous(), trained))
+    return launching
+
+
+def _launch(x: Tensor, query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, *, trained: bool = False) -> Any:
+    return _launching().Launch.of(x, query_rows, key_rows, bias, trained=trained)
 
 
 def _scan(
@@ -51,10 +47,10 @@ def _scan_like(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, query_rows: Tensor, key_rows: Tensor, bias: Any,
     keep: bool, trained: bool,
 ) -> Results:  # fmt: skip
-    (batch, heads, length, width), D, E = q.shape, key_rows.shape[-2], v.shape[-1]
+    (batch, heads, length, width), numbers = q.shape, key_rows.shape[-2] * (v.shape[-1] + 2)
     chunk = exponential(width, exact=q.dtype == torch.float32).forward.chunk
-    last = q.new_empty((batch, heads, D * E + 2 * D), dtype=torch.float32)
-    states = last.new_empty((batch, heads, (length + chunk - 1) // chunk, D * E + 2 * D))
+    last = q.new_empty((batch, heads, numbers), dtype=torch.float32)
+    states = last.new_empty((batch, heads, (length + chunk - 1) // chunk, numbers))
     out, *others = _read_like(q, last, query_rows, bias, keep, trained)
     return out, last, *others, states
 
@@ -64,13 +60,11 @@ def _scan_vjp(
     bias: Tensor | None, out: Tensor, rest: Tensor, factors: Tensor, shifts: Tensor, states: Tensor, last: Tensor,
     grad: Tensor, d_last: Tensor, trained: bool,
 ) -> Results:  # fmt: skip
-    from fast_attention.gpu.exponential.launching import Read
-
     run, mask = _launch(q, query_rows, key_rows, bias, trained=trained), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
-    D, read = key_rows.shape[-2], Read(out, rest, factors, shifts)
+    read, behind = _launching().Read(out, rest, factors, shifts), _over_scales(d_last, last, key_rows.shape[-2])
     weights = run.denominators(read, grad)
-    behind, whole = run.sums(q, grad, None, _over_scales(d_last, last, D), read=read, weights=weights)
+    behind, whole = run.sums(q, grad, None, behind, read=read, weights=weights)
     given = q, k, v, mask, grad, read, weights
     dq, d_queries = run.of_queries(*given, states, is_causal=True)
     dk, d_keys, dv = run.of_keys(*given, behind, is_causal=True)
@@ -80,20 +74,17 @@ def _scan_vjp(
 def _sums(
     k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None, trained: bool
 ) -> Tensor:
-    mask = as_bytes(key_mask, k)
-    return _launch(k, key_rows, key_rows, bias).sums(*contiguous(k, v), mask, None)[1]
+    return _launch(k, key_rows, key_rows, bias).sums(*contiguous(k, v), as_bytes(key_mask, k), None)[1]
 
 
 def _sums_vjp(
     k: Tensor, v: Tensor, key_mask: Tensor | None, key_rows: Tensor, bias: Tensor | None, sums: Tensor, d_sums: Tensor,
     trained: bool,
 ) -> Results:  # fmt: skip
-    from fast_attention.gpu.exponential.launching import Read
-
     run, mask = _launch(k, key_rows, key_rows, bias, trained=trained), as_bytes(key_mask, k)
     k, v = contiguous(k, v)
     state = _over_scales(d_sums, sums, key_rows.shape[-2])
-    dk, d_keys, dv = run.of_keys(k, k, v, mask, v, Read(v, v, sums, sums), sums, state, is_causal=False)
+    dk, d_keys, dv = run.of_keys(k, k, v, mask, v, _launching().Read(v, v, sums, sums), sums, state, is_causal=False)
     return dk, dv, _of_rows(d_keys, k, key_rows)
 
 
@@ -112,10 +103,8 @@ def _read_vjp(
     q: Tensor, sums: Tensor, query_rows: Tensor, bias: Tensor | None, out: Tensor, rest: Tensor, factors: Tensor,
     shifts: Tensor, grad: Tensor, trained: bool,
 ) -> Results:  # fmt: skip
-    from fast_attention.gpu.exponential.launching import Read
-
     run, (q, grad) = _launch(q, query_rows, query_rows, bias, trained=trained), contiguous(q, grad)
-    read = Read(out, rest, factors, shifts)
+    read = _launching().Read(out, rest, factors, shifts)
     weights = run.denominators(read, grad)
     whole = run.sums(q, grad, None, None, read=read, weights=weights)[1]
     dq, d_queries = run.of_queries(q, q, grad, None, grad, read, weights, sums.contiguous(), is_causal=False)
@@ -136,13 +125,12 @@ def _at_scales(gradient: Tensor, state: Tensor, D: int) -> Tensor:
 
 def _of_rows(logs: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """The gradient of rows from that of tokens' logarithms; empty where it was not kept."""
-    if not logs.numel():
-        return rows.new_empty((0,))
-    return torch.einsum("bhnd,bhnw->hdw", logs, x.float() * x.shape[-1] ** -0.25)
+    scaled = x.float() * x.shape[-1] ** -0.25
+    return torch.einsum("bhnd,bhnw->hdw", logs, scaled) if logs.numel() else rows.new_empty((0,))
 
 
-def _rows_like(rows: Tensor, trained: bool) -> Tensor:
-    return rows.new_empty(rows.shape if trained else (0,), dtype=torch.float32)
+def _rows_like(trained: bool, *rows: Tensor) -> Results:
+    return tuple(x.new_empty(x.shape if trained else (0,)) for x in rows)
 
 
 feature_scan = operation(
@@ -154,7 +142,7 @@ _feature_scan_vjp = operation(
     f"{TOKENS}, {ROWS}, {READ}, Tensor states, Tensor last, Tensor grad, Tensor d_last, bool trained",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _scan_vjp,
     lambda q, k, v, m, a, b, c, o, r, f, s, states, last, g, d, trained: (
-        *empty(q, k, v, last), _rows_like(a, trained), _rows_like(b, trained)
+        *empty(q, k, v, last), *_rows_like(trained, a, b)
     ),
 )  # fmt: skip
 feature_sums = operation(
@@ -165,7 +153,7 @@ feature_sums = operation(
 _feature_sums_vjp = operation(
     "feature_sums_backward",
     "Tensor k, Tensor v, Tensor? key_mask, Tensor key_rows, Tensor? bias, Tensor sums, Tensor d_sums, bool trained",
-    "(Tensor, Tensor, Tensor)", _sums_vjp, lambda k, v, m, rows, *x: (*empty(k, v), _rows_like(rows, x[-1])),
+    "(Tensor, Tensor, Tensor)", _sums_vjp, lambda k, v, m, rows, *x: (*empty(k, v), *_rows_like(x[-1], rows)),
 )  # fmt: skip
 feature_read = operation(
     "feature_read", "Tensor q, Tensor sums, Tensor query_rows, Tensor? bias, bool keep, bool trained",
@@ -174,7 +162,7 @@ feature_read = operation(
 _feature_read_vjp = operation(
     "feature_read_backward",
     f"Tensor q, Tensor sums, Tensor query_rows, Tensor? bias, {READ}, Tensor grad, bool trained",
-    "(Tensor, Tensor, Tensor)", _read_vjp, lambda q, sums, rows, *x: (*empty(q, sums), _rows_like(rows, x[-1])),
+    "(Tensor, Tensor, Tensor)", _read_vjp, lambda q, sums, rows, *x: (*empty(q, sums), *_rows_like(x[-1], rows)),
 )  # fmt: skip
 
 

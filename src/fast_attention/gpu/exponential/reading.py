@@ -35,6 +35,57 @@ def one_by_one(z, b, largest, pairs, numerator, denominator, BT: tl.constexpr):
 
 
 @triton.jit
+def of_state(
+    x, QROWS, BIAS, STATES, e, D, width, E, lower, scale,
+    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """What queries x read from a state: the logarithms over which, numerators and denominators."""
+    numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
+    largest = tl.full((BT,), FLOOR, tl.float32)
+    for d in range(0, D, BD):
+        z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
+        z += row(STATES + D * E + D, d, D, BD)[None, :]
+        larger = tl.maximum(largest, tl.max(z, 1))
+        features, shrink = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
+        state = tile(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE)
+        numerator = tl.dot(features, state, numerator * shrink[:, None], input_precision=PRECISION)
+        denominator = denominator * shrink + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
+        largest = larger
+    return largest, numerator, denominator
+
+
+@triton.jit
+def of_block(
+    x, y, is_visible, early, beside, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width, lower, scale,
+    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """The weights of queries x for keys y (BW, BT), and sums so far, all over the larger of old and new terms.
+
+    ``beside``: the keys are those beside the queries; queries that are ``early`` see none of them.
+    """
+    pairs = tl.zeros((BT, BT), tl.float32)
+    for d in range(0, D, BD):
+        z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
+        b = turned_of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
+        far = apart(b, is_visible, 1) & beside
+        b = tl.where(is_visible, b, NOTHING)
+        if far:
+            largest, pairs, numerator, denominator = one_by_one(z, b, largest, pairs, numerator, denominator, BT)
+        else:
+            top = tl.maximum(tl.max(b, 1), FLOOR)
+            z = tl.where(early[:, None], NOTHING, z + top[None, :])
+            larger = tl.maximum(largest, tl.max(z, 1))
+            shrink = tl.exp(largest - larger)
+            pairs = tl.dot(
+                tl.exp(z - larger[:, None]), tl.exp(b - top[:, None]), pairs * shrink[:, None],
+                input_precision=PRECISION,
+            )  # fmt: skip
+            numerator, denominator, largest = numerator * shrink[:, None], denominator * shrink, larger
+    return largest, pairs, numerator, denominator
+
+
+@triton.jit
 def outputs(
     Q, K, V, QROWS, KROWS, BIAS, VISIBLE, STATES, OUT, REST, FACTORS, SHIFTS,
     heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh,
@@ -47,53 +98,24 @@ def outputs(
     e, at = (program % parts).to(tl.int32) * BE, program // parts
     n, first = at // blocks, (at % blocks).to(tl.int32) * BT
     chunk = first // CHUNK if CAUSAL else 0
-    Q += n // heads * qb + n % heads * qh
-    K += n // heads * kb + n % heads * kh
-    V += n // heads * vb + n % heads * vh
-    VISIBLE += n // heads * mb + n % heads * mh
-    QROWS += n % heads * D * width
-    KROWS += n % heads * D * width
-    BIAS += n % heads * D
+    Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
+    V, VISIBLE = V + n // heads * vb + n % heads * vh, VISIBLE + n // heads * mb + n % heads * mh
+    QROWS, KROWS, BIAS = QROWS + n % heads * D * width, KROWS + n % heads * D * width, BIAS + n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(Q, qt, first, length, width, Q, False, BT, BW)
-    numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
-    largest = tl.full((BT,), FLOOR, tl.float32)
-    for d in range(0, D, BD):
-        z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
-        z += row(STATES + D * E + D, d, D, BD)[None, :]
-        larger = tl.maximum(largest, tl.max(z, 1))
-        features, shrink = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
-        state = tile(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
-        numerator = tl.dot(features, state, numerator * shrink[:, None], input_precision=PRECISION)
-        denominator = denominator * shrink + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
-        largest = larger
+    largest, numerator, denominator = of_state(
+        x, QROWS, BIAS, STATES, e, D, width, E, lower, scale, HAS_BIAS, PRECISION, BT, BD, BW, BE
+    )
     if CAUSAL:
         for other in range(chunk * CHUNK, first + BT, BT):
             y = turned_tokens(K, kt, other, keys, width, VISIBLE, HAS_MASK, BT, BW)
-            seen = known(VISIBLE, other, keys, HAS_MASK, BT)[None, :]
+            is_visible = known(VISIBLE, other, keys, HAS_MASK, BT)[None, :]
             early = other + first_seen(VISIBLE, other, keys, HAS_MASK, BT) > first + tl.arange(0, BT)
-            pairs = tl.zeros((BT, BT), tl.float32)
-            for d in range(0, D, BD):
-                z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
-                b = turned_of_tokens(y, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, seen, 1) & (other == first)
-                b = tl.where(seen, b, NOTHING)
-                if far:
-                    largest, pairs, numerator, denominator = one_by_one(
-                        z, b, largest, pairs, numerator, denominator, BT
-                    )
-                else:
-                    top = tl.maximum(tl.max(b, 1), FLOOR)
-                    z = tl.where(early[:, None], NOTHING, z + top[None, :])
-                    larger = tl.maximum(largest, tl.max(z, 1))
-                    shrink = tl.exp(largest - larger)
-                    pairs = tl.dot(
-                        tl.exp(z - larger[:, None]), tl.exp(b - top[:, None]), pairs * shrink[:, None],
-                        input_precision=PRECISION,
-                    )  # fmt: skip
-                    numerator, denominator, largest = numerator * shrink[:, None], denominator * shrink, larger
-            later = other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None]
-            pairs = tl.where(later, 0.0, pairs)
+            largest, pairs, numerator, denominator = of_block(
+                x, y, is_visible, early, other == first, largest, numerator, denominator, QROWS, KROWS, BIAS, D, width,
+                lower, scale, HAS_BIAS, PRECISION, BT, BD, BW,
+            )  # fmt: skip
+            pairs = tl.where(other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None], 0.0, pairs)
             v = tile(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
             numerator = tl.dot(pairs, v, numerator, input_precision=PRECISION)
             denominator += tl.sum(pairs, 1)

@@ -95,18 +95,18 @@ def rows_of(ROWS, d, D, width, lower, BD: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def apart(z, seen, axis: tl.constexpr):
-    """Whether the logarithms of a block's keys lie too far apart for one scale a feature; ``seen`` as z is shaped."""
-    top = tl.max(tl.where(seen, z, FLOOR), axis)
-    low = tl.min(tl.where(seen, z, -FLOOR), axis)
+def apart(z, is_visible, axis: tl.constexpr):
+    """Whether the logarithms of a block's keys lie too far apart for one scale a feature."""
+    top = tl.max(tl.where(is_visible, z, FLOOR), axis)
+    low = tl.min(tl.where(is_visible, z, -FLOOR), axis)
     return tl.max(top - low, 0) > SLACK
 
 
 @triton.jit
 def first_seen(visible, first, length, HAS_MASK: tl.constexpr, ROWS: tl.constexpr):
-    """The first token of a block that is seen, from the block's begin; ROWS where none is."""
-    seen = known(visible, first, length, HAS_MASK, ROWS)
-    return tl.min(tl.where(seen, tl.arange(0, ROWS), ROWS), 0)
+    """The first token of a block that is is_visible, from the block's begin; ROWS where none is."""
+    is_visible = known(visible, first, length, HAS_MASK, ROWS)
+    return tl.min(tl.where(is_visible, tl.arange(0, ROWS), ROWS), 0)
 
 
 @triton.jit

@@ -20,6 +20,20 @@ from fast_attention.gpu.tiles import NONE, known, put, row, tile
 
 
 @triton.jit
+def add_pairs(pairs, b, g, far, PRECISION: tl.constexpr, BT: tl.constexpr):
+    """Add the weights of a block of keys for one of queries, logarithms b (BT, D) and g (D, BT), (keys, queries)."""
+    if far:
+        rows = tl.arange(0, BT)
+        for i in range(0, BT):
+            terms = tl.where((rows <= i)[:, None], b + column(g, i, BT)[None, :], NOTHING)
+            pairs += tl.where((rows == i)[None, :], tl.sum(tl.exp(terms), 1)[:, None], 0.0)
+    else:
+        top = tl.maximum(tl.max(g, 1), FLOOR)
+        pairs = tl.dot(tl.exp(b + top[None, :]), tl.exp(g - top[:, None]), pairs, input_precision=PRECISION)
+    return pairs
+
+
+@triton.jit
 def of_values(
     Q, K, QROWS, KROWS, BIAS, VISIBLE, GRAD, FACTORS, SHIFTS, STATES, OUT,
     heads, length, keys, D, width, E, chunks, lower, scale, qb, qh, qt, kb, kh, kt, mb, mh, gb, gh, gt,
@@ -32,20 +46,16 @@ def of_values(
     e, at = (program % parts).to(tl.int32) * BE, program // parts
     n, first = at // blocks, (at % blocks).to(tl.int32) * BT
     chunk = first // CHUNK if CAUSAL else 0
-    Q += n // heads * qb + n % heads * qh
-    K += n // heads * kb + n % heads * kh
-    GRAD += n // heads * gb + n % heads * gh
-    VISIBLE += n // heads * mb + n % heads * mh
-    QROWS += n % heads * D * width
-    KROWS += n % heads * D * width
-    BIAS += n % heads * D
+    Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
+    GRAD, VISIBLE = GRAD + n // heads * gb + n % heads * gh, VISIBLE + n // heads * mb + n % heads * mh
+    QROWS, KROWS, BIAS = QROWS + n % heads * D * width, KROWS + n % heads * D * width, BIAS + n % heads * D
     STATES += (n * chunks + chunk) * (D * E + 2 * D)
     x = tokens(K, kt, first, keys, width, VISIBLE, HAS_MASK, BT, BW)
-    seen = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
+    is_visible = known(VISIBLE, first, keys, HAS_MASK, BT)[:, None]
     total, rows = tl.zeros((BT, BE), tl.float32), tl.arange(0, BT)
     for d in range(0, D, BD):
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-        b = tl.where(seen, b + row(STATES + D * E + D, d, D, BD)[None, :], NOTHING)
+        b = tl.where(is_visible, b + row(STATES + D * E + D, d, D, BD)[None, :], NOTHING)
         state = tile(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
         total = tl.dot(tl.exp(b), state, total, input_precision=PRECISION)
     if CAUSAL:
@@ -56,20 +66,11 @@ def of_values(
             reads = (factors != 0) & (other + rows >= first + first_seen(VISIBLE, first, keys, HAS_MASK, BT))
             for d in range(0, D, BD):
                 b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
-                far = apart(b, seen, 0) & (other == first)
-                b = tl.where(seen, b, NOTHING)
+                far = apart(b, is_visible, 0) & (other == first)
+                b = tl.where(is_visible, b, NOTHING)
                 g = turned_of_tokens(y, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
                 g -= row(SHIFTS + n * length, other, length, BT)[None, :]
-                g = tl.where(reads[None, :], g, NOTHING)
-                if far:
-                    for i in range(0, BT):
-                        terms = tl.where((rows <= i)[:, None], b + column(g, i, BT)[None, :], NOTHING)
-                        pairs += tl.where((rows == i)[None, :], tl.sum(tl.exp(terms), 1)[:, None], 0.0)
-                else:
-                    top = tl.maximum(tl.max(g, 1), FLOOR)
-                    pairs = tl.dot(
-                        tl.exp(b + top[None, :]), tl.exp(g - top[:, None]), pairs, input_precision=PRECISION
-                    )  # fmt: skip
+                pairs = add_pairs(pairs, b, tl.where(reads[None, :], g, NOTHING), far, PRECISION, BT)
             pairs = tl.where(other + rows[None, :] < first + rows[:, None], 0.0, pairs)
             grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors[:, None]
             total = tl.dot(pairs, grad, total, input_precision=PRECISION)
