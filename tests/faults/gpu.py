@@ -160,4 +160,18 @@ FAULTS = [
         "factors = torch.ones_like(state[..., -D:])",
         EXPONENTIAL + "parts",
     ),
+    Fault(
+        "decoding adds a key at another scale",
+        "gpu/exponential/steps.py",
+        "products = products * shrink[:, None] + added[:, None] * v[None, :]",
+        "products = products + added[:, None] * v[None, :]",
+        EXPONENTIAL + "decoding",
+    ),
+    Fault(
+        "decoding counts hidden keys",
+        "gpu/steps.py",
+        "k = tl.where(exists & is_visible, ",
+        "k = tl.where(exists, ",
+        TESTS + "decoding",
+    ),
 ]

@@ -24,11 +24,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast_attention.gpu import gradients, reading, sums
+from fast_attention.gpu import gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
 from fast_attention.gpu.exponential import gradients as exponential_gradients
 from fast_attention.gpu.exponential import launching as exponential_launching
 from fast_attention.gpu.exponential import reading as exponential_reading
+from fast_attention.gpu.exponential import steps as exponential_steps
 from fast_attention.gpu.exponential import sums as exponential_sums
 from fast_attention.gpu.exponential import values as exponential_values
 from fast_attention.gpu.launching import Launch
@@ -90,6 +91,7 @@ KERNELS += [
     (exponential_gradients, "of_keys"),
     (exponential_values, "of_values"),
 ]
+KERNELS += [(steps, "elementwise"), (exponential_steps, "exponential")]
 
 
 @contextmanager
@@ -117,6 +119,7 @@ def elementwise(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     given = q, q, q, mask, q, factors, weights
     run.of_queries(*given, before, is_causal=is_causal)
     run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
+    launching.step(q[..., :1, :], q, q, mask, last, 1e-6, 1, 0.0)
 
 
 def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
@@ -132,6 +135,8 @@ def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     given = q, q, q, mask, q, read, weights
     run.of_queries(*given, before, is_causal=is_causal)
     run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
+    weights = exponential_launching.Weights(rows, rows, bias, trained=False)
+    exponential_launching.step(q[..., :1, :], q, q, mask, last, weights)
 
 
 def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:

@@ -142,6 +142,24 @@ def test_parts_behind_a_state_are_the_whole() -> None:
         assert_near(mine, right.double(), 2e-6)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_decoding_is_one_kernel_and_the_causal_call(masked: bool) -> None:
+    (q, k, v), mask = tensors(40, 36, 24)
+    q, k, v, mechanism = q.detach(), k.detach(), v.detach(), LinearAttention(feature_map=Relu(offset=0.1))
+    key_mask = mask if masked else None
+    whole = mechanism.attend(q, k, v, (), is_causal=True, key_mask=key_mask)
+    out, state = mechanism.advance(
+        *(t[..., :20, :] for t in (q, k, v)), (), None, key_mask=None if key_mask is None else key_mask[..., :20]
+    )
+    for i in range(20, 24):
+        one = slice(i, i + 1)
+        part = None if key_mask is None else key_mask[..., one]
+        with dispatch.recorded() as steps:
+            out, state = mechanism.advance(*(t[..., one, :] for t in (q, k, v)), (), state, key_mask=part)
+        assert [step.path for step in steps] == [f"{dispatch.KERNEL}: one token"]
+        assert_near(out, whole[..., one, :].double(), 2e-6)
+
+
 def test_second_derivatives_are_those_of_the_plain_form() -> None:
     (q, k, v), _ = tensors(6, 4, 20)
     found = []

@@ -24,6 +24,7 @@ TABLE = {  # by the larger of the two widths, rounded up to a power of two
     256: Configuration(chunk=256, block=64, columns=64, values=64, warps=8, stages=2),
 }
 WIDEST = max(TABLE)
+STEP = 32  # features and values of a state that decoding takes at a time
 
 
 def configuration(width: int, values: int, *, exact: bool) -> Configuration:

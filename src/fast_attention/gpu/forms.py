@@ -9,12 +9,14 @@ from torch import Tensor
 
 
 class Forms(NamedTuple):
-    """Three functions of heads (B, H, n, width), masks (B, H, n) or (B, 1, n), and states in a row (B, H, numbers).
+    """Four functions of heads (B, H, n, width), masks (B, H, n) or (B, 1, n), and states in a row (B, H, numbers).
 
     ``scan(q, k, v, key_mask, first)``: causal outputs behind a state, and the state after; ``sums(k, v, key_mask)``:
-    the state after some keys; ``read(q, state)``: outputs of queries that see all of a state.
+    the state after some keys; ``read(q, state)``: outputs of queries that see all of a state;
+    ``step(q, k, v, key_mask, state)``: as ``scan`` of one token, without gradients.
     """
 
     scan: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     sums: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     read: Callable[[Tensor, Tensor], Tensor]
+    step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention.gpu import gradients, reading, sums
-from fast_attention.gpu.configurations import Configuration, configuration
+from fast_attention.gpu import gradients, reading, steps, sums
+from fast_attention.gpu.configurations import STEP, Configuration, configuration
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,19 @@ class Launch:
             q, k, _or(mask, q), grad, factors, states, dv, *shared, *masked, *grad.stride()[:3], **rest
         )
         return dk, dv
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor, eps: float, code: int, offset: float
+) -> tuple[Tensor, Tensor]:
+    """The output of one token behind a state, and the state after it."""
+    (batch, heads, _, D), E = q.shape, v.shape[-1]
+    out, following = v.new_empty((batch, heads, 1, E), dtype=q.dtype), state.new_empty(state.shape)
+    steps.elementwise[(batch * heads * -(-E // STEP),)](
+        q, k, v, _or(mask, q), state, out, following, heads, D, E, eps, offset, *q.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], *_strides(mask), MAP=code, HAS_MASK=mask is not None, BD=STEP, BE=STEP, num_warps=4,
+    )  # fmt: skip
+    return out, following
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

@@ -65,6 +65,15 @@ def _scan_vjp(
     return dq, *run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True), d_first
 
 
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor, eps: float, code: int, offset: float
+) -> Results:
+    from fast_attention.gpu import launching
+
+    q, k, v = contiguous(q, k, v)
+    return launching.step(q, k, v, as_bytes(key_mask, k), state.contiguous(), eps, code, offset)
+
+
 def _sums(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: float) -> Tensor:
     mask = as_bytes(key_mask, k)
     return _launch(k, v, code, offset).sums(*contiguous(k, v), mask, None)[1]
@@ -111,6 +120,10 @@ key_sums = operation(
     "key_sums", f"Tensor k, Tensor v, Tensor? key_mask, {MAP}", "Tensor", _sums,
     lambda k, v, *x: k.new_empty((*k.shape[:2], k.shape[-1] * v.shape[-1] + k.shape[-1]), dtype=torch.float32),
 )  # fmt: skip
+one_step = operation(  # without a gradient
+    "one_step", f"Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor state, float eps, {MAP}", "(Tensor, Tensor)",
+    _step, lambda q, k, v, mask, state, *x: (q.new_empty((*q.shape[:-1], v.shape[-1])), *empty(state)),
+)  # fmt: skip
 _key_sums_vjp = operation(
     "key_sums_backward", f"Tensor k, Tensor v, Tensor? key_mask, Tensor d_sums, {MAP}", "(Tensor, Tensor)", _sums_vjp,
     lambda k, v, *x: empty(k, v),
@@ -152,4 +165,5 @@ def forms(eps: float, code: int, offset: float, keep: bool) -> Forms:
         lambda q, k, v, mask, first: chunk_scan(q, k, v, mask, first, eps, code, offset, keep)[:2],
         lambda k, v, mask: key_sums(k, v, mask, code, offset),
         lambda q, sums: read_sums(q, sums, eps, code, offset, keep)[0],
+        lambda q, k, v, mask, state: one_step(q, k, v, mask, state, eps, code, offset),
     )

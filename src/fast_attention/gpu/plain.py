@@ -51,6 +51,7 @@ def forms(eps: float, code: int, offset: float) -> Forms:
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, eps, code, offset),
         lambda k, v, mask: key_sums(k, v, mask, code, offset),
         lambda q, sums: read_sums(q, sums, eps, code, offset),
+        lambda q, k, v, mask, state: scan(q, k, v, mask, state, eps, code, offset),
     )
 
 

@@ -22,7 +22,7 @@ from fast_attention import files
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.gpu import maps, operations, plain
-from fast_attention.gpu.exponential import operations as exponentials
+from fast_attention.gpu.exponential import kernels as exponentials
 from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.forms import Forms
 
@@ -104,7 +104,23 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
             error = float((kernel - expected).abs().max() / expected.abs().max())
             if not error <= LARGEST[dtype]:  # NaN too
                 return f"{name} {part} of heads of {width} and {values} in {dtype} is off by {error:.2g}"
+    right = forms[1].sums(k.double(), v.double(), mask)  # a state of many keys
+    with torch.no_grad():
+        found = _decoded(forms[0], q, k, v, mask, right.float())
+        expected = _decoded(forms[1], q.double(), k.double(), v.double(), mask, right)
+    for part, kernel, wanted in zip(("output", "state"), found, expected, strict=True):
+        error = float((kernel.double() - wanted).abs().max() / wanted.abs().max())
+        if not error <= LARGEST[dtype]:
+            return f"decoding's {part} of heads of {width} and {values} in {dtype} is off by {error:.2g}"
     return ""
+
+
+def _decoded(
+    forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The first token, added to a state."""
+    q, k, v = q[..., :1, :], k[..., :1, :], v[..., :1, :]
+    return forms.step(q, k, v, None if mask is None else mask[..., :1], state)
 
 
 def _result(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fast_attention.gpu.configurations import exponential
 from fast_attention.gpu.exponential import plain
-from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
 
 Results = tuple[Tensor, ...]
@@ -189,12 +188,3 @@ def _of_read(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
 differentiable(feature_scan, plain.scan, _of_scan, tensors=8, visible=2)
 differentiable(feature_sums, plain.key_sums, _of_sums, tensors=5, visible=1)
 differentiable(feature_read, plain.read_sums, _of_read, tensors=4, visible=1)
-
-
-def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool) -> Forms:
-    """The kernels with one projection."""
-    return Forms(
-        lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, query_rows, key_rows, bias, keep, trained)[:2],
-        lambda k, v, mask: feature_sums(k, v, mask, key_rows, bias, trained),
-        lambda q, sums: feature_read(q, sums, query_rows, bias, keep, trained)[0],
-    )

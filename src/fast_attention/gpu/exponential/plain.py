@@ -56,6 +56,7 @@ def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None) -> Forms:
         lambda q, k, v, mask, first: scan(q, k, v, mask, first, query_rows, key_rows, bias),
         lambda k, v, mask: key_sums(k, v, mask, key_rows, bias),
         lambda q, sums: read_sums(q, sums, query_rows, bias),
+        lambda q, k, v, mask, state: scan(q, k, v, mask, state, query_rows, key_rows, bias),
     )
 
 

@@ -68,7 +68,7 @@ def advance(
     key_mask: Tensor | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
-    if why := favor_gpu.obstacle(phi, q, k, v, heads, key_mask) or gpu.few(q):
+    if why := favor_gpu.obstacle(phi, q, k, v, heads, key_mask) or gpu.few(q, k, v, state, *heads):
         dispatch.unserved(q, why)
         return _advance(phi, q, k, v, heads, state, key_mask)
     return favor_gpu.advance(phi, q, k, v, heads, state, key_mask)

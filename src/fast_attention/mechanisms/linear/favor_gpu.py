@@ -9,7 +9,7 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.gpu import self_check
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED
-from fast_attention.gpu.exponential import operations
+from fast_attention.gpu.exponential import kernels
 from fast_attention.gpu.forms import Forms
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -45,7 +45,8 @@ def advance(
     """Causal outputs of new tokens behind ``state``, and the state after them."""
     forms, D = _forms(phi, q, k, v, heads, q.shape[:-2]), phi.width(heads.rows)
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k, state.log_scale], -1)
-    out, last = gpu.further(forms, bounded(q), bounded(k), v, key_mask, first)
+    decodes = gpu.steps(q, k, v, first, *heads)
+    out, last = gpu.further(forms, bounded(q), bounded(k), v, key_mask, first, decodes=decodes)
     kv, k, log_scale = last.split([D * v.shape[-1], D, D], -1)
     return out, LinearState(kv.unflatten(-1, (D, -1)), k, log_scale)
 
@@ -61,4 +62,4 @@ def _forms(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads,
     keys = queries if heads.key_rows is None else both(heads.key_rows)
     bias = None if heads.bias is None else flat(heads.bias)[:, 0]
     trained = gpu.trains(queries, keys)
-    return operations.forms(queries, keys, bias, gpu.trains(q, k, v, queries, keys), trained)
+    return kernels.forms(queries, keys, bias, gpu.trains(q, k, v, queries, keys), trained)

@@ -26,9 +26,16 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor 
     return self_check.obstacle(self_check.elementwise(phi), q, v, masked=key_mask is not None)
 
 
-def few(q: Tensor) -> str:
-    """Why plain operations take a state on by these tokens; empty where kernels do."""
-    return f"no more than {FEW} new tokens" if not symbolic() and q.shape[-2] <= FEW else ""
+def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, *weights: Tensor | None) -> str:
+    """Why plain operations take a state on by these tokens; empty where kernels do: of one token that of decoding."""
+    if symbolic() or q.shape[-2] > FEW or (state is not None and steps(q, k, v, *weights)):
+        return ""
+    return f"no more than {FEW} new tokens"
+
+
+def steps(q: Tensor, *others: Tensor | None) -> bool:
+    """Whether these tokens are one, of which no gradient is wanted: decoding's kernel has none."""
+    return not symbolic() and q.shape[-2] == 1 and not trains(q, *others)
 
 
 def scaled(state: LinearState | None) -> str:
@@ -54,7 +61,8 @@ def advance(
     keep, D = trains(q, k, v), k.shape[-1]
     q, k, code, offset = _mapped(q, k, phi)
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
-    out, last = further(operations.forms(eps, code, offset, keep), q, k, v, key_mask, first)
+    forms, decodes = operations.forms(eps, code, offset, keep), steps(q, k, v, first)
+    out, last = further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].unflatten(-1, (D, -1)), last[..., -D:]
     return out, LinearState(kv, k, torch.zeros_like(k[..., :1]))
 
@@ -77,14 +85,18 @@ def walk(forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
 
 
 def further(
-    forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor | None
+    forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor | None, *, decodes: bool
 ) -> tuple[Tensor, Tensor]:
-    """Causal outputs of new tokens behind a state in a row, and the state after them."""
+    """Causal outputs of new tokens behind a state in a row, and the state after them; ``decodes``: see ``steps``."""
     lead = q.shape[:-2]
     (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
     first = None if state is None else state.float().expand(*lead, -1).reshape(*q.shape[:2], -1)
-    dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
-    out, last = forms.scan(q, k, v, mask, first)
+    if decodes and first is not None:
+        dispatch.record(f"{dispatch.KERNEL}: one token", "on a GPU")
+        out, last = forms.step(q, k, v, mask, first)
+    else:
+        dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
+        out, last = forms.scan(q, k, v, mask, first)
     return out.reshape(*lead, *out.shape[-2:]), last.reshape(*lead, -1)
 
 

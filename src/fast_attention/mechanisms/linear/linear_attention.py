@@ -116,7 +116,7 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        why = gpu.obstacle(q, k, v, self._map, key_mask) or gpu.few(q) or gpu.scaled(state)
+        why = gpu.obstacle(q, k, v, self._map, key_mask) or gpu.few(q, k, v, state) or gpu.scaled(state)
         if not why:
             return gpu.advance(q, k, v, key_mask, state, phi=self._map, eps=self.eps)
         dispatch.unserved(q, why)
