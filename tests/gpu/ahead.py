@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from fast_attention.gpu import gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
+from fast_attention.gpu.exponential import decoding
 from fast_attention.gpu.exponential import gradients as exponential_gradients
 from fast_attention.gpu.exponential import launching as exponential_launching
 from fast_attention.gpu.exponential import reading as exponential_reading
@@ -136,7 +137,7 @@ def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     run.of_queries(*given, before, is_causal=is_causal)
     run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
     weights = exponential_launching.Weights(rows, rows, bias, trained=False)
-    exponential_launching.step(q[..., :1, :], q, q, mask, last, weights)
+    decoding.step(q[..., :1, :], q, q, mask, last, weights)
 
 
 def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fast_attention.gpu import gradients, reading, steps, sums
 from fast_attention.gpu.configurations import STEP, Configuration, configuration
+from fast_attention.gpu.pointers import some, strides
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Launch:
         states = x.new_empty((batch, heads, count, numbers), dtype=torch.float32)
         parts = -(-D // self.sizes.columns) * -(-E // self.sizes.values)
         sums.chunk_sums[(batch * heads * count * parts,)](
-            x, v, _or(factors, x), _or(weights, x), _or(mask, x), states, heads, length, D, E, count, self.offset,
-            *x.stride()[:3], *v.stride()[:3], *_strides(mask), WEIGHTED=factors is not None, **self.options(mask),
+            x, v, some(factors, x), some(weights, x), some(mask, x), states, heads, length, D, E, count, self.offset,
+            *x.stride()[:3], *v.stride()[:3], *strides(mask), WEIGHTED=factors is not None, **self.options(mask),
         )  # fmt: skip
         last = x.new_empty((batch, heads, numbers), dtype=torch.float32)
         size = 1024
         sums.running_sums[(batch * heads * -(-numbers // size),)](
-            states, _or(first, states), last, numbers, count, REVERSED=backwards, HAS_FIRST=first is not None,
+            states, some(first, states), last, numbers, count, REVERSED=backwards, HAS_FIRST=first is not None,
             BLOCK=size, num_warps=4,
         )  # fmt: skip
         return states, last
@@ -87,8 +88,8 @@ class Launch:
         count = states.shape[2] if is_causal else 1
         parts = -(-E // self.sizes.values)
         reading.outputs[(batch * heads * self.blocks(length) * parts,)](
-            q, k, v, _or(mask, q), states, out, rest, factors, heads, length, k.shape[2], D, E, count, eps, self.offset,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), CAUSAL=is_causal, KEEP=keep,
+            q, k, v, some(mask, q), states, out, rest, factors, heads, length, k.shape[2], D, E, count, eps,
+            self.offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(mask), CAUSAL=is_causal, KEEP=keep,
             **self.options(mask),
         )  # fmt: skip
         return out, factors, rest
@@ -113,8 +114,8 @@ class Launch:
         out, parts = q.new_empty((batch, heads, length, D)), -(-D // self.sizes.columns)
         count = states.shape[2] if is_causal else 1
         gradients.of_queries[(batch * heads * self.blocks(length) * parts,)](
-            q, k, v, _or(mask, q), grad, factors, weights, states, out, heads, length, k.shape[2], D, E, count,
-            self.offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), *grad.stride()[:3],
+            q, k, v, some(mask, q), grad, factors, weights, states, out, heads, length, k.shape[2], D, E, count,
+            self.offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(mask), *grad.stride()[:3],
             CAUSAL=is_causal, **self.options(mask),
         )  # fmt: skip
         return out
@@ -128,13 +129,13 @@ class Launch:
         dk, dv = k.new_empty((batch, heads, keys, D)), v.new_empty((batch, heads, keys, E))
         count, blocks = states.shape[2] if is_causal else 1, batch * heads * self.blocks(keys)
         shared = heads, q.shape[2], keys, D, E, count, self.offset, *q.stride()[:3], *k.stride()[:3]
-        masked, rest = _strides(mask), {"CAUSAL": is_causal, **self.options(mask)}
+        masked, rest = strides(mask), {"CAUSAL": is_causal, **self.options(mask)}
         gradients.of_keys[(blocks * -(-D // self.sizes.columns),)](
-            q, k, v, _or(mask, q), grad, factors, weights, states, dk, *shared, *v.stride()[:3], *masked,
+            q, k, v, some(mask, q), grad, factors, weights, states, dk, *shared, *v.stride()[:3], *masked,
             *grad.stride()[:3], **rest,
         )  # fmt: skip
         gradients.of_values[(blocks * -(-E // self.sizes.values),)](
-            q, k, _or(mask, q), grad, factors, states, dv, *shared, *masked, *grad.stride()[:3], **rest
+            q, k, some(mask, q), grad, factors, states, dv, *shared, *masked, *grad.stride()[:3], **rest
         )
         return dk, dv
 
@@ -146,16 +147,7 @@ def step(
     (batch, heads, _, D), E = q.shape, v.shape[-1]
     out, following = v.new_empty((batch, heads, 1, E), dtype=q.dtype), state.new_empty(state.shape)
     steps.elementwise[(batch * heads * -(-E // STEP),)](
-        q, k, v, _or(mask, q), state, out, following, heads, D, E, eps, offset, *q.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], *_strides(mask), MAP=code, HAS_MASK=mask is not None, BD=STEP, BE=STEP, num_warps=4,
+        q, k, v, some(mask, q), state, out, following, heads, D, E, eps, offset, *q.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], *strides(mask), MAP=code, HAS_MASK=mask is not None, BD=STEP, BE=STEP, num_warps=4,
     )  # fmt: skip
     return out, following
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer that is not read where there is none."""
-    return other if x is None else x
-
-
-def _strides(mask: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))

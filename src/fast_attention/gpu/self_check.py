@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -99,19 +99,22 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
                 x, y, z = (x.to(kind).requires_grad_() for x in (q, k, v))
                 out = _result(form, x, y, z, mask, is_causal=name == "causal")
                 results.append([out, *torch.autograd.grad(out, (x, y, z), grad.to(kind))])
-        for part, kernel, expected in zip(("output", "dq", "dk", "dv"), *results, strict=True):
-            kernel, expected = kernel.detach().double(), expected.detach()
-            error = float((kernel - expected).abs().max() / expected.abs().max())
-            if not error <= LARGEST[dtype]:  # NaN too
-                return f"{name} {part} of heads of {width} and {values} in {dtype} is off by {error:.2g}"
+        if why := _unlike(name, ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}"):
+            return why
     right = forms[1].sums(k.double(), v.double(), mask)  # a state of many keys
     with torch.no_grad():
-        found = _decoded(forms[0], q, k, v, mask, right.float())
+        decoded = _decoded(forms[0], q, k, v, mask, right.float())
         expected = _decoded(forms[1], q.double(), k.double(), v.double(), mask, right)
-    for part, kernel, wanted in zip(("output", "state"), found, expected, strict=True):
-        error = float((kernel.double() - wanted).abs().max() / wanted.abs().max())
-        if not error <= LARGEST[dtype]:
-            return f"decoding's {part} of heads of {width} and {values} in {dtype} is off by {error:.2g}"
+    return _unlike("decoded", ("output", "state"), decoded, expected, of=f"{width} and {values} in {dtype}")
+
+
+def _unlike(name: str, parts: Iterable[str], kernels: Iterable[Tensor], rights: Iterable[Tensor], *, of: str) -> str:
+    """The first part that kernels got wrong; empty for none."""
+    for part, kernel, right in zip(parts, kernels, rights, strict=True):
+        kernel, right, most = kernel.detach(), right.detach(), LARGEST[kernel.dtype]
+        error = float((kernel.double() - right).abs().max() / right.abs().max())
+        if not error <= most:  # NaN too
+            return f"{name} {part} of heads of {of} is off by {error:.2g}"
     return ""
 
 

@@ -13,7 +13,8 @@ def _step(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor, query_rows: Tensor, key_rows: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from fast_attention.gpu.exponential.launching import Weights, step
+    from fast_attention.gpu.exponential.decoding import step
+    from fast_attention.gpu.exponential.launching import Weights
 
     weights = Weights(query_rows, key_rows, bias, trained=False)
     q, k, v = contiguous(q, k, v)

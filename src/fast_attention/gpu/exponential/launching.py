@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import sums as elementwise
-from fast_attention.gpu.configurations import STEP, Exponential, exponential
-from fast_attention.gpu.exponential import gradients, reading, steps, sums, values
+from fast_attention.gpu.configurations import Exponential, exponential
+from fast_attention.gpu.exponential import gradients, reading, sums, values
+from fast_attention.gpu.pointers import power, some, strides
 
 
 class Weights(NamedTuple):
@@ -65,7 +66,7 @@ class Launch:
         chunk, block, columns, values, warps, stages = self.sizes.backward if backward else self.sizes.forward
         return {
             "HAS_BIAS": self.weights.bias is not None, "HAS_MASK": mask is not None, "PRECISION": self.precision,
-            "CHUNK": chunk, "BT": block, "BD": columns, "BW": max(16, _power(width)), "BE": values,
+            "CHUNK": chunk, "BT": block, "BD": columns, "BW": max(16, power(width)), "BE": values,
             "num_warps": warps, "num_stages": stages,
         }  # fmt: skip
 
@@ -84,15 +85,15 @@ class Launch:
         rows = self.weights.queries if backwards else self.weights.keys
         shifts, factors = (read.shifts, read.factors) if read is not None else (x, x)
         sums.chunk_sums[(batch * heads * count * parts,)](
-            x, rows, _or(self.weights.bias, rows), v, shifts, factors, _or(weights, x), _or(mask, x), states, heads,
-            length, D, width, E, count, *self._last(width), *x.stride()[:3], *v.stride()[:3], *_strides(mask),
+            x, rows, some(self.weights.bias, rows), v, shifts, factors, some(weights, x), some(mask, x), states, heads,
+            length, D, width, E, count, *self._last(width), *x.stride()[:3], *v.stride()[:3], *strides(mask),
             QUERIES=backwards, **self.options(width, mask),
         )  # fmt: skip
         last = x.new_empty((batch, heads, D * (E + 2)), dtype=torch.float32)
         size = 16
         sums.running_sums[(batch * heads * -(-D // size),)](
-            states, _or(first, states), last, D, E, count, REVERSED=backwards, HAS_FIRST=first is not None, BD=size,
-            BE=_power(E), num_warps=4,
+            states, some(first, states), last, D, E, count, REVERSED=backwards, HAS_FIRST=first is not None, BD=size,
+            BE=power(E), num_warps=4,
         )  # fmt: skip
         return states, last
 
@@ -107,9 +108,9 @@ class Launch:
         factors, shifts = (q.new_empty((batch, heads, length), dtype=torch.float32) for _ in range(2))
         count, parts = states.shape[2] if is_causal else 1, -(-E // self.sizes.forward.values)
         reading.outputs[(batch * heads * -(-length // self.sizes.forward.block) * parts,)](
-            q, k, v, *self._rows(), _or(mask, q), states, out, rest, factors, shifts, heads, length, k.shape[2],
+            q, k, v, *self._rows(), some(mask, q), states, out, rest, factors, shifts, heads, length, k.shape[2],
             self.features, width, E, count, *self._last(width), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *_strides(mask), CAUSAL=is_causal, KEEP=keep, **self.options(width, mask),
+            *strides(mask), CAUSAL=is_causal, KEEP=keep, **self.options(width, mask),
         )  # fmt: skip
         return Read(out, rest, factors, shifts)
 
@@ -143,8 +144,8 @@ class Launch:
         dv, count = v.new_empty((batch, heads, keys, E)), states.shape[2] if is_causal else 1
         blocks, parts = -(-keys // self.sizes.backward.block), -(-E // self.sizes.backward.values)
         values.of_values[(batch * heads * blocks * parts,)](
-            q, k, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, states, dv, heads, q.shape[2], keys,
-            self.features, width, E, count, *self._last(width), *q.stride()[:3], *k.stride()[:3], *_strides(mask),
+            q, k, *self._rows(), some(mask, q), grad, read.factors, read.shifts, states, dv, heads, q.shape[2], keys,
+            self.features, width, E, count, *self._last(width), *q.stride()[:3], *k.stride()[:3], *strides(mask),
             *grad.stride()[:3], CAUSAL=is_causal, **self.options(width, mask, backward=True),
         )  # fmt: skip
         return dk, logs, dv
@@ -157,9 +158,9 @@ class Launch:
         out = x.new_empty(x.shape)
         logs = x.new_empty((batch, heads, length, D) if trained else (0,), dtype=torch.float32)
         kernel[(batch * heads * -(-length // self.sizes.backward.block),)](
-            q, k, v, *self._rows(), _or(mask, q), grad, read.factors, read.shifts, weights, states, out, logs, heads,
+            q, k, v, *self._rows(), some(mask, q), grad, read.factors, read.shifts, weights, states, out, logs, heads,
             q.shape[2], k.shape[2], D, width, v.shape[-1], states.shape[2] if is_causal else 1, *self._last(width),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(mask), *grad.stride()[:3], CAUSAL=is_causal,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(mask), *grad.stride()[:3], CAUSAL=is_causal,
             TRAINED=trained, **self.options(width, mask, backward=True),
         )  # fmt: skip
         return out, logs
@@ -170,7 +171,7 @@ class Launch:
 
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, bias, _ = self.weights
-        return queries, keys, _or(bias, keys)
+        return queries, keys, some(bias, keys)
 
 
 def _parts(rows: Tensor, like: Tensor) -> Tensor:
@@ -179,32 +180,3 @@ def _parts(rows: Tensor, like: Tensor) -> Tensor:
         return rows.contiguous()
     high = rows.to(like.dtype)
     return torch.stack([high, (rows - high).to(like.dtype)])
-
-
-def step(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor, weights: Weights
-) -> tuple[Tensor, Tensor]:
-    """The output of one token behind a state, and the state after it; rows in float32."""
-    (batch, heads, _, width), E, D = q.shape, v.shape[-1], weights.keys.shape[-2]
-    out, following = v.new_empty((batch, heads, 1, E), dtype=q.dtype), state.new_empty(state.shape)
-    queries, keys, bias = (_or(x, weights.keys).contiguous() for x in weights[:3])
-    steps.exponential[(batch * heads * -(-E // STEP),)](
-        q, k, v, queries, keys, bias, _or(mask, q), state, out, following, heads, D, width, E, width**-0.25,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_strides(mask), HAS_BIAS=weights.bias is not None,
-        HAS_MASK=mask is not None, BD=STEP, BW=_power(width), BE=STEP, num_warps=4,
-    )  # fmt: skip
-    return out, following
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer that is not read where there is none."""
-    return other if x is None else x
-
-
-def _strides(mask: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))
