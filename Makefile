@@ -94,8 +94,10 @@ gpu:
 			--lengths 512 1024 2048 4096 8192 16384 32768 --out out/gpu; \
 		cp out/gpu/records.json records/$(DATE)-gpu.json; \
 		$(PYTHON) -m fast_attention.cli bench --device cuda --dtype bfloat16 --decode --memory-lengths 0 \
-			--lengths 512 1024 2048 4096 8192 16384 32768 --budget 600 --out out/gpu-bench --restart; \
+			--lengths 512 1024 2048 4096 8192 16384 32768 --budget 200 --out out/gpu-bench --restart; \
 		$(PYTHON) benchmarks/keep.py out/gpu-bench/bench.json gpu-bench; \
+		$(PYTHON) -m benchmarks.on_gpu --out out/gpu-kernels.json; \
+		$(PYTHON) benchmarks/keep.py out/gpu-kernels.json gpu-kernels; \
 		echo "Records: records/$(DATE)-gpu.json and records/$(DATE)-gpu-tests.log"; \
 	fi
 

@@ -1,0 +1,49 @@
+"""The benchmark of kernels, run where there are none: every row, its floor, and the record."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import on_gpu
+
+
+def test_rows_of_every_mechanism_beside_exact_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "kernels.json"
+    small = ["--device", "cpu", "--dtype", "float32", "--lengths", "64", "--tokens", "128", "--heads", "2"]
+    monkeypatch.setattr(sys, "argv", ["on_gpu", *small, "--width", "8", "--repeats", "1", "--out", str(out)])
+    monkeypatch.setattr(on_gpu, "ceilings", lambda *given: {"bytes": 1e9, "operations": 1e9})
+    on_gpu.main()
+    held = json.loads(out.read_text())
+    assert held["meta"]["status"] == "complete"
+    rows = held["results"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) + len(held["decoding"])
+    kinds = {(row["mechanism"], row["batch"], row["causal"]) for row in rows}
+    names = {"exact", *on_gpu.MECHANISMS}
+    assert kinds == {(name, batch, causal) for name in names for batch in (1, 2) for causal in (True, False)}
+    assert all(row["forward"] > 0 and "error" not in row for row in rows)
+    assert {step["mechanism"] for step in held["decoding"]} == {*on_gpu.MECHANISMS}
+
+
+def test_floors_are_the_larger_of_bytes_and_operations() -> None:
+    sizes, most = (1, 1, 1000, 8), {"bytes": 1e6, "operations": 1e12}
+    moved = on_gpu.floor("LinearAttention", sizes, torch.float32, most, is_causal=True)
+    assert moved == pytest.approx((1000 * 4 * 8 * 4 / 1e6, 1000 * 8 * 8 * 4 / 1e6))
+    most = {"bytes": 1e12, "operations": 1e6}
+    counted = on_gpu.floor("FavorPlus(num_features=16)", sizes, torch.float32, most, is_causal=True)
+    assert counted[0] == pytest.approx(1000 * (4 * 8 * 16 + 4 * 16 * 8) / 1e6)
+    one, both = (on_gpu.floor("Local(window=4)", sizes, torch.float32, most, is_causal=c)[0] for c in (True, False))
+    assert both == 2 * one
+
+
+def test_a_call_that_does_not_fit_is_a_row_that_says_so() -> None:
+    def fails(*given: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory\nand more")
+
+    x = on_gpu.heads((1, 1, 4, 4), torch.device("cpu"), torch.float32)
+    assert on_gpu.measured(fails, x, on_gpu.Clock(torch.device("cpu"), 1)) == {"error": "out of memory"}
