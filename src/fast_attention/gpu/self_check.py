@@ -11,6 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -130,10 +131,12 @@ def _result(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     return forms.scan(q, k, v, mask, None)[0] if is_causal else forms.read(q, forms.sums(k, v, mask))
 
 
+@cache
 def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+@cache
 def _triton() -> str:
     try:
         return version("triton")
