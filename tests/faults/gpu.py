@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 TESTS = "tests/gpu/test_linear.py -k "
+DECAYED = "tests/gpu/test_decayed.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
@@ -96,6 +97,41 @@ FAULTS = [
         '    if name == "triton" and not any(',
         "    if False and not any(",
         TESTS + "refused",
+    ),
+    Fault(
+        "sums do not decay from chunk to chunk",
+        "gpu/sums.py",
+        "carry *= tl.load(TOTALS + n * chunks + chunk)",
+        "carry *= 1.0",
+        DECAYED + "every_configuration",
+    ),
+    Fault(
+        "pairs decay from the wrong end of a chunk",
+        "gpu/launching.py",
+        "self.decays.since if backwards else self.decays.until",
+        "self.decays.until if backwards else self.decays.since",
+        DECAYED + "every_configuration",
+    ),
+    Fault(
+        "logarithms of decays are kept in one number",
+        "gpu/decays.py",
+        "(flat - high.double()).float()",
+        "0.0 * high",
+        DECAYED + "forget",
+    ),
+    Fault(
+        "a decay learns nothing from keys",
+        "gpu/decayed.py",
+        "totals = of_queries.sum(-2, dtype=torch.float64) - of_keys.sum(-2, dtype=torch.float64)",
+        "totals = of_queries.sum(-2, dtype=torch.float64)",
+        DECAYED + "every_configuration",
+    ),
+    Fault(
+        "a token that is decoded does not make the past fade",
+        "gpu/steps.py",
+        "decay = tl.load(DECAYS + n) if DECAYED else 1.0",
+        "decay = 1.0",
+        DECAYED + "parts",
     ),
     Fault(
         "a kernel of exponentials adds chunks at different scales",

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from fast_attention.gpu.exponential import values as exponential_values
 from fast_attention.gpu.launching import Launch
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
+DECAYED = (64, max(TABLE))  # widths for which sums that decay are compiled: they differ by a few instructions
 OPTIONS = ("num_warps", "num_stages")
 
 
@@ -123,6 +125,21 @@ def elementwise(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     launching.step(q[..., :1, :], q, q, mask, last, 1e-6, 1, 0.0)
 
 
+def decayed(q: Tensor, mask: Tensor) -> None:
+    """The same, causal, of sums that decay."""
+    run = Launch.of(q, q, 1, 0.0)
+    logs = torch.empty(q.shape[:-1], device="meta")
+    run = replace(run, decays=launching.Decays.of(logs, run.sizes.chunk))
+    states, last = run.sums(q, q, mask, None)
+    out, factors, rest = run.outputs(q, q, q, mask, states, 1e-6, is_causal=True, keep=True)
+    weights = run.weights(out, rest, q, factors)
+    behind, _ = run.sums(q, q, None, None, factors=factors, weights=weights, backwards=True)
+    given = q, q, q, mask, q, factors, weights
+    run.of_queries(*given, states, is_causal=True)
+    run.of_keys(*given, behind, is_causal=True)
+    launching.step(q[..., :1, :], q, q, mask, last, 1e-6, 1, 0.0, logs[..., 0])
+
+
 def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     """The same of exponential features: 256 of them, biased and trained."""
     rows = torch.empty(1, 256, q.shape[-1], device="meta")
@@ -149,6 +166,8 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
             elementwise(q, mask, is_causal=is_causal)
             if width in {width for width, _ in EXPONENTIAL}:
                 exponential(q, mask, is_causal=is_causal)
+        if width in DECAYED:
+            decayed(q, mask)
     yield from kept
 
 
@@ -165,7 +184,7 @@ def compiled(caught: Caught, target: int) -> dict[str, Any]:
         told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", told)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
-    sizes = "CAUSAL", "WEIGHTED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BW", "BE"
+    sizes = "CAUSAL", "WEIGHTED", "DECAYED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BW", "BE"
     return {
         "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:],
         **{key: caught.constants.get(key) for key in sizes}, **caught.options, "registers": registers, "stack": stack,

@@ -32,7 +32,10 @@ def verdict(
     return self_check.verdict(case, width, 16, dtype, torch.empty(0).device, masked=masked)
 
 
-@pytest.mark.parametrize("case", [ELEMENTWISE, self_check.exponential(40, 16)], ids=lambda case: case.name)
+CASES = [ELEMENTWISE, self_check.exponential(40, 16), self_check.decayed(EluPlusOne(), normalized=False)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", self_check.LARGEST, ids=str)
 def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: self_check.Case) -> None:

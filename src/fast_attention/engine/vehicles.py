@@ -17,7 +17,7 @@ VEHICLES = {
     "LogAttention": PLAIN,
     "Manhattan": PLAIN,
     "LinearAttention": KERNELS,
-    "DecayedLinearAttention": PLAIN,
+    "DecayedLinearAttention": KERNELS,
     "Favor": PLAIN,
     "FavorPlus": KERNELS,
     "FavorPlusPlus": KERNELS,

@@ -13,10 +13,11 @@ class Forms(NamedTuple):
 
     ``scan(q, k, v, key_mask, first)``: causal outputs behind a state, and the state after; ``sums(k, v, key_mask)``:
     the state after some keys; ``read(q, state)``: outputs of queries that see all of a state;
-    ``step(q, k, v, key_mask, state)``: as ``scan`` of one token, without gradients.
+    ``step(q, k, v, key_mask, state)``: as ``scan`` of one token, without gradients. ``sums`` and ``read`` are None
+    where only causal calls have kernels.
     """
 
     scan: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
-    sums: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    read: Callable[[Tensor, Tensor], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None
+    read: Callable[[Tensor, Tensor], Tensor] | None
     step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]

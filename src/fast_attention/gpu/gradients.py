@@ -10,15 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.tiles import NONE, known, put, row, slope, tile, turned
+from fast_attention.gpu.decays import after, between
+from fast_attention.gpu.tiles import NONE, feature, known, put, put_row, row, slope, tile, turned
 
 
 @triton.jit
 def of_queries(
-    Q, K, V, VISIBLE, GRAD, FACTORS, WEIGHTS, STATES, OUT, heads, length, keys, D, E, chunks, offset,
+    Q, K, V, VISIBLE, GRAD, FACTORS, WEIGHTS, STATES, DECAYS, LOGS, OUT, OF_LOGS, heads, length, keys, D, E, chunks,
+    low, offset,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, DECAYED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """``(dn_i S^T + w_i z + sum_j (dn_i . v_j + w_i) phi(k_j)) phi'(q_i)``, dn the scaled gradients, w the weights."""
     parts, blocks = tl.cdiv(D, BD), tl.cdiv(length, BT)
@@ -39,6 +41,8 @@ def of_queries(
         grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
         state = turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
         total = tl.dot(grad, state, total, input_precision=PRECISION)
+    if DECAYED:
+        total *= row(DECAYS + n * length, first, length, BT)[:, None]
     if CAUSAL:
         for other in range(chunk * CHUNK, first + BT, BT):
             pairs = tl.zeros((BT, BT), tl.float32)
@@ -48,18 +52,25 @@ def of_queries(
                 pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
             later = other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None]
             pairs = tl.where(later, 0.0, pairs + weights)
+            if DECAYED:
+                pairs *= between(LOGS + n * length, low, first, other, length, BT)
             k = tile(K, kt, other, keys, d, D, VISIBLE, offset, MAP, HAS_MASK, BT, BD)
             total = tl.dot(pairs, k, total, input_precision=PRECISION)
-    total *= slope(tile(Q, qt, first, length, d, D, Q, 0.0, NONE, False, BT, BD), MAP)
+    q = tile(Q, qt, first, length, d, D, Q, 0.0, NONE, False, BT, BD)
+    if DECAYED:  # every program of columns writes a row of its own
+        of_log = total * feature(q, offset, MAP)
+        put_row(OF_LOGS + (n * parts + program % parts) * length, first, length, of_log, BT)
+    total *= slope(q, MAP)
     put(OUT + n * length * D, D, first, length, d, D, total, BT, BD)
 
 
 @triton.jit
 def of_keys(
-    Q, K, V, VISIBLE, GRAD, FACTORS, WEIGHTS, STATES, OUT, heads, length, keys, D, E, chunks, offset,
+    Q, K, V, VISIBLE, GRAD, FACTORS, WEIGHTS, STATES, DECAYS, LOGS, OUT, OF_LOGS, heads, length, keys, D, E, chunks,
+    low, offset,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, gb, gh, gt,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, DECAYED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """``(v_j R^T + r + sum_i (v_j . dn_i + w_i) phi(q_i)) phi'(k_j)``, R and r sums over queries behind the chunk."""
     parts, blocks = tl.cdiv(D, BD), tl.cdiv(keys, BT)
@@ -77,6 +88,8 @@ def of_keys(
     for e in range(0, E, BE):
         v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
         total = tl.dot(v, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, input_precision=PRECISION)
+    if DECAYED:
+        total *= row(DECAYS + n * keys, first, keys, BT)[:, None]
     if CAUSAL:
         for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
             pairs = tl.zeros((BT, BT), tl.float32)
@@ -87,19 +100,25 @@ def of_keys(
                 pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
             earlier = other + tl.arange(0, BT)[None, :] < first + tl.arange(0, BT)[:, None]
             pairs = tl.where(earlier, 0.0, pairs + row(WEIGHTS + n * length, other, length, BT)[None, :])
+            if DECAYED:
+                pairs *= after(LOGS + n * length, low, first, other, length, BT)
             q = tile(Q, qt, other, length, d, D, Q, offset, MAP, False, BT, BD)
             total = tl.dot(pairs, q, total, input_precision=PRECISION)
-    total *= slope(tile(K, kt, first, keys, d, D, VISIBLE, 0.0, NONE, HAS_MASK, BT, BD), MAP)
+    k = tile(K, kt, first, keys, d, D, VISIBLE, 0.0, NONE, HAS_MASK, BT, BD)
     total = tl.where(known(VISIBLE, first, keys, HAS_MASK, BT)[:, None], total, 0.0)
+    if DECAYED:
+        of_log = total * feature(k, offset, MAP)
+        put_row(OF_LOGS + (n * parts + program % parts) * keys, first, keys, of_log, BT)
+    total *= slope(k, MAP)
     put(OUT + n * keys * D, D, first, keys, d, D, total, BT, BD)
 
 
 @triton.jit
 def of_values(
-    Q, K, VISIBLE, GRAD, FACTORS, STATES, OUT, heads, length, keys, D, E, chunks, offset,
+    Q, K, VISIBLE, GRAD, FACTORS, STATES, DECAYS, LOGS, OUT, heads, length, keys, D, E, chunks, low, offset,
     qb, qh, qt, kb, kh, kt, mb, mh, gb, gh, gt,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, DECAYED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """``phi(k_j) R + sum_i (phi(k_j) . phi(q_i)) dn_i``."""
     parts, blocks = tl.cdiv(E, BE), tl.cdiv(keys, BT)
@@ -116,6 +135,8 @@ def of_values(
     for d in range(0, D, BD):
         k = tile(K, kt, first, keys, d, D, VISIBLE, offset, MAP, HAS_MASK, BT, BD)
         total = tl.dot(k, tile(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, input_precision=PRECISION)
+    if DECAYED:
+        total *= row(DECAYS + n * keys, first, keys, BT)[:, None]
     if CAUSAL:
         for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
             pairs = tl.zeros((BT, BT), tl.float32)
@@ -123,6 +144,8 @@ def of_values(
                 k = tile(K, kt, first, keys, d, D, VISIBLE, offset, MAP, HAS_MASK, BT, BD)
                 q = turned(Q, qt, other, length, d, D, Q, offset, MAP, False, BT, BD)
                 pairs = tl.dot(k, q, pairs, input_precision=PRECISION)
+            if DECAYED:
+                pairs *= after(LOGS + n * length, low, first, other, length, BT)
             earlier = other + tl.arange(0, BT)[None, :] < first + tl.arange(0, BT)[:, None]
             factors = row(FACTORS + n * length, other, length, BT)[:, None]
             grad = tile(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors

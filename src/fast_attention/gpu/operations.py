@@ -38,9 +38,10 @@ def _scan(
     return out, last, factors, rest, states
 
 
-def _scan_like(
+def scan_like(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, eps: float, code: int, offset: float, keep: bool
 ) -> Results:
+    """The sizes of what a causal call returns."""
     from fast_attention.gpu.configurations import configuration
 
     (batch, heads, length, D), E = q.shape, v.shape[-1]
@@ -61,8 +62,8 @@ def _scan_vjp(
     behind, d_first = run.sums(
         q, grad, None, d_last.contiguous(), factors=factors, weights=weights, backwards=True
     )  # fmt: skip
-    dq = run.of_queries(q, k, v, mask, grad, factors, weights, states, is_causal=True)
-    return dq, *run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True), d_first
+    dq, _ = run.of_queries(q, k, v, mask, grad, factors, weights, states, is_causal=True)
+    return dq, *run.of_keys(q, k, v, mask, grad, factors, weights, behind, is_causal=True)[:2], d_first
 
 
 def _step(
@@ -82,7 +83,7 @@ def _sums(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: floa
 def _sums_vjp(k: Tensor, v: Tensor, key_mask: Tensor | None, d_sums: Tensor, code: int, offset: float) -> Results:
     run, mask = _launch(k, v, code, offset), as_bytes(key_mask, k)
     k, v = contiguous(k, v)
-    return run.of_keys(k, k, v, mask, v, d_sums, d_sums, d_sums.contiguous(), is_causal=False)
+    return run.of_keys(k, k, v, mask, v, d_sums, d_sums, d_sums.contiguous(), is_causal=False)[:2]
 
 
 def _read(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, keep: bool) -> Results:
@@ -103,12 +104,12 @@ def _read_vjp(
     run = _launch(q, grad, code, offset)
     weights = run.weights(out, rest, grad, factors)
     d_sums = run.sums(q, grad, None, None, factors=factors, weights=weights)[1]
-    return run.of_queries(q, q, grad, None, grad, factors, weights, sums.contiguous(), is_causal=False), d_sums
+    return run.of_queries(q, q, grad, None, grad, factors, weights, sums.contiguous(), is_causal=False)[0], d_sums
 
 
 chunk_scan = operation(
     "chunk_scan", f"Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? first, float eps, {MAP}, {KEPT}",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)", _scan, _scan_like,
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)", _scan, scan_like,
 )  # fmt: skip
 _chunk_scan_vjp = operation(
     "chunk_scan_backward",

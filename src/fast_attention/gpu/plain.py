@@ -22,27 +22,27 @@ def scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first state, and the sums over all keys with it: see ``operations.chunk_scan``."""
     length, D, E = q.shape[-2], q.shape[-1], v.shape[-1]
-    x, keys, values = _features(q, code, offset), *_masked(k, v, key_mask, code, offset)
+    x, keys, values = features(q, code, offset), *masked(k, v, key_mask, code, offset)
     values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
     x, keys, values = (F.pad(each, (0, 0, 0, -length % CHUNK)).unflatten(-2, (-1, CHUNK)) for each in (x, keys, values))
     states = keys.mT @ values
-    last = states.sum(-3) if first is None else states.sum(-3) + _apart(first, D, E)
+    last = states.sum(-3) if first is None else states.sum(-3) + apart(first, D, E)
     before = F.pad(states.cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
-    before = before if first is None else before + _apart(first, D, E)[..., None, :, :]
+    before = before if first is None else before + apart(first, D, E)[..., None, :, :]
     sums = x @ before + (x @ keys.mT).tril() @ values
-    return _quotient(sums.flatten(-3, -2)[..., :length, :], eps).to(q.dtype), _together(last)
+    return quotient(sums.flatten(-3, -2)[..., :length, :], eps).to(q.dtype), together(last)
 
 
 def key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: float) -> Tensor:
     """``sum_j phi(k_j) v_j^T`` in a row, and ``sum_j phi(k_j)`` behind it."""
-    keys, values = _masked(k, v, key_mask, code, offset)
-    return _together(keys.mT @ torch.cat([values, torch.ones_like(values[..., :1])], -1))
+    keys, values = masked(k, v, key_mask, code, offset)
+    return together(keys.mT @ torch.cat([values, torch.ones_like(values[..., :1])], -1))
 
 
 def read_sums(q: Tensor, sums: Tensor, eps: float, code: int, offset: float, keep: bool = True) -> Tensor:
     """What every query reads from sums over all keys."""
     D = q.shape[-1]
-    return _quotient(_features(q, code, offset) @ _apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
+    return quotient(features(q, code, offset) @ apart(sums, D, sums.shape[-1] // D - 1), eps).to(q.dtype)
 
 
 def forms(eps: float, code: int, offset: float) -> Forms:
@@ -55,30 +55,33 @@ def forms(eps: float, code: int, offset: float) -> Forms:
     )
 
 
-def _features(x: Tensor, code: int, offset: float) -> Tensor:
+def features(x: Tensor, code: int, offset: float) -> Tensor:
+    """The map of every number."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.elu(x) + 1.0 if code == ELU else x.relu() + offset if code == RELU else x
 
 
-def _masked(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: float) -> tuple[Tensor, Tensor]:
-    keys, values = _features(k, code, offset), v.to(torch.promote_types(v.dtype, torch.float32))
+def masked(k: Tensor, v: Tensor, key_mask: Tensor | None, code: int, offset: float) -> tuple[Tensor, Tensor]:
+    """Features of keys, and values, zeros where hidden."""
+    keys, values = features(k, code, offset), v.to(torch.promote_types(v.dtype, torch.float32))
     if key_mask is None:
         return keys, values
     masked = ~key_mask[..., None]
     return keys.masked_fill(masked, 0.0), values.masked_fill(masked, 0.0)
 
 
-def _quotient(sums: Tensor, eps: float) -> Tensor:
+def quotient(sums: Tensor, eps: float) -> Tensor:
+    """Numerators over the denominators that lie behind them."""
     denominator = sums[..., -1:] + eps
     nothing = denominator.abs() < SMALLEST
     return (sums[..., :-1] / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
 
-def _apart(state: Tensor, D: int, E: int) -> Tensor:
+def apart(state: Tensor, D: int, E: int) -> Tensor:
     """(..., D E + D) as (..., D, E + 1)."""
     return torch.cat([state[..., : D * E].unflatten(-1, (D, E)), state[..., D * E :, None]], -1)
 
 
-def _together(state: Tensor) -> Tensor:
+def together(state: Tensor) -> Tensor:
     """(..., D, E + 1) as (..., D E + D)."""
     return torch.cat([state[..., :-1].flatten(-2), state[..., -1]], -1)

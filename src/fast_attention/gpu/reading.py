@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu import maps
-from fast_attention.gpu.tiles import NONE, put, tile, turned
+from fast_attention.gpu.decays import between
+from fast_attention.gpu.tiles import NONE, put, row, tile, turned
 
 SMALLEST = tl.constexpr(maps.SMALLEST)
 
@@ -28,12 +29,16 @@ def scores(
 
 @triton.jit
 def outputs(
-    Q, K, V, VISIBLE, STATES, OUT, REST, FACTORS, heads, length, keys, D, E, chunks, eps, offset,
+    Q, K, V, VISIBLE, STATES, SINCE, LOGS, OUT, REST, FACTORS, heads, length, keys, D, E, chunks, low, eps, offset,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, DECAYED: tl.constexpr, NORMALIZED: tl.constexpr,
+    HAS_MASK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """``phi(q_i) . S / (phi(q_i) . z + eps)`` of a block of queries, what rounding took, one over the denominators."""
+    """``phi(q_i) . S / (phi(q_i) . z + eps)`` of a block of queries, what rounding took, one over the denominators.
+
+    DECAYED: pairs and states fade from token to token (``gpu/decays.py``); not NORMALIZED: the numerators.
+    """
     parts, blocks = tl.cdiv(E, BE), tl.cdiv(length, BT)
     program = tl.program_id(0).to(tl.int64)
     e, at = (program % parts).to(tl.int32) * BE, program // parts
@@ -51,15 +56,20 @@ def outputs(
         numerator = tl.dot(q, state, numerator, input_precision=PRECISION)
         columns = d + tl.arange(0, BD)
         denominator += tl.sum(q * tl.load(STATES + D * E + columns, mask=columns < D, other=0.0)[None, :], 1)
+    if DECAYED:
+        since = row(SINCE + n * length, first, length, BT)
+        numerator, denominator = numerator * since[:, None], denominator * since
     if CAUSAL:
         for other in range(chunk * CHUNK, first + BT, BT):
             pairs = scores(
                 Q, qt, first, length, K, kt, other, keys, D, VISIBLE, offset, MAP, HAS_MASK, PRECISION, BT, BD
             )
+            if DECAYED:
+                pairs *= between(LOGS + n * length, low, first, other, length, BT)
             v = tile(V, vt, other, keys, e, E, VISIBLE, offset, NONE, HAS_MASK, BT, BE)
             numerator = tl.dot(pairs, v, numerator, input_precision=PRECISION)
             denominator += tl.sum(pairs, 1)
-    denominator += eps
+    denominator = denominator + eps if NORMALIZED else tl.full((BT,), 1.0, tl.float32)
     nothing = tl.abs(denominator) < SMALLEST
     factors = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, denominator))
     out = numerator * factors[:, None]

@@ -22,6 +22,7 @@ from torch import Tensor
 from fast_attention import files
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise
+from fast_attention.gpu import decayed as decays
 from fast_attention.gpu import maps, operations, plain
 from fast_attention.gpu.exponential import kernels as exponentials
 from fast_attention.gpu.exponential import plain as plain_exponentials
@@ -44,6 +45,17 @@ def elementwise(phi: Elementwise) -> Case:
     code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
     numbers = 1e-6, code, offset
     return Case(f"map {code}", lambda device: (operations.forms(*numbers, keep=True), plain.forms(*numbers)))
+
+
+def decayed(phi: Elementwise, *, normalized: bool) -> Case:
+    """The kernels of sums that decay."""
+    code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
+
+    def make(device: torch.device) -> tuple[Forms, Forms]:
+        logs = torch.rand(1, 2, TOKENS, generator=torch.Generator(device).manual_seed(1), device=device) * -0.1
+        return decays.forms(logs, 1e-6, code, offset, keep=True, normalized=normalized)
+
+    return Case(f"decays {code} {normalized}", make)
 
 
 def exponential(features: int, width: int) -> Case:
@@ -93,7 +105,7 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
     )
     mask = torch.rand(1, 2, TOKENS, generator=generator, device=device) > 0.2 if masked else None
     forms = case.make(device)
-    for name in ("causal", "noncausal"):
+    for name in ("causal",) if forms[0].read is None else ("causal", "noncausal"):
         results = []
         for form, kind in zip(forms, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -102,7 +114,7 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
                 results.append([out, *torch.autograd.grad(out, (x, y, z), grad.to(kind))])
         if why := _unlike(name, ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}"):
             return why
-    right = forms[1].sums(k.double(), v.double(), mask)  # a state of many keys
+    right = forms[1].scan(k.double(), k.double(), v.double(), mask, None)[1]  # a state of many keys
     with torch.no_grad():
         decoded = _decoded(forms[0], q, k, v, mask, right.float())
         expected = _decoded(forms[1], q.double(), k.double(), v.double(), mask, right)
@@ -128,7 +140,11 @@ def _decoded(
 
 
 def _result(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    return forms.scan(q, k, v, mask, None)[0] if is_causal else forms.read(q, forms.sums(k, v, mask))
+    if is_causal:
+        return forms.scan(q, k, v, mask, None)[0]
+    assert forms.sums is not None
+    assert forms.read is not None
+    return forms.read(q, forms.sums(k, v, mask))
 
 
 @cache

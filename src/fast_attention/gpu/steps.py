@@ -34,10 +34,11 @@ def store_state(STATE, d, D, e, E, products, sums, BD: tl.constexpr, BE: tl.cons
 
 @triton.jit
 def elementwise(
-    Q, K, V, VISIBLE, STATE, OUT, NEXT, heads, D, E, eps, offset, qb, qh, kb, kh, vb, vh, mb, mh,
-    MAP: tl.constexpr, HAS_MASK: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    Q, K, V, VISIBLE, STATE, DECAYS, OUT, NEXT, heads, D, E, eps, offset, qb, qh, kb, kh, vb, vh, mb, mh,
+    MAP: tl.constexpr, DECAYED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_MASK: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """``S' = S + phi(k) v^T``, ``z' = z + phi(k)`` and ``phi(q) S' / (phi(q) . z' + eps)``."""
+    """``S' = S + phi(k) v^T``, ``z' = z + phi(k)`` and ``phi(q) S' / (phi(q) . z' + eps)``; DECAYED: S and z fade."""
     parts = tl.cdiv(E, BE)
     program = tl.program_id(0).to(tl.int64)
     e, n = (program % parts).to(tl.int32) * BE, program // parts
@@ -47,15 +48,16 @@ def elementwise(
     STATE, NEXT = STATE + n * (D * E + D), NEXT + n * (D * E + D)
     v, numerator = token(V, is_visible, e, E, BE), tl.zeros((BE,), tl.float32)
     denominator = tl.zeros((1,), tl.float32)
+    decay = tl.load(DECAYS + n) if DECAYED else 1.0
     for d in range(0, D, BD):
         exists = d + tl.arange(0, BD) < D
         q = tl.where(exists, feature(token(Q, True, d, D, BD), offset, MAP), 0.0)
         k = tl.where(exists & is_visible, feature(token(K, is_visible, d, D, BD), offset, MAP), 0.0)
-        products = tile(STATE, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE) + k[:, None] * v[None, :]
-        sums = row(STATE + D * E, d, D, BD) + k
+        products = tile(STATE, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE) * decay + k[:, None] * v[None, :]
+        sums = row(STATE + D * E, d, D, BD) * decay + k
         store_state(NEXT, d, D, e, E, products, sums, BD, BE)
         numerator += tl.sum(q[:, None] * products, 0)
         denominator += tl.sum(q * sums, 0)
     values = e + tl.arange(0, BE)
-    out = quotient(numerator, denominator + eps)
+    out = quotient(numerator, denominator + eps) if NORMALIZED else numerator
     tl.store(OUT + n * E + values, out.to(OUT.dtype.element_ty), mask=values < E)

@@ -13,12 +13,15 @@ from fast_attention.gpu.tiles import NONE, known, row, tile, turned
 
 @triton.jit
 def chunk_sums(
-    X, V, FACTORS, WEIGHTS, VISIBLE, STATES, heads, length, D, E, chunks, offset,
+    X, V, FACTORS, WEIGHTS, DECAYS, VISIBLE, STATES, heads, length, D, E, chunks, offset,
     xb, xh, xt, vb, vh, vt, mb, mh,
-    MAP: tl.constexpr, WEIGHTED: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, WEIGHTED: tl.constexpr, DECAYED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """``sum_t phi(x_t) v_t^T`` and ``sum_t phi(x_t)`` of each chunk; WEIGHTED: ``factors_t v_t``, ``weights_t``."""
+    """``sum_t phi(x_t) v_t^T`` and ``sum_t phi(x_t)`` of each chunk; WEIGHTED: ``factors_t v_t``, ``weights_t``.
+
+    DECAYED: features times ``decays_t``.
+    """
     program, parts = tl.program_id(0).to(tl.int64), tl.cdiv(D, BD) * tl.cdiv(E, BE)
     part, at = (program % parts).to(tl.int32), program // parts
     chunk, n = (at % chunks).to(tl.int32), at // chunks
@@ -30,6 +33,8 @@ def chunk_sums(
     for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), BT):
         x = turned(X, xt, first, length, d, D, VISIBLE, offset, MAP, HAS_MASK, BT, BD)
         v = tile(V, vt, first, length, e, E, VISIBLE, offset, NONE, HAS_MASK, BT, BE)
+        if DECAYED:
+            x *= row(DECAYS + n * length, first, length, BT)[None, :]
         if WEIGHTED:
             v *= row(FACTORS + n * length, first, length, BT)[:, None]
             sums += tl.sum(x * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
@@ -45,9 +50,13 @@ def chunk_sums(
 
 @triton.jit
 def running_sums(
-    STATES, FIRST, LAST, numbers, chunks, REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Every chunk's sums become those of FIRST and the chunks before it (behind it); LAST: all of them."""
+    STATES, FIRST, LAST, TOTALS, numbers, chunks,
+    REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, DECAYED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every chunk's sums become those of FIRST and the chunks before it (behind it); LAST: all of them.
+
+    DECAYED: what comes from outside a chunk is multiplied by ``totals`` as it passes.
+    """
     blocks = tl.cdiv(numbers, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     n, columns = program // blocks, (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
@@ -60,6 +69,8 @@ def running_sums(
         where = STATES + (n * chunks + chunk) * numbers + columns
         added = tl.load(where, mask=inside, other=0.0)
         tl.store(where, carry, mask=inside)
+        if DECAYED:
+            carry *= tl.load(TOTALS + n * chunks + chunk)
         carry += added
     tl.store(LAST + n * numbers + columns, carry, mask=inside)
 

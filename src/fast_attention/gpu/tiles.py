@@ -84,3 +84,10 @@ def put(pointer, stride, first, length, column, width, values, ROWS: tl.constexp
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     where = rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointer + where, values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def put_row(pointer, first, length, values, ROWS: tl.constexpr):
+    """Write the sums over columns of a tile of tokens."""
+    rows = first + tl.arange(0, ROWS)
+    tl.store(pointer + rows, tl.sum(values, 1), mask=rows < length)

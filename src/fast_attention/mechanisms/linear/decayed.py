@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine import dispatch
+from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import decayed_sums
+from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState, Sides
 from fast_attention.value import at_least, one_of
 
 
-@in_float32
 def decayed_linear_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
@@ -47,10 +47,19 @@ def decayed_linear_attention(
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
     if not traced() and bool((log_decay > 0.0).any()):
         raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
-    log_decay = _unmasked(log_decay.expand(k.shape[:-1]), key_mask)
-    return decayed_sums.attend(
-        q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal
-    )
+    log_decay = _unmasked(widen(log_decay).expand(k.shape[:-1]), key_mask)
+    return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    settings: Any = {"phi": phi, "normalize": normalize, "eps": eps}
+    if why := decayed_gpu.obstacle(q, k, v, phi, key_mask, normalize=normalize, is_causal=is_causal):
+        dispatch.unserved(q, why)
+        return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
+    return decayed_gpu.advance(q, k, v, log_decay, key_mask, None, **settings)[0]
 
 
 class Gates(NamedTuple):
@@ -110,28 +119,27 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         rows = nn.Parameter(torch.zeros(shape.heads, shape.head_dim)) if self.gate == "token" else None
         return Gates(nn.Parameter(logit), rows)
 
-    @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Gates, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``decayed_linear_attention`` with these settings and the weights' decays."""
-        return decayed_linear_attention(
-            q, k, v, _log_decay(k, w), feature_map=self.feature_map, normalize=self.normalize, eps=self.eps,
-            is_causal=is_causal, key_mask=key_mask,
-        )  # fmt: skip
+        log_decay = _log_decay(k, w, key_mask).logs
+        return _attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"phi": self.feature_map, "normalize": self.normalize, "eps": self.eps}
 
     @in_float32
     def attend_between(
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, sides: Sides, *, key_mask: Tensor | None
     ) -> Tensor:
         """Noncausal outputs of tokens that stand between others, whose sums are ``sides``."""
-        return decayed_sums.attend(
-            q, k, v, _unmasked(_log_decay(k, w), key_mask), key_mask, phi=self.feature_map, normalize=self.normalize,
-            eps=self.eps, is_causal=False, sides=sides,
-        )  # fmt: skip
+        log_decay = _log_decay(k, w, key_mask).logs
+        return decayed_sums.attend(q, k, v, log_decay, key_mask, is_causal=False, sides=sides, **self._settings)
 
     @in_float32
     def sides(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None) -> Sides:
         """The sums over some tokens as those after them see them, and as those before them do."""
-        log_decay = _unmasked(_log_decay(k, w), key_mask)
+        log_decay = _log_decay(k, w, key_mask).logs
         summarise = partial(decayed_sums.summarise, k, v, log_decay, key_mask, phi=self.feature_map)
         return Sides(summarise(), summarise(backwards=True))
 
@@ -148,31 +156,40 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             "decode, or attend_between with the sums of both sides"
         )
 
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
-        log_decay = _unmasked(_log_decay(k, w), key_mask)
-        return decayed_sums.streamed(
-            q, k, v, log_decay, key_mask, state, phi=self.feature_map, normalize=self.normalize, eps=self.eps
-        )
+        log_decay = _log_decay(k, w, key_mask).logs
+        why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=True)
+        why = why or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
+        if not why:
+            return decayed_gpu.advance(q, k, v, log_decay, key_mask, state, **self._settings)
+        dispatch.unserved(q, why)
+        return in_float32(decayed_sums.streamed)(q, k, v, log_decay, key_mask, state, **self._settings)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        return decayed_sums.summarise(k, v, _unmasked(_log_decay(k, w), key_mask), key_mask, phi=self.feature_map)
+        return decayed_sums.summarise(k, v, _log_decay(k, w, key_mask).logs, key_mask, phi=self.feature_map)
 
     def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""
         return decayed_sums.combine(earlier, later)
 
 
-def _log_decay(k: Tensor, w: Gates) -> Tensor:
+class Decay(NamedTuple):
+    """The logarithms by which every token decays what was before it: in float32 or better whatever the keys are."""
+
+    logs: Float[Tensor, "*batch length"]
+
+
+@in_float32
+def _log_decay(k: Tensor, w: Gates, key_mask: Tensor | None) -> Decay:
     logit = w.logit[..., None].to(k.dtype)
     if w.rows is not None:
         logit = logit + (k @ w.rows.to(k.dtype)[..., None])[..., 0]
-    return F.logsigmoid(logit).expand(k.shape[:-1])
+    return Decay(_unmasked(F.logsigmoid(logit).expand(k.shape[:-1]), key_mask))
 
 
 def _unmasked(log_decay: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Fea
 from fast_attention.gpu import maps, operations, self_check
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.gpu.forms import Forms
+from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 from fast_attention.mechanisms.linear.linear_state import LinearState
 
 FEW = 16  # new tokens up to which plain operations take a state on
@@ -26,7 +27,7 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor 
     return self_check.obstacle(self_check.elementwise(phi), q, v, masked=key_mask is not None)
 
 
-def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, *weights: Tensor | None) -> str:
+def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | DecayedState | None, *weights: Tensor | None) -> str:
     """Why plain operations take a state on by these tokens; empty where kernels do: of one token that of decoding."""
     if symbolic() or q.shape[-2] > FEW or (state is not None and steps(q, k, v, *weights)):
         return ""
@@ -38,7 +39,7 @@ def steps(q: Tensor, *others: Tensor | None) -> bool:
     return not symbolic() and q.shape[-2] == 1 and not trains(q, *others)
 
 
-def scaled(state: LinearState | None) -> str:
+def scaled(state: LinearState | DecayedState | None) -> str:
     """Why kernels without scales cannot read a state; empty where they can."""
     if state is None:
         return ""
@@ -50,7 +51,7 @@ def attend(
 ) -> Tensor:
     """Outputs (..., L, Ev): see ``linear_attention``."""
     keep = trains(q, k, v)
-    q, k, code, offset = _mapped(q, k, phi)
+    q, k, code, offset = mapped(q, k, phi)
     return walk(operations.forms(eps, code, offset, keep), q, k, v, key_mask, is_causal=is_causal)
 
 
@@ -59,7 +60,7 @@ def advance(
 ) -> tuple[Tensor, LinearState]:
     """Outputs of new tokens behind ``state``, and the state after them."""
     keep, D = trains(q, k, v), k.shape[-1]
-    q, k, code, offset = _mapped(q, k, phi)
+    q, k, code, offset = mapped(q, k, phi)
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
     forms, decodes = operations.forms(eps, code, offset, keep), steps(q, k, v, first)
     out, last = further(forms, q, k, v, key_mask, first, decodes=decodes)
@@ -73,10 +74,13 @@ def walk(forms: Forms, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     (q, k, v), mask = (as_heads(x, lead) for x in (q, k, v)), _mask(key_mask, lead)
     dispatch.record(f"{dispatch.KERNEL}: chunks side by side", "on a GPU")
     if not is_causal:
+        assert forms.sums is not None
+        assert forms.read is not None
         out = forms.read(q, forms.sums(k, v, mask))
         return out.reshape(*lead, *out.shape[-2:])
     extra, first = k.shape[-2] - q.shape[-2], None
     if extra > 0:  # every query sees the first keys
+        assert forms.sums is not None
         first = forms.sums(k[..., :extra, :], v[..., :extra, :], None if mask is None else mask[..., :extra])
         k, v, mask = k[..., extra:, :], v[..., extra:, :], None if mask is None else mask[..., extra:]
     out = forms.scan(q[..., max(-extra, 0) :, :], k, v, mask, first)[0]
@@ -115,7 +119,7 @@ def _mask(key_mask: Tensor | None, lead: torch.Size) -> Tensor | None:
     return None if key_mask is None else as_heads(key_mask[..., None], lead)[..., 0]
 
 
-def _mapped(q: Tensor, k: Tensor, phi: FeatureMap) -> tuple[Tensor, Tensor, int, float]:
+def mapped(q: Tensor, k: Tensor, phi: FeatureMap) -> tuple[Tensor, Tensor, int, float]:
     """Queries and keys with the number of their map, or features of a map that kernels do not know."""
     assert isinstance(phi, Elementwise)
     if (known := maps.code(phi)) is not None:

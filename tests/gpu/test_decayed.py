@@ -1,0 +1,171 @@
+"""Linear attention whose sums decay, by kernels in Triton's interpreter: oracle, gradients, states, strong decays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, library
+
+from fast_attention import DecayedLinearAttention, attention, explain
+from fast_attention.engine import dispatch
+from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.gpu import decayed, maps
+from fast_attention.traits import Shape
+from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
+from tests.oracles.linear import decayed as oracle
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+SIZES = [(16, 16, 64), (20, 33, 70), (64, 64, 300), (130, 70, 65)]  # width, values, tokens
+
+
+def log_decays(length: int, strength: float = 0.1) -> Tensor:
+    return (-strength * torch.rand(2, 2, length)).requires_grad_()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("masked", "normalized"), [(False, True), (True, True), (True, False)])
+def test_every_configuration(sizes: tuple[int, int, int], masked: bool, normalized: bool) -> None:
+    agree(sizes, torch.float32, masked, normalized)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(dtype: torch.dtype) -> None:
+    agree((20, 33, 70), dtype, True, True)
+
+
+@pytest.mark.parametrize("strength", [40.0, 3000.0])
+def test_decays_that_forget_within_a_few_tokens(strength: float) -> None:
+    """Sums of logarithms reach hundreds of thousands; differences between neighbours keep all digits."""
+    agree((16, 16, 300), torch.float32, False, True, strength)
+
+
+def agree(
+    sizes: tuple[int, int, int], dtype: torch.dtype, masked: bool, normalized: bool, strength: float = 0.1
+) -> None:
+    """Outputs, last states and gradients are those of the plain form in float64, behind a first state too."""
+    (q, k, v), mask = tensors(*sizes, dtype=dtype)
+    logs, first = log_decays(sizes[-1], strength), torch.rand(2, 2, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
+    with torch.no_grad():
+        logs[..., ::7] *= 1e-3  # keys that weigh nearly as much as the next
+    numbers = 1e-6, maps.ELU, 0.0, True, normalized
+    given, x = (q, k, v, first, logs), double(q, k, v, first, logs)
+    results = decayed.decayed_scan(q, k, v, mask if masked else None, first, logs, *numbers)[:2]
+    wide = mask.expand(k.shape[:-1]) if masked else None
+    expected = decayed.plain_scan(*x[:3], wide, *x[3:], *numbers)
+    for mine, right in zip(results, expected, strict=True):
+        assert_near(mine, right, KINDS[dtype])
+    grads = [torch.randn_like(y) / y.detach().abs().max() for y in results]
+    found = torch.autograd.grad(results, given, grads)
+    right = torch.autograd.grad(expected, x, [g.double() for g in grads])
+    for mine, theirs in zip(found, right, strict=True):
+        assert_near(mine, theirs, 4 * KINDS[dtype])
+
+
+@pytest.mark.parametrize("gate", ["fixed", "learned", "token"])
+@pytest.mark.parametrize(("phi", "normalize"), [(EluPlusOne(), True), (Relu(offset=0.1), True), (Identity(), False)])
+def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: bool) -> None:
+    mechanism = DecayedLinearAttention(phi, gate=gate, normalize=normalize)  # type: ignore[arg-type]
+    w = mechanism.weights(Shape(2, 5))
+    (q, k, v), mask = tensors(5, 3, 70)
+    with dispatch.recorded() as steps:
+        out = mechanism.attend(q, k, v, w, is_causal=True, key_mask=mask)
+    assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
+    x, wide = double(q, k, v), type(w)(*(None if each is None else each.double() for each in w))
+    one = oracle(mechanism, *(t[1, 0] for t in x), wide, head=0, is_causal=True, key_mask=mask[1, 0])
+    assert_near(out[1, 0], one, 1e-6)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), grad)
+    for mine, right in zip(found, torch.autograd.grad(one, x, grad[1, 0].double()), strict=True):
+        assert_near(mine[1, 0], right[1, 0], 4e-6)
+
+
+def test_hidden_tokens_are_not_read() -> None:
+    (q, k, v), mask = tensors(16, 16, 70)
+    outs, logs = [], log_decays(70)
+    for rubbish in (0.0, float("nan")):
+        with torch.no_grad():
+            k.masked_fill_(~mask[..., None], rubbish)
+            v.masked_fill_(~mask[..., None], rubbish)
+        out = decayed.decayed_scan(q, k, v, mask, None, logs, 1e-6, maps.ELU, 0.0, True, True)[0]
+        outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, logs))])
+    assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
+
+
+def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        (q, k, v), mask = tensors(20, 33, 300)
+        first, logs = torch.rand(2, 2, 20 * 33 + 20, requires_grad=True), log_decays(300)
+        scanned = decayed.decayed_scan(q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, True)[:2]
+        loss = sum(x.square().sum() for x in scanned)
+        return [*scanned, *torch.autograd.grad(loss, (q, k, v, first, logs))]  # type: ignore[arg-type]
+
+    clean = results()
+    poisoned(monkeypatch)
+    assert all(torch.equal(x, y) for x, y in zip(clean, results(), strict=True))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normalize: bool, masked: bool) -> None:
+    mechanism = DecayedLinearAttention(gate="token", normalize=normalize)
+    w = mechanism.weights(Shape(2, 8))
+    (q, k, v), mask = tensors(8, 12, 90)
+    q, k, v, key_mask = q.detach(), k.detach(), v.detach(), mask if masked else None
+    whole = mechanism.attend(q, k, v, w, is_causal=True, key_mask=key_mask)
+    state, parts, paths = None, [], []
+    for rows in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 45), slice(45, 90)):
+        part = None if key_mask is None else key_mask[..., rows]
+        with dispatch.recorded() as steps, torch.no_grad():
+            out, state = mechanism.advance(*(x[..., rows, :] for x in (q, k, v)), w, state, key_mask=part)
+        parts.append(out)
+        paths.append(steps[0].path)
+    assert_near(torch.cat(parts, -2), whole.detach().double(), 2e-6)
+    chunks, token = f"{dispatch.KERNEL}: chunks side by side", f"{dispatch.KERNEL}: one token"
+    assert paths == [chunks, token, token, "plain operations", chunks]
+    assert state is not None
+    summary = mechanism.summary(k, v, w, key_mask=key_mask)
+    assert_near(state.log_decay, summary.log_decay.detach().double(), 1e-5)
+    assert_near(state.k, (summary.k * summary.log_scale.exp()).detach().double(), 2e-6)
+
+
+def test_second_derivatives_are_those_of_the_plain_form() -> None:
+    (q, k, v), _ = tensors(6, 4, 20)
+    found, logs = [], log_decays(20)
+    for form in (decayed.decayed_scan, decayed.plain_scan):
+        out = form(q, k, v, None, None, logs, 1e-6, maps.ELU, 0.0, True, True)[0]
+        first = torch.autograd.grad(out.square().sum(), (q, k, v, logs), create_graph=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v, logs)))
+    for mine, right in zip(*found, strict=True):
+        assert_near(mine, right.double(), 1e-5)
+
+
+def test_operations_keep_torchs_rules() -> None:
+    (q, k, v), mask = tensors(8, 4, 40)
+    first, logs = torch.rand(2, 2, 8 * 4 + 8, requires_grad=True), log_decays(40)
+    for normalized in (True, False):
+        given = q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, normalized
+        assert {*library.opcheck(decayed.decayed_scan, given).values()} == {"SUCCESS"}
+    one = [x.detach()[..., :1, :] for x in (q, k, v)]
+    given = *one, mask[..., :1], first.detach(), logs.detach()[..., :1], 1e-6, maps.ELU, 0.0, True
+    assert {*library.opcheck(decayed.decayed_step, given).values()} == {"SUCCESS"}
+
+
+def test_compiled_as_one_graph() -> None:
+    mechanism = DecayedLinearAttention(Identity(), normalize=False)
+    w = mechanism.weights(Shape(2, 8))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mechanism.attend(q.sin(), k, v, w, is_causal=True, key_mask=None).cos()
+
+    (q, k, v), _ = tensors(8, 4, 40)
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_near(out, run(q, k, v).detach().double(), 1e-6)
+
+
+def test_calls_say_what_ran() -> None:
+    (q, k, v), _ = tensors(8, 8, 40)
+    assert dispatch.KERNEL in str(explain(DecayedLinearAttention(), q, k, v, is_causal=True))
+    attention(q, k, v, "DecayedLinearAttention", is_causal=True, impl="triton")
+    with pytest.raises(NotImplementedError, match="decays on both sides"):
+        attention(q, k, v, "DecayedLinearAttention", impl="triton")
