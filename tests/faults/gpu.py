@@ -17,8 +17,8 @@ FAULTS = [
     Fault(
         "a kernel's chunk is among the sums before it",
         "gpu/sums.py",
-        "        tl.store(where, carry, mask=inside)\n        carry += added\n",
-        "        carry += added\n        tl.store(where, carry, mask=inside)\n",
+        "        tl.store(where, carry, mask=inside)\n        if DECAYED:",
+        "        tl.store(where, carry + added, mask=inside)\n        if DECAYED:",
         TESTS + "every_configuration",
     ),
     Fault(

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 from fast_attention.gpu import gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
+from fast_attention.gpu.decays import Decays
 from fast_attention.gpu.exponential import decoding
 from fast_attention.gpu.exponential import gradients as exponential_gradients
 from fast_attention.gpu.exponential import launching as exponential_launching
@@ -35,6 +36,9 @@ from fast_attention.gpu.exponential import steps as exponential_steps
 from fast_attention.gpu.exponential import sums as exponential_sums
 from fast_attention.gpu.exponential import values as exponential_values
 from fast_attention.gpu.launching import Launch
+from fast_attention.gpu.pooling import gradients as pool_gradients
+from fast_attention.gpu.pooling import kernels as pool_kernels
+from fast_attention.gpu.pooling import launching as pools
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
 DECAYED = (64, max(TABLE))  # widths for which sums that decay are compiled: they differ by a few instructions
@@ -94,6 +98,8 @@ KERNELS += [
     (exponential_gradients, "of_keys"),
     (exponential_values, "of_values"),
 ]
+KERNELS += [(pool_kernels, name) for name in ("chunk_pools", "running_pools", "outputs")]
+KERNELS += [(pool_gradients, name) for name in ("of_queries", "running_sums", "of_keys")]
 KERNELS += [(steps, "elementwise"), (exponential_steps, "exponential")]
 
 
@@ -129,7 +135,7 @@ def decayed(q: Tensor, mask: Tensor) -> None:
     """The same, causal, of sums that decay."""
     run = Launch.of(q, q, 1, 0.0)
     logs = torch.empty(q.shape[:-1], device="meta")
-    run = replace(run, decays=launching.Decays.of(logs, run.sizes.chunk))
+    run = replace(run, decays=Decays.of(logs, run.sizes.chunk))
     states, last = run.sums(q, q, mask, None)
     out, factors, rest = run.outputs(q, q, q, mask, states, 1e-6, is_causal=True, keep=True)
     weights = run.weights(out, rest, q, factors)
@@ -157,6 +163,17 @@ def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     decoding.step(q[..., :1, :], q, q, mask, last, weights)
 
 
+def pooling(q: Tensor, mask: Tensor) -> None:
+    """A forward and backward pass of the kernels of pools, causal and not."""
+    run = pools.Launch(q)
+    before, last = run.pools(q, q, mask, None)
+    for is_causal in (True, False):
+        out, rest, logs = run.outputs(q, q, q, mask, before, None, is_causal=is_causal, gated=True, keep=True)
+        after = last if is_causal else None
+        _, sums, _ = run.of_queries(q, out, rest, logs, q, after, gated=True)
+        run.of_keys(q, q, mask, sums, (q, out, rest, logs, q) if is_causal else None, gated=True)
+
+
 def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
     """All launches of forward and backward passes, causal and not, for heads of this width."""
     q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
@@ -168,6 +185,8 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
                 exponential(q, mask, is_causal=is_causal)
         if width in DECAYED:
             decayed(q, mask)
+        if width == pools.CHANNELS:
+            pooling(q, mask)
     yield from kept
 
 

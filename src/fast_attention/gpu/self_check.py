@@ -27,6 +27,8 @@ from fast_attention.gpu import maps, operations, plain
 from fast_attention.gpu.exponential import kernels as exponentials
 from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.forms import Forms
+from fast_attention.gpu.pooling import operations as pooling
+from fast_attention.gpu.pooling import plain as plain_pooling
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
@@ -56,6 +58,11 @@ def decayed(phi: Elementwise, *, normalized: bool) -> Case:
         return decays.forms(logs, 1e-6, code, offset, keep=True, normalized=normalized)
 
     return Case(f"decays {code} {normalized}", make)
+
+
+def pools() -> Case:
+    """The kernels of pools."""
+    return Case("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
 
 
 def exponential(features: int, width: int) -> Case:

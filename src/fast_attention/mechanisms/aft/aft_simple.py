@@ -12,11 +12,10 @@ from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
-from fast_attention.mechanisms.aft import fast, fast_causal, reference
+from fast_attention.mechanisms.aft import fast, fast_causal, gpu, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
 
 
-@in_float32
 def aft_simple(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch keys width"],
@@ -30,6 +29,15 @@ def aft_simple(
     The sums run over the keys that query i may see. Exact for keys of any size: every sum is divided by the exponential
     of a running maximum. A query that sees nothing gets zeros.
     """
+    if why := gpu.obstacle(q, k, v, key_mask):
+        dispatch.unserved(q, why)
+        return _attend(q, k, v, key_mask, is_causal=is_causal)
+    return gpu.attend(q, k, v, key_mask, is_causal=is_causal)
+
+
+@in_float32
+def _attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    """``aft_simple`` without kernels for GPUs."""
     any_masked = key_mask is not None
     k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
     if is_causal:
@@ -65,13 +73,21 @@ class AFTSimple(Attention[tuple[()], Pool]):
         same_width(self, k, v)
         return aft_simple(q, k, v, is_causal=is_causal, key_mask=key_mask)
 
-    @in_chunks
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, Pool]:
         """Outputs of new tokens, and the pool of all keys up to the last."""
         same_width(self, k, v)
+        if why := gpu.obstacle(q, k, v, key_mask):
+            dispatch.unserved(q, why)
+            return self._advance(q, k, v, w, state, key_mask=key_mask)
+        return gpu.advance(q, k, v, key_mask, state)
+
+    @in_chunks
+    @in_float32
+    def _advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, Pool]:
         scores, both = reference.terms(k, v, key_mask)
         if not symbolic() and k.shape[-2] == 1:
             dispatch.record("one key added to the sums", "decoding token by token")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
-from fast_attention.gpu import decayed, self_check
+from fast_attention.gpu import decayed, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -31,13 +31,13 @@ def advance(
     phi: FeatureMap, normalize: bool, eps: float,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
     """Causal outputs of tokens behind ``state``, and the state after them; ``log_decay`` (..., L) in float32."""
-    keep, D, lead = gpu.trains(q, k, v, log_decay), k.shape[-1], q.shape[:-2]
-    logs = gpu.as_heads(log_decay[..., None], lead)[..., 0]
+    keep, D, lead = walking.trains(q, k, v, log_decay), k.shape[-1], q.shape[:-2]
+    logs = walking.as_heads(log_decay[..., None], lead)[..., 0]
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k], -1)
     q, k, code, offset = gpu.mapped(q, k, phi)
     forms, _ = decayed.forms(logs, eps, code, offset, keep, normalize)
-    decodes = gpu.steps(q, k, v, first, log_decay)
-    out, last = gpu.further(forms, q, k, v, key_mask, first, decodes=decodes)
+    decodes = walking.steps(q, k, v, first, log_decay)
+    out, last = walking.further(forms, q, k, v, key_mask, first, decodes=decodes)
     kv, k = last[..., : D * v.shape[-1]].reshape(*lead, D, v.shape[-1]), last[..., -D:]
     over_all = log_decay.sum(-1, keepdim=True).expand(*lead, 1)
     over_all = over_all if state is None else over_all + state.log_decay

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
-from fast_attention.gpu import self_check
+from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED
 from fast_attention.gpu.exponential import kernels
 from fast_attention.gpu.forms import Forms
-from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
@@ -35,7 +34,7 @@ def attend(
     """Outputs (..., L, Ev): see ``fast_favor.attend``."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads.rows)))
     forms, q = _forms(phi, q, k, v, heads, lead), q.expand(*lead, *q.shape[-2:])
-    return gpu.walk(forms, bounded(q), bounded(k), v, key_mask, is_causal=is_causal)
+    return walking.walk(forms, bounded(q), bounded(k), v, key_mask, is_causal=is_causal)
 
 
 def advance(
@@ -45,8 +44,8 @@ def advance(
     """Causal outputs of new tokens behind ``state``, and the state after them."""
     forms, D = _forms(phi, q, k, v, heads, q.shape[:-2]), phi.width(heads.rows)
     first = None if state is None else torch.cat([state.kv.flatten(-2), state.k, state.log_scale], -1)
-    decodes = gpu.steps(q, k, v, first, *heads)
-    out, last = gpu.further(forms, bounded(q), bounded(k), v, key_mask, first, decodes=decodes)
+    decodes = walking.steps(q, k, v, first, *heads)
+    out, last = walking.further(forms, bounded(q), bounded(k), v, key_mask, first, decodes=decodes)
     kv, k, log_scale = last.split([D * v.shape[-1], D, D], -1)
     return out, LinearState(kv.unflatten(-1, (D, -1)), k, log_scale)
 
@@ -61,5 +60,5 @@ def _forms(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads,
     queries = both(heads.rows)
     keys = queries if heads.key_rows is None else both(heads.key_rows)
     bias = None if heads.bias is None else flat(heads.bias)[:, 0]
-    trained = gpu.trains(queries, keys)
-    return kernels.forms(queries, keys, bias, gpu.trains(q, k, v, queries, keys), trained)
+    trained = walking.trains(queries, keys)
+    return kernels.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained)

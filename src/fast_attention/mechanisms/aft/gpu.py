@@ -1,0 +1,35 @@
+"""AFT-simple by Triton kernels: pools of keys, chunk beside chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine import dispatch
+from fast_attention.gpu import self_check, walking
+from fast_attention.gpu.pooling import operations
+from fast_attention.mechanisms.aft.reference import Pool
+
+WIDEST = 1 << 16  # channels: any number, which a program takes a few of
+
+
+def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
+    """Why kernels cannot compute this call; empty where they can."""
+    why = dispatch.gpu_obstacle(q, k, v, widest=WIDEST)
+    return why or self_check.obstacle(self_check.pools(), q, v, masked=key_mask is not None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    """Outputs (..., L, C): see ``aft_simple``."""
+    forms = operations.forms(gated=True, keep=walking.trains(q, k, v))
+    return walking.walk(forms, q, k, v, key_mask, is_causal=is_causal)
+
+
+def advance(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Pool | None
+) -> tuple[Tensor, Pool]:  # fmt: skip
+    """Outputs of new tokens behind ``state``, and the pool after them."""
+    first = None if state is None else torch.cat([state.log_scale, state.sums], -1)[..., 0, :]
+    forms = operations.forms(gated=True, keep=walking.trains(q, k, v, first))
+    out, last = walking.further(forms, q, k, v, key_mask, first, decodes=walking.steps(q, k, v, first))
+    return out, Pool(last[..., None, : k.shape[-1]], last[..., None, k.shape[-1] :])
