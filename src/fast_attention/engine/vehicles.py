@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KERNELS = "kernels of this library, in Triton"
 FUSED = "torch's fused attention"
+FLEX = "torch's FlexAttention in 16 bits; else torch's fused attention over blocks of queries with the keys they see"
 BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
 SCORES = "products of all pairs, and elementwise operations"
 PLAIN = "products and elementwise operations of torch, chunk by chunk"
@@ -23,9 +24,9 @@ VEHICLES = {
     "FavorPlusPlus": KERNELS,
     "LearnedFeatures": KERNELS,
     "Linformer": FUSED,
-    "Local": BLOCKS,
-    "BlockLocal": BLOCKS,
-    "BigBird": BLOCKS,
+    "Local": FLEX,
+    "BlockLocal": FLEX,
+    "BigBird": FLEX,
     "LSH": PLAIN,
     "Sinkhorn": BLOCKS,
     "SortCut": FUSED,
@@ -36,7 +37,7 @@ VEHICLES = {
     "MixtureSynthesizer": SCORES,
     "AFTFull": SCORES,
     "AFTLocal": PLAIN,
-    "AFTSimple": PLAIN,
+    "AFTSimple": KERNELS,
     "AFTConv": PLAIN,
     "FNet": FOURIER,
     "GMLP": TOKENS,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.pooling.kernels import FLOOR, key, numbers, place, read_pool, write_pool
+from fast_attention.gpu.pooling.kernels import FLOOR, key, numbers, position, read_pool, write_pool
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def of_queries(
     CAUSAL: tl.constexpr, GATED: tl.constexpr, HAS_REST: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, and each chunk's sums, which keys before it take: over ``exp(-l)`` of its first token."""
-    columns, chunk, n = place(C, chunks, BC)
+    columns, chunk, n = position(C, chunks, BC)
     inside = columns < C
     Q, GRAD = Q + n // heads * qb + n % heads * qh, GRAD + n // heads * gb + n % heads * gh
     a, b, scale = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
@@ -48,8 +48,8 @@ def of_queries(
         more, further, dq = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED, HAS_REST)
         if CAUSAL:
             log = numbers(LOGS + row * C, columns, C)
-            fade = tl.exp(tl.minimum(log - scale, 0.0))  # of nothing, in the first step
-            a, b, scale = a * fade + more, b * fade + further, log
+            decay = tl.exp(tl.minimum(log - scale, 0.0))  # of nothing, in the first step
+            a, b, scale = a * decay + more, b * decay + further, log
         else:
             a, b = a + more, b + further
         if GATED:
@@ -60,7 +60,7 @@ def of_queries(
 @triton.jit
 def running_sums(SUMS, AFTER, LAST, C, chunks, CAUSAL: tl.constexpr, BC: tl.constexpr):
     """Every chunk's sums become those of AFTER and the chunks behind it; LAST: all of them."""
-    columns, _, n = place(C, 1, BC)
+    columns, _, n = position(C, 1, BC)
     scale, a, b = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     if CAUSAL:
         scale, a, b = read_pool(AFTER + n * 3 * C, columns, C)
@@ -68,8 +68,8 @@ def running_sums(SUMS, AFTER, LAST, C, chunks, CAUSAL: tl.constexpr, BC: tl.cons
         where = SUMS + (n * chunks + chunks - 1 - back) * 3 * C
         log, more, further = read_pool(where, columns, C)
         write_pool(where, columns, C, scale, a, b)
-        fade = tl.exp(log - scale) if CAUSAL else 1.0
-        a, b, scale = a * fade + more, b * fade + further, log
+        decay = tl.exp(log - scale) if CAUSAL else 1.0
+        a, b, scale = a * decay + more, b * decay + further, log
     write_pool(LAST + n * 3 * C, columns, C, scale, a, b)
 
 
@@ -80,7 +80,7 @@ def of_keys(
     CAUSAL: tl.constexpr, GATED: tl.constexpr, HAS_REST: tl.constexpr, HAS_MASK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values. Not CAUSAL: all of one sum, and nothing of queries is read."""
-    columns, chunk, n = place(C, chunks, BC)
+    columns, chunk, n = position(C, chunks, BC)
     inside = columns < C
     Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
     V, GRAD = V + n // heads * vb + n % heads * vh, GRAD + n // heads * gb + n % heads * gh
@@ -94,9 +94,9 @@ def of_keys(
         if CAUSAL:
             more, further, _ = of_query(Q, OUT, REST, GRAD, t, qt, gt, row, columns, C, GATED, HAS_REST)
             log = numbers(LOGS + row * C, columns, C)
-            fade = tl.exp(log - scale)
-            a, b, scale = a * fade + more, b * fade + further, log
-        k, v, seen = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
-        weight = tl.exp(tl.where(seen, k - scale, FLOOR))
+            decay = tl.exp(log - scale)
+            a, b, scale = a * decay + more, b * decay + further, log
+        k, v, shown = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
+        weight = tl.exp(tl.where(shown, k - scale, FLOOR))
         tl.store(DK + row * C + columns, (weight * (v * a - b)).to(DK.dtype.element_ty), mask=inside)
         tl.store(DV + row * C + columns, (weight * a).to(DV.dtype.element_ty), mask=inside)

@@ -25,7 +25,7 @@ def numbers(pointer, columns, width):
 
 @triton.jit
 def is_visible(visible, t, HAS_MASK: tl.constexpr):
-    """Whether token ``t`` may be seen."""
+    """Whether token ``t`` may be shown."""
     if HAS_MASK:
         return tl.load(visible + t) != 0
     else:
@@ -34,11 +34,11 @@ def is_visible(visible, t, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def key(K, V, kt, vt, t, columns, width, visible, HAS_MASK: tl.constexpr):
-    """Key and value of a token and whether it may be seen; nothing of a hidden one is read."""
-    seen = is_visible(visible, t, HAS_MASK)
-    read = (columns < width) & seen
+    """Key and value of a token and whether it may be shown; nothing of a hidden one is read."""
+    shown = is_visible(visible, t, HAS_MASK)
+    read = (columns < width) & shown
     k = tl.load(K + t * kt + columns, mask=read, other=0.0).to(tl.float32)
-    return k, tl.load(V + t * vt + columns, mask=read, other=0.0).to(tl.float32), seen
+    return k, tl.load(V + t * vt + columns, mask=read, other=0.0).to(tl.float32), shown
 
 
 @triton.jit
@@ -56,10 +56,10 @@ def no_keys(BC: tl.constexpr):
 
 
 @triton.jit
-def add(top, numerator, denominator, k, v, seen):
+def add(top, numerator, denominator, k, v, shown):
     """A pool and one key."""
-    one = tl.where(seen, tl.full(k.shape, 1.0, tl.float32), 0.0)
-    return joined(top, numerator, denominator, tl.where(seen, k, FLOOR), one * v, one)
+    one = tl.where(shown, tl.full(k.shape, 1.0, tl.float32), 0.0)
+    return joined(top, numerator, denominator, tl.where(shown, k, FLOOR), one * v, one)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def write_pool(pointer, columns, width, top, numerator, denominator):
 
 
 @triton.jit
-def place(width, chunks, BC: tl.constexpr):
+def position(width, chunks, BC: tl.constexpr):
     """Of a program: its channels, chunk, and sequence and head; numbers of tokens are 64 bits wide from here on."""
     program, parts = tl.program_id(0).to(tl.int64), tl.cdiv(width, BC)
     columns, at = (program % parts).to(tl.int32) * BC + tl.arange(0, BC), program // parts
@@ -92,20 +92,20 @@ def chunk_pools(
     HAS_MASK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The pool of every chunk."""
-    columns, chunk, n = place(C, chunks, BC)
+    columns, chunk, n = position(C, chunks, BC)
     K, V = K + n // heads * kb + n % heads * kh, V + n // heads * vb + n % heads * vh
     VISIBLE += n // heads * mb + n % heads * mh
     top, numerator, denominator = no_keys(BC)
     for t in range(chunk * size, tl.minimum(chunk * size + size, length)):
-        k, v, seen = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
-        top, numerator, denominator = add(top, numerator, denominator, k, v, seen)
+        k, v, shown = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
+        top, numerator, denominator = add(top, numerator, denominator, k, v, shown)
     write_pool(POOLS + (n * chunks + chunk) * 3 * C, columns, C, top, numerator, denominator)
 
 
 @triton.jit
 def running_pools(POOLS, FIRST, LAST, C, chunks, HAS_FIRST: tl.constexpr, BC: tl.constexpr):
     """Every chunk's pool becomes that of FIRST and the chunks before it; LAST: all of them."""
-    columns, _, n = place(C, 1, BC)
+    columns, _, n = position(C, 1, BC)
     top, numerator, denominator = no_keys(BC)
     if HAS_FIRST:
         top, numerator, denominator = read_pool(FIRST + n * 3 * C, columns, C)
@@ -128,7 +128,7 @@ def outputs(
 
     Not CAUSAL: all queries read one pool. ENDS: the pool after the tokens is written too.
     """
-    columns, chunk, n = place(C, chunks, BC)
+    columns, chunk, n = position(C, chunks, BC)
     inside = columns < C
     Q, K = Q + n // heads * qb + n % heads * qh, K + n // heads * kb + n % heads * kh
     V, VISIBLE = V + n // heads * vb + n % heads * vh, VISIBLE + n // heads * mb + n % heads * mh
@@ -138,8 +138,8 @@ def outputs(
         top, numerator, denominator = read_pool(POOLS + at * 3 * C, columns, C)
     for t in range(chunk * size, tl.minimum(chunk * size + size, length)):
         if CAUSAL:
-            k, v, seen = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
-            top, numerator, denominator = add(top, numerator, denominator, k, v, seen)
+            k, v, shown = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
+            top, numerator, denominator = add(top, numerator, denominator, k, v, shown)
         nothing = denominator == 0
         divisor = tl.where(nothing, 1.0, denominator)
         out = tl.where(nothing, 0.0, numerator / divisor)

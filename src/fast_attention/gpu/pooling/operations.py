@@ -58,8 +58,8 @@ def _scan_vjp(
     if first is None:
         return dq, dk, dv, whole.new_zeros(0)
     scale, a, b = whole.chunk(3, -1)
-    fade = (first[..., :C] - scale).exp()
-    return dq, dk, dv, torch.cat([torch.zeros_like(a), a * fade, -b * fade], -1)
+    decay = (first[..., :C] - scale).exp()
+    return dq, dk, dv, torch.cat([torch.zeros_like(a), a * decay, -b * decay], -1)
 
 
 def _sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:

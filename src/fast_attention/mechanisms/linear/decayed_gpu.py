@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
-from fast_attention.gpu import decayed, self_check, walking
+from fast_attention.gpu import cases, decayed, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -23,7 +23,7 @@ def obstacle(
         return "decays on both sides"
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
-    return self_check.obstacle(self_check.decayed(phi, normalized=normalize), q, v, masked=key_mask is not None)
+    return self_check.obstacle(cases.decayed(phi, normalized=normalize), q, v, masked=key_mask is not None)
 
 
 def advance(

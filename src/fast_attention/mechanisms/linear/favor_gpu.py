@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
-from fast_attention.gpu import self_check, walking
+from fast_attention.gpu import cases, self_check, walking
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED
 from fast_attention.gpu.exponential import kernels
 from fast_attention.gpu.forms import Forms
@@ -24,7 +24,7 @@ def obstacle(
         return why or "features of either sign"
     if heads.bias is not None and heads.bias.requires_grad:
         return "a bias that is trained"
-    case = self_check.exponential(phi.width(heads.rows), q.shape[-1])
+    case = cases.exponential(phi.width(heads.rows), q.shape[-1])
     return self_check.obstacle(case, q, v, masked=key_mask is not None)
 
 

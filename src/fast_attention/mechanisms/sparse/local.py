@@ -15,8 +15,10 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.tracing import symbolic
+from fast_attention.gpu import flex
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.sparse import gpu
 from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
@@ -47,6 +49,8 @@ def local_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
         )
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
+    if not gpu.obstacle(q, k, v, key_mask, attn_mask, dropout):
+        return flex.attend(q, k, v, gpu.window(q, k, left=left, right=right), key_mask, scale=scale)
     if block is None and attn_mask is None and dropout == 0.0 and covers_most(q, keys, left + right + 1):
         dispatch.record(
             "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"

@@ -1,0 +1,51 @@
+"""Windows and chosen blocks by torch's FlexAttention on a GPU: which keys every query sees, and whether it serves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine import dispatch
+from fast_attention.gpu import cases, flex, self_check
+from fast_attention.gpu.flex import Pattern
+
+
+def obstacle(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None, dropout: float = 0.0
+) -> str:
+    """Why FlexAttention does not compute this call; empty where it does."""
+    if attn_mask is not None or dropout > 0.0:
+        return "a mask of the caller's, or dropout"
+    if not (why := flex.obstacle(q, k, v)):
+        why = self_check.obstacle(cases.flex_attention(), q, v, masked=key_mask is not None)
+    dispatch.unserved(q, why) if why else None
+    return why
+
+
+def window(q: Tensor, k: Tensor, *, left: int, right: int) -> Pattern:
+    """Queries, which end where the keys end, see so many keys before and after them."""
+    at = positions(q, k)
+    return flex.intervals(at - left, at + right, k.shape[-2])
+
+
+def blocks(q: Tensor, k: Tensor, size: int, *, before: int, after: int, is_causal: bool) -> Pattern:
+    """Queries see their own block, counted from the first key, and so many before and after it."""
+    at = positions(q, k)
+    number = at.div(size, rounding_mode="floor")
+    return flex.intervals((number - before) * size, at if is_causal else (number + after + 1) * size - 1, k.shape[-2])
+
+
+def positions(q: Tensor, k: Tensor) -> Tensor:
+    """Where queries stand among the keys."""
+    return torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
+
+
+def chosen(q: Tensor, table: Tensor, *, size: int, is_causal: bool, start: int, stop: int) -> Pattern:
+    """Blocks of queries see the blocks of keys that a table (..., blocks, choices) names; the ends see everything."""
+    number, length = table.shape[-2], q.shape[-2]
+    table = table.expand(*q.shape[:-2], *table.shape[-2:]).flatten(0, -3)
+    visible = torch.zeros(len(table), number, number + 1, dtype=torch.bool, device=q.device)
+    visible.scatter_(-1, torch.where(table < 0, number, table), True)
+    visible = visible[..., :-1]
+    visible[:, :start], visible[:, stop:] = True, True
+    return flex.tables(visible, size, length, is_causal=is_causal)
