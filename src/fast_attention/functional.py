@@ -152,7 +152,8 @@ def attention(
     with fusing(compile) if compile != "off" else nullcontext(), _implementation(impl):
         if sequences is None:
             return run(q, k, v, key_mask=key_mask)
-        return packed.attend(run, q, k, v, sequences, key_mask)
+        together = None if enable_gqa or dropout_p > 0.0 else packed.at_once(mechanism, w, is_causal=is_causal)
+        return packed.attend(run, q, k, v, sequences, key_mask, together=together)
 
 
 def _implementation(impl: Implementation) -> AbstractContextManager[None]:

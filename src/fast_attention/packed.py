@@ -1,7 +1,8 @@
 """Runs attention on packed sequences: several that stand one after another along the axis of tokens, without padding.
 
 Sequences of equal length become one batch and every other one a call by itself, so that any mechanism gives what one
-call for each sequence gives, and none knows of it.
+call for each sequence gives, and none knows of it. A mechanism whose kernels can keep sequences apart takes all of them
+at once (``Packs``).
 """
 
 from __future__ import annotations
@@ -10,18 +11,31 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fast_attention import checks
+from fast_attention.engine import dispatch
 from fast_attention.engine.tracing import exporting
-from fast_attention.mechanism import Unsupported
+from fast_attention.mechanism import Attention, Unsupported
 
 CuSeqlens: TypeAlias = Tensor | tuple[Tensor, Tensor]
 Lengths: TypeAlias = Tensor | Sequence[int] | tuple[Tensor | Sequence[int], Tensor | Sequence[int]]
 Call: TypeAlias = Callable[..., Tensor]
+Together: TypeAlias = Callable[..., Tensor | None]
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A mechanism whose kernels can keep sequences apart."""
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """``attend`` of sequences of so many tokens, one behind another, at once; None: one by one is best."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,10 @@ def described(
     return Described(names, queries, keys, borders, is_pair=True)
 
 
-def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sequences: Packing, key_mask: Tensor | None) -> Tensor:
+def attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sequences: Packing, key_mask: Tensor | None, *,
+    together: Together | None = None,
+) -> Tensor:  # fmt: skip
     """Attend within each sequence of q (..., H, T, E), k (..., H, S, E) and v (..., H, S, Ev): outputs (..., H, T, Ev).
 
     Args:
@@ -128,13 +145,37 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sequences: Packing, key_
         q, k, v: The packed tensors.
         sequences: Their lengths.
         key_mask: Boolean (..., S), True = may be seen, or None.
+        together: ``at_once(...)``, for a mechanism that may take all sequences in one computation.
 
     Raises:
         ValueError: The tensors do not fit one another.
     """
     checks.tensors(q=q, k=k, v=v)
     checks.heads(q, k, v, alike=False, grouped=True)  # the call says how many heads there may be
+    if together is not None and sequences.queries == sequences.keys:
+        out = together(q, k, v, sequences.queries, key_mask=key_mask)
+        if out is not None:
+            return out
     return _run(call, (q, k, v), (sequences.queries, sequences.keys, sequences.keys), sequences, key_mask, kept=3)
+
+
+def at_once(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> Together | None:
+    """All sequences in one computation of ``mechanism``, which may say None; None where it never does them at once."""
+    if not isinstance(mechanism, Packs):
+        return None
+    packs: Packs = mechanism
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, key_mask: Tensor | None
+    ) -> Tensor | None:  # fmt: skip
+        if not dispatch.on_gpu(q) or len(lengths) < 2 or q.shape[-3] != k.shape[-3] or checks.empty(q, k, v):
+            return None
+        mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask)
+        weights = checks.weights(mechanism, w, q)
+        k, v, mask = checks.without_masked(k, v, key_mask, mechanism.traits.reads)
+        return packs.attend_packed(q, k, v, weights, lengths, is_causal=is_causal, key_mask=mask)
+
+    return run
 
 
 def mix(call: Call, x: Tensor, sequences: Packing, key_mask: Tensor | None) -> Tensor:

@@ -145,7 +145,10 @@ class Bound(Spread, nn.Module):
         with nullcontext() if self.fusion == "off" or torch.compiler.is_compiling() else fusing(self.fusion):
             if cu_seqlens is None and lengths is None:
                 return run(*inputs, key_mask=key_mask)
-            return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask)
+            together = None
+            if isinstance(self.mechanism, Attention) and not enable_gqa and dropout == 0.0:
+                together = packed.at_once(self.mechanism, self.w, is_causal=is_causal)
+            return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, together)
 
     def _call(
         self, *inputs: Tensor, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
@@ -161,7 +164,7 @@ class Bound(Spread, nn.Module):
 
     def _call_packed(
         self, run: packed.Call, inputs: tuple[Tensor, ...], key_mask: Tensor | None, cu_seqlens: CuSeqlens | None,
-        lengths: Lengths | None, attn_mask: Tensor | None,
+        lengths: Lengths | None, attn_mask: Tensor | None, together: packed.Together | None,
     ) -> Tensor:  # fmt: skip
         tokens, keys = inputs[0].shape[-2], inputs[-1].shape[-2]
         sequences = packed.packing(cu_seqlens, lengths, tokens, keys, attn_mask)
@@ -169,7 +172,7 @@ class Bound(Spread, nn.Module):
         if len(inputs) == 1:
             return packed.mix(run, inputs[0], sequences, key_mask)
         q, k, v = inputs
-        return packed.attend(run, q, k, v, sequences, key_mask)
+        return packed.attend(run, q, k, v, sequences, key_mask, together=together)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None

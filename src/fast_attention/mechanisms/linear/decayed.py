@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gpu
+from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gates, gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState, Sides
+from fast_attention.mechanisms.linear.gates import Gates
 from fast_attention.value import at_least, one_of
 
 
@@ -47,7 +47,7 @@ def decayed_linear_attention(
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
     if not traced() and bool((log_decay > 0.0).any()):
         raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
-    log_decay = _unmasked(widen(log_decay).expand(k.shape[:-1]), key_mask)
+    log_decay = gates.unmasked(widen(log_decay).expand(k.shape[:-1]), key_mask)
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
@@ -60,13 +60,6 @@ def _attend(
         dispatch.unserved(q, why)
         return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
     return decayed_gpu.advance(q, k, v, log_decay, key_mask, None, **settings)[0]
-
-
-class Gates(NamedTuple):
-    """A token decays by ``sigmoid(logit + rows . k)``: logits (H,), and rows (H, d) where tokens have their own."""
-
-    logit: Float[Tensor, "heads"]
-    rows: Float[Tensor, "heads width"] | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,8 +114,18 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Gates, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``decayed_linear_attention`` with these settings and the weights' decays."""
-        log_decay = _log_decay(k, w, key_mask).logs
+        log_decay = gates.decay(k, w, key_mask).logs
         return _attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **self._settings)
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Gates, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal, by kernels: nothing passes to where a sequence begins."""
+        if decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=is_causal):
+            return None
+        logs = decayed_gpu.begun(gates.decay(k, w, key_mask).logs, lengths)
+        return decayed_gpu.advance(q, k, v, logs, key_mask, None, **self._settings)[0]
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -133,13 +136,13 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, sides: Sides, *, key_mask: Tensor | None
     ) -> Tensor:
         """Noncausal outputs of tokens that stand between others, whose sums are ``sides``."""
-        log_decay = _log_decay(k, w, key_mask).logs
+        log_decay = gates.decay(k, w, key_mask).logs
         return decayed_sums.attend(q, k, v, log_decay, key_mask, is_causal=False, sides=sides, **self._settings)
 
     @in_float32
     def sides(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None) -> Sides:
         """The sums over some tokens as those after them see them, and as those before them do."""
-        log_decay = _log_decay(k, w, key_mask).logs
+        log_decay = gates.decay(k, w, key_mask).logs
         summarise = partial(decayed_sums.summarise, k, v, log_decay, key_mask, phi=self.feature_map)
         return Sides(summarise(), summarise(backwards=True))
 
@@ -160,7 +163,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
-        log_decay = _log_decay(k, w, key_mask).logs
+        log_decay = gates.decay(k, w, key_mask).logs
         why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=True)
         why = why or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
         if not why:
@@ -171,26 +174,8 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        return decayed_sums.summarise(k, v, _log_decay(k, w, key_mask).logs, key_mask, phi=self.feature_map)
+        return decayed_sums.summarise(k, v, gates.decay(k, w, key_mask).logs, key_mask, phi=self.feature_map)
 
     def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""
         return decayed_sums.combine(earlier, later)
-
-
-class Decay(NamedTuple):
-    """The logarithms by which every token decays what was before it: in float32 or better whatever the keys are."""
-
-    logs: Float[Tensor, "*batch length"]
-
-
-@in_float32
-def _log_decay(k: Tensor, w: Gates, key_mask: Tensor | None) -> Decay:
-    logit = w.logit[..., None].to(k.dtype)
-    if w.rows is not None:
-        logit = logit + (k @ w.rows.to(k.dtype)[..., None])[..., 0]
-    return Decay(_unmasked(F.logsigmoid(logit).expand(k.shape[:-1]), key_mask))
-
-
-def _unmasked(log_decay: Tensor, key_mask: Tensor | None) -> Tensor:
-    return log_decay if key_mask is None else log_decay.masked_fill(~key_mask, 0.0)

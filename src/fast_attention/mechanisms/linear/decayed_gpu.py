@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from fast_attention.gpu import cases, decayed, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
+
+NOTHING = -1e4  # the logarithm of a decay of which float32 keeps nothing
 
 
 def obstacle(
@@ -24,6 +28,12 @@ def obstacle(
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
     return self_check.obstacle(cases.decayed(phi, normalized=normalize), q, v, masked=key_mask is not None)
+
+
+def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """``log_decay`` (..., L), which lets nothing pass where a sequence of ``lengths`` begins."""
+    starts = [start for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False) if length > 0]
+    return log_decay.index_fill(-1, torch.tensor(starts, device=log_decay.device), NOTHING)
 
 
 def advance(

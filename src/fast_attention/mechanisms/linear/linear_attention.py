@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, as_feature_map
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.linear import fast_linear, feature_chunks, gpu
+from fast_attention.mechanisms.linear import decayed_gpu, fast_linear, feature_chunks, gpu
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.value import at_least
@@ -111,6 +112,17 @@ class LinearAttention(Kernelised[tuple[()]]):
         return linear_attention(
             q, k, v, feature_map=self._map, eps=self.eps, is_causal=is_causal, key_mask=key_mask
         )  # fmt: skip
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal, by kernels of sums that decay: to nothing where a sequence begins."""
+        settings: Any = {"phi": self._map, "normalize": True}
+        if decayed_gpu.obstacle(q, k, v, key_mask=key_mask, is_causal=is_causal, **settings):
+            return None
+        logs = decayed_gpu.begun(q.new_zeros(q.shape[:-1], dtype=torch.float32), lengths)
+        return decayed_gpu.advance(q, k, v, logs, key_mask, None, eps=self.eps, **settings)[0]
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None

@@ -106,6 +106,16 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
             key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
         )  # fmt: skip
 
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
+        if gpu.obstacle(q, k, v, key_mask):
+            return None
+        pattern = gpu.packed(q, lengths, self.before, gpu.CAUSAL if is_causal else self.after, size=self.block_size)
+        return flex.attend(q, k, v, pattern, key_mask, scale=self.scale)
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:

@@ -9,6 +9,8 @@ from fast_attention.engine import dispatch
 from fast_attention.gpu import cases, flex, self_check
 from fast_attention.gpu.flex import Pattern
 
+CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of its own behind it
+
 
 def obstacle(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None, dropout: float = 0.0
@@ -33,6 +35,20 @@ def blocks(q: Tensor, k: Tensor, size: int, *, before: int, after: int, is_causa
     at = positions(q, k)
     number = at.div(size, rounding_mode="floor")
     return flex.intervals((number - before) * size, at if is_causal else (number + after + 1) * size - 1, k.shape[-2])
+
+
+def packed(
+    q: Tensor, lengths: tuple[int, ...], left: int | None, right: int | None, *, size: int = 1
+) -> Pattern:  # fmt: skip
+    """As ``blocks`` of ``size`` tokens within each of several sequences; None: without end on that side."""
+    sizes = torch.tensor(lengths, device=q.device)
+    end = sizes.cumsum(0)
+    start, last = ((x.repeat_interleave(sizes, output_size=q.shape[-2])) for x in (end - sizes, end - 1))
+    at = torch.arange(q.shape[-2], device=q.device)
+    block = start + (at - start) // size * size
+    lows = start if left is None else torch.maximum(start, block - left * size)
+    highs = last if right is None else torch.minimum(last, at if right == CAUSAL else block + (right + 1) * size - 1)
+    return flex.intervals(lows, highs, q.shape[-2])
 
 
 def positions(q: Tensor, k: Tensor) -> Tensor:

@@ -122,6 +122,17 @@ class Local(MaskedAttention[tuple[()], KVCache]):
             dropout=dropout, scale=self.scale,
         )  # fmt: skip
 
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """By FlexAttention, on a GPU."""
+        if gpu.obstacle(q, k, v, key_mask):
+            return None
+        left, right = self.sides
+        pattern = gpu.packed(q, lengths, left, 0 if is_causal else right)
+        return flex.attend(q, k, v, pattern, key_mask, scale=self.scale)
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:

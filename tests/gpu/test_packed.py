@@ -1,0 +1,77 @@
+"""Packed sequences in one launch: decays that let nothing pass, windows that end where a sequence ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import Attention, BlockLocal, Bound, DecayedLinearAttention, LinearAttention, Local, implementation
+from fast_attention.engine import dispatch
+from fast_attention.feature_maps.features import Identity, Relu
+from fast_attention.gpu import flex
+from fast_attention.traits import Shape
+from tests.gpu.heads import assert_near
+
+pytestmark = [
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
+LENGTHS = (70, 0, 1, 300, 33, 0)
+
+
+def packed_heads(lengths: tuple[int, ...], width: int) -> Any:
+    """Queries, keys and values of packed sequences, a mask that hides a fifth, and borders."""
+    x = [torch.randn(2, 2, sum(lengths), width).requires_grad_() for _ in range(3)]
+    return x, torch.rand(2, sum(lengths)) > 0.2, torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        LinearAttention(), LinearAttention(feature_map=Relu(offset=0.1)), DecayedLinearAttention(gate="token"),
+        DecayedLinearAttention(Identity(), normalize=False),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_sums_begin_anew_with_every_sequence(mechanism: Attention[Any, Any], masked: bool) -> None:
+    x, mask, borders = packed_heads(LENGTHS, 16)
+    bound, key_mask, results = Bound(mechanism, Shape(2, 16)), mask if masked else None, []
+    for name in ("auto", "reference"):
+        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+            out = bound(*x, is_causal=True, key_mask=key_mask, cu_seqlens=borders)
+        launched = [step for step in steps if step.path.startswith(dispatch.KERNEL)]
+        assert len(launched) == (1 if name == "auto" else 0)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*x, *bound.parameters()])])
+    for mine, right in zip(*results, strict=True):
+        assert_near(mine, right.detach().double(), 1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mechanism", [Local(window=(40, 7)), BlockLocal(block_size=48, before=2)], ids=repr)
+def test_windows_end_with_their_sequence(
+    mechanism: Attention[Any, Any], is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        from torch.nn.attention.flex_attention import flex_attention
+
+        monkeypatch.setattr(flex, "compiled", lambda: flex_attention)
+    x, mask, borders = packed_heads((500, 0, 90, 1, 700), 16)
+    x, bound, results = [t.detach().half() for t in x], Bound(mechanism, Shape(2, 16)), []
+    for name in ("auto", "reference"):
+        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+            results.append(bound(*x, is_causal=is_causal, key_mask=mask if masked else None, cu_seqlens=borders))
+        launched = [step for step in steps if step.path == f"{dispatch.KERNEL}: FlexAttention"]
+        assert len(launched) == (1 if name == "auto" else 0)
+    assert float((results[0].double() - results[1].double()).abs().max()) < 3e-3
+
+
+def test_what_no_kernel_packs_goes_one_by_one() -> None:
+    x, _, borders = packed_heads(LENGTHS, 16)
+    bound = Bound(LinearAttention(), Shape(2, 16))
+    with dispatch.recorded() as steps:
+        bound(*x, cu_seqlens=borders)
+    assert sum(step.path.startswith(dispatch.KERNEL) for step in steps) > 1
