@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 TESTS = "tests/gpu/test_linear.py -k "
 DECAYED = "tests/gpu/test_decayed.py -k "
 POOLING = "tests/gpu/test_pooling.py -k "
+PACKED = "tests/gpu/test_packed.py -k "
 FLEX = "tests/gpu/test_flex.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
@@ -172,7 +173,7 @@ FAULTS = [
     ),
     Fault(
         "a window for FlexAttention is a key too wide",
-        "mechanisms/sparse/gpu.py",
+        "gpu/patterns.py",
         "flex.intervals(at - left, at + right,",
         "flex.intervals(at - left - 1, at + right,",
         FLEX + "bands",
@@ -190,6 +191,20 @@ FAULTS = [
         "masks.drop(k, key_mask), masks.drop(v, key_mask)",
         "k, v",
         FLEX + "plain_forms",
+    ),
+    Fault(
+        "sums go on from one packed sequence to the next",
+        "mechanisms/linear/decayed_gpu.py",
+        "NOTHING = -1e4",
+        "NOTHING = -1e-4",
+        PACKED + "anew",
+    ),
+    Fault(
+        "windows look into the sequence before theirs",
+        "gpu/patterns.py",
+        "torch.maximum(start, block - left * size)",
+        "block - left * size",
+        PACKED + "end_with",
     ),
     Fault(
         "a kernel of exponentials adds chunks at different scales",

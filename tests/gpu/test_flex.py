@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fast_attention import BigBird, BlockLocal, Local, Sinkhorn, attention, implementation
 from fast_attention.engine import dispatch, masks
-from fast_attention.gpu import flex
+from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import Attention
-from fast_attention.mechanisms.sparse import gpu
 from fast_attention.traits import Shape
 
 pytestmark = [
@@ -61,7 +60,7 @@ def dense(pattern: flex.Pattern, length: int, keys: int) -> Tensor:
 def test_windows_are_our_bands(length: int, keys: int, left: int, right: int) -> None:
     q, k = torch.empty(1, 1, length, 16), torch.empty(1, 1, keys, 16)
     band = masks.band(length, keys - length, 0, left=left, right=right, device=q.device)
-    assert torch.equal(dense(gpu.window(q, k, left=left, right=right), length, keys)[0], band)
+    assert torch.equal(dense(patterns.window(q, k, left=left, right=right), length, keys)[0], band)
 
 
 @pytest.mark.parametrize("size", [64, 48, 200])
@@ -70,7 +69,7 @@ def test_neighbouring_blocks(size: int, is_causal: bool) -> None:
     q, k = torch.empty(1, 1, 300, 16), torch.empty(1, 1, 700, 16)
     at, to = torch.arange(400, 700)[:, None], torch.arange(700)[None]
     expected = (to // size >= at // size - 2) & ((to <= at) if is_causal else to // size <= at // size + 1)
-    found = dense(gpu.blocks(q, k, size, before=2, after=1, is_causal=is_causal), 300, 700)
+    found = dense(patterns.blocks(q, k, size, before=2, after=1, is_causal=is_causal), 300, 700)
     assert torch.equal(found[0], expected)
 
 
@@ -85,7 +84,7 @@ def test_tables_of_blocks(size: int, is_causal: bool) -> None:
     expected[:, :size] = True
     if is_causal:
         expected = expected.tril()
-    found = dense(gpu.chosen(q, table, size=size, is_causal=is_causal, start=1, stop=number), length, length)
+    found = dense(patterns.chosen(q, table, size=size, is_causal=is_causal, start=1, stop=number), length, length)
     assert torch.equal(found, expected)
 
 
@@ -168,7 +167,7 @@ def test_one_compilation_serves_every_window_and_mask(monkeypatch: pytest.Monkey
     q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
     for i, (left, right) in enumerate([(40, 10), (100, 0), (7, 3)]):
         mask = torch.rand(1, 2, 300) > 0.1 * i
-        out = flex.attend(q, k, v, gpu.window(q, k, left=left, right=right), mask, scale=None)
+        out = flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), mask, scale=None)
         band = masks.band(300, 0, 0, left=left, right=right, device=q.device) & mask[..., None, :]
         expected = (q @ k.mT / 4).masked_fill(~band, float("-inf")).softmax(-1).nan_to_num() @ v
         assert float((out - expected).abs().max()) < 2e-6

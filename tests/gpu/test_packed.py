@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import Attention, BlockLocal, Bound, DecayedLinearAttention, LinearAttention, Local, implementation
+from fast_attention import (
+    Attention,
+    BlockLocal,
+    Bound,
+    DecayedLinearAttention,
+    LinearAttention,
+    Local,
+    Softmax,
+    implementation,
+)
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.gpu import flex
@@ -51,7 +60,7 @@ def test_sums_begin_anew_with_every_sequence(mechanism: Attention[Any, Any], mas
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mechanism", [Local(window=(40, 7)), BlockLocal(block_size=48, before=2)], ids=repr)
+@pytest.mark.parametrize("mechanism", [Local(window=(40, 7)), BlockLocal(block_size=48, before=2), Softmax()], ids=repr)
 def test_windows_end_with_their_sequence(
     mechanism: Attention[Any, Any], is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from fast_attention import packed
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls
 from fast_attention.integrations.visible import Visibility, assert_unpacked, band
-from fast_attention.mechanism import Unsupported
+from fast_attention.mechanism import Attention, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.packed import Packing
 
@@ -125,7 +125,10 @@ def run(
         else partial(bound, is_causal=visibility.is_causal, dropout=dropout, enable_gqa=True)
     )
     key_mask = None if key_mask is None else key_mask.reshape(1, -1)
-    out = packed.attend(call, one_row(q), one_row(k), one_row(v), texts, key_mask)
+    together = None
+    if not windowed and dropout == 0.0 and isinstance(bound.mechanism, Attention):
+        together = packed.at_once(bound.mechanism, bound.w, is_causal=visibility.is_causal)
+    out = packed.attend(call, one_row(q), one_row(k), one_row(v), texts, key_mask, together=together)
     return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 

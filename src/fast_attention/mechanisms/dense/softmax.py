@@ -11,6 +11,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.scores import Scores
@@ -98,6 +99,16 @@ class Softmax(MaskedAttention[tuple[()], KVCache]):
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale
         )
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """By FlexAttention, on a GPU, where lengths differ; equal ones are a batch for torch's fused attention."""
+        if len({*lengths}) == 1 or patterns.obstacle(q, k, v, key_mask):
+            return None
+        visible = patterns.packed(q, lengths, None, 0 if is_causal else None)
+        return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None

@@ -14,10 +14,9 @@ from fast_attention.engine import masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import flex
+from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse import gpu
 from fast_attention.mechanisms.sparse.banded import banded_softmax
 from fast_attention.mechanisms.sparse.local import SMALLEST_BLOCK, TRAITS
 from fast_attention.value import at_least
@@ -48,8 +47,8 @@ def block_local_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
         )
     before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
-    if not gpu.obstacle(q, k, v, key_mask, attn_mask, dropout):
-        near = gpu.blocks(q, k, block_size, before=before, after=after, is_causal=is_causal)
+    if not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+        near = patterns.blocks(q, k, block_size, before=before, after=after, is_causal=is_causal)
         return flex.attend(q, k, v, near, key_mask, scale=scale)
     several = 1 if open_length else max(SMALLEST_BLOCK // block_size, 1)  # small blocks share one slice of keys
     rows, front = several * block_size, (keys - length) % block_size
@@ -111,10 +110,12 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
-        if gpu.obstacle(q, k, v, key_mask):
+        if patterns.obstacle(q, k, v, key_mask):
             return None
-        pattern = gpu.packed(q, lengths, self.before, gpu.CAUSAL if is_causal else self.after, size=self.block_size)
-        return flex.attend(q, k, v, pattern, key_mask, scale=self.scale)
+        visible = patterns.packed(
+            q, lengths, self.before, patterns.CAUSAL if is_causal else self.after, size=self.block_size
+        )
+        return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None

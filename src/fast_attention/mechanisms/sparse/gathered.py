@@ -12,8 +12,8 @@ from fast_attention.engine.fused import flash_backward, flash_forward, takes_fla
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiling import Blocks, Span, Tile, Tiling, bias_of
-from fast_attention.gpu import flex
-from fast_attention.mechanisms.sparse import gpu, reference
+from fast_attention.gpu import flex, patterns
+from fast_attention.mechanisms.sparse import reference
 from fast_attention.mechanisms.sparse.reference import ends, first_named, with_ends
 
 
@@ -36,9 +36,9 @@ def gathered_softmax(
     before ``start`` and from ``stop`` on see all keys, whatever the table and ``key_mask`` say.
     """
     factor, stop = float(q.shape[-1] ** -0.5 if scale is None else scale), table.shape[-2] if stop is None else stop
-    if flex.SIZE % size == 0 and not gpu.obstacle(q, k, v, key_mask):
-        pattern = gpu.chosen(q, table, size=size, is_causal=is_causal, start=start, stop=stop)
-        return flex.attend(q, k, v, pattern, key_mask, scale=factor)
+    if flex.SIZE % size == 0 and not patterns.obstacle(q, k, v, key_mask):
+        visible = patterns.chosen(q, table, size=size, is_causal=is_causal, start=start, stop=stop)
+        return flex.attend(q, k, v, visible, key_mask, scale=factor)
     return _gathered(q, k, v, table, key_mask, size=size, is_causal=is_causal, start=start, stop=stop, scale=factor)
 
 

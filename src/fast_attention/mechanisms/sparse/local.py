@@ -15,10 +15,9 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu import flex
+from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse import gpu
 from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
@@ -49,8 +48,8 @@ def local_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
         )
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
-    if not gpu.obstacle(q, k, v, key_mask, attn_mask, dropout):
-        return flex.attend(q, k, v, gpu.window(q, k, left=left, right=right), key_mask, scale=scale)
+    if not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+        return flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), key_mask, scale=scale)
     if block is None and attn_mask is None and dropout == 0.0 and covers_most(q, keys, left + right + 1):
         dispatch.record(
             "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
@@ -127,11 +126,11 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU."""
-        if gpu.obstacle(q, k, v, key_mask):
+        if patterns.obstacle(q, k, v, key_mask):
             return None
         left, right = self.sides
-        pattern = gpu.packed(q, lengths, left, 0 if is_causal else right)
-        return flex.attend(q, k, v, pattern, key_mask, scale=self.scale)
+        visible = patterns.packed(q, lengths, left, 0 if is_causal else right)
+        return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None

@@ -1,4 +1,4 @@
-"""Windows and chosen blocks by torch's FlexAttention on a GPU: which keys every query sees, and whether it serves."""
+"""Which keys queries see, as FlexAttention reads it: windows, chosen blocks, packed sequences; and whether it serves."""
 
 from __future__ import annotations
 
