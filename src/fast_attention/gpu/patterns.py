@@ -1,4 +1,4 @@
-"""Which keys queries see, as FlexAttention reads it: windows, chosen blocks, packed sequences; and whether it serves."""
+"""Which keys queries see, as FlexAttention reads it: windows, chosen blocks, packed sequences; whether it serves."""
 
 from __future__ import annotations
 

@@ -112,9 +112,8 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
         """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
         if patterns.obstacle(q, k, v, key_mask):
             return None
-        visible = patterns.packed(
-            q, lengths, self.before, patterns.CAUSAL if is_causal else self.after, size=self.block_size
-        )
+        after = patterns.CAUSAL if is_causal else self.after
+        visible = patterns.packed(q, lengths, self.before, after, size=self.block_size)
         return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
 
     def advance(
