@@ -27,7 +27,13 @@ def test_rows_of_every_mechanism_beside_exact_attention(
     names = {"exact", *on_gpu.MECHANISMS}
     assert kinds == {(name, batch, causal) for name in names for batch in (1, 2) for causal in (True, False)}
     assert all(row["forward"] > 0 and "error" not in row for row in rows)
-    assert {step["mechanism"] for step in held["decoding"]} == {*on_gpu.MECHANISMS}
+    assert {step["mechanism"] for step in held["decoding"]} == {*on_gpu.MECHANISMS} - {"BigBird"}  # which has no state
+
+
+def test_operations_of_windows_blocks_and_pools() -> None:
+    for name, causal, both in [("Local(window=256)", 256, 512), ("BigBird", 7 * 64, 8 * 64), ("AFTSimple", 3, 3)]:
+        for is_causal, keys in ((True, causal), (False, both)):
+            assert on_gpu.operations(name, 64, is_causal=is_causal) == 4 * 64 * keys
 
 
 def test_floors_are_the_larger_of_bytes_and_operations() -> None:
