@@ -20,6 +20,9 @@ from fast_attention import (
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.gpu import configurations, flex
+from fast_attention.integrations import packed_rows
+from fast_attention.integrations.visible import Visibility
+from fast_attention.packed import Packing
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near
 
@@ -92,3 +95,15 @@ def test_what_no_kernel_packs_goes_one_by_one() -> None:
     with dispatch.recorded() as steps:
         bound(*x, cu_seqlens=borders)
     assert sum(step.path.startswith(dispatch.KERNEL) for step in steps) > 1
+
+
+def test_rows_of_texts_in_swapped_models_are_one_launch() -> None:
+    (q, k, v), mask, _ = packed_heads(LENGTHS, 16)
+    bound, texts = Bound(DecayedLinearAttention(), Shape(2, 16)), Packing((100, 64, 164), (100, 64, 164))
+    seen = Visibility(lambda: pytest.fail("no dense mask is wanted"), tokens=mask, is_causal=True)  # (2, tokens) rows
+    results = []
+    for name in ("auto", "reference"):
+        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+            results.append(packed_rows.run(bound, q, k, v, seen, texts, 0.0))
+        assert sum(step.path.startswith(dispatch.KERNEL) for step in steps) == (1 if name == "auto" else 0)
+    assert_near(results[0], results[1].detach().double(), 1e-5)

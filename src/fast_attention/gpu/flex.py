@@ -52,7 +52,7 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str:
     if why := dispatch.gpu_obstacle(q, k, v, widest=max(WIDTHS)):
         return why
     if q.dtype == torch.float32:
-        return "float32, in which FlexAttention is slow"
+        return "float32, which FlexAttention is not used for"
     if not {q.shape[-1], v.shape[-1]} <= {*WIDTHS}:
         return f"heads of other widths than {', '.join(map(str, WIDTHS))}"
     if not SHORTEST <= q.shape[-2] <= LONGEST or not SHORTEST <= k.shape[-2] <= LONGEST:

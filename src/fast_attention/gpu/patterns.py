@@ -20,7 +20,8 @@ def obstacle(
         return "a mask of the caller's, or dropout"
     if not (why := flex.obstacle(q, k, v)):
         why = self_check.obstacle(cases.flex_attention(), q, v, masked=key_mask is not None)
-    dispatch.unserved(q, why) if why else None
+    if why:
+        dispatch.unserved(q, why)
     return why
 
 
@@ -35,6 +36,16 @@ def blocks(q: Tensor, k: Tensor, size: int, *, before: int, after: int, is_causa
     at = positions(q, k)
     number = at.div(size, rounding_mode="floor")
     return flex.intervals((number - before) * size, at if is_causal else (number + after + 1) * size - 1, k.shape[-2])
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], left: int | None, right: int | None,
+    key_mask: Tensor | None, *, scale: float | None, size: int = 1,
+) -> Tensor | None:  # fmt: skip
+    """Softmax over what ``packed`` says of sequences that lie one behind another; None where it does not serve."""
+    if obstacle(q, k, v, key_mask):
+        return None
+    return flex.attend(q, k, v, packed(q, lengths, left, right, size=size), key_mask, scale=scale)
 
 
 def packed(

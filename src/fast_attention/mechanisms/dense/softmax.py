@@ -11,7 +11,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
-from fast_attention.gpu import flex, patterns
+from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.scores import Scores
@@ -105,10 +105,10 @@ class Softmax(MaskedAttention[tuple[()], KVCache]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU, where lengths differ; equal ones are a batch for torch's fused attention."""
-        if len({*lengths}) == 1 or patterns.obstacle(q, k, v, key_mask):
+        if len({*lengths}) == 1:
             return None
-        visible = patterns.packed(q, lengths, None, 0 if is_causal else None)
-        return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
+        right = 0 if is_causal else None
+        return patterns.attend_packed(q, k, v, lengths, None, right, key_mask, scale=self.scale)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None

@@ -110,11 +110,10 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
-        if patterns.obstacle(q, k, v, key_mask):
-            return None
         after = patterns.CAUSAL if is_causal else self.after
-        visible = patterns.packed(q, lengths, self.before, after, size=self.block_size)
-        return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
+        return patterns.attend_packed(
+            q, k, v, lengths, self.before, after, key_mask, scale=self.scale, size=self.block_size
+        )
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None

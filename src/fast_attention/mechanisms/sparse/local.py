@@ -126,11 +126,9 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU."""
-        if patterns.obstacle(q, k, v, key_mask):
-            return None
         left, right = self.sides
-        visible = patterns.packed(q, lengths, left, 0 if is_causal else right)
-        return flex.attend(q, k, v, visible, key_mask, scale=self.scale)
+        right = 0 if is_causal else right
+        return patterns.attend_packed(q, k, v, lengths, left, right, key_mask, scale=self.scale)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
