@@ -4,8 +4,15 @@ from tests.faults.fault import LAW, ORACLE, Fault
 
 FAULTS = [
     Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
-    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, left)",
-          "return out, last(near, left - 1)", LAW + "'decode and Local'"),
+    Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, self.sides[0])",
+          "return out, last(near, self.sides[0] - 1)", LAW + "'decode and Local'"),
+    Fault("queries of a dilated window stand one position off", "mechanisms/sparse/dilated.py",
+          "front = (keys - length) % dilation", "front = (keys - length + 1) % dilation", ORACLE + "'Local and dilation'"),
+    Fault("a dilated window sees the padding behind the keys", "mechanisms/sparse/dilated.py",
+          "(symbolic() or keys % dilation)", "symbolic()", ORACLE + "'Local and dilation'"),
+    Fault("a mask of the caller's moves by one stride", "mechanisms/sparse/dilated.py",
+          "full = pad(full, (0, 0, front, 0)) if", "full = pad(full, (0, 0, 0, front)) if",
+          "tests/sparse/test_local.py -k 'any_mask_where and dilation'"),
     Fault("a block drawn twice counts twice", "mechanisms/sparse/reference.py",
           "return (table >= 0) & ~", "return (table >= 0) | ~", ORACLE + "BigBird"),
     Fault("global rows give nothing to their queries", "mechanisms/sparse/gathered.py",

@@ -379,6 +379,7 @@ def test_a_decoded_prompt_carries_gradients(near: str) -> None:
         ("Hybrid(far=FavorPlus(kernel=Identity()))", "negative weights"),
         ("Hybrid(far=Softmax())", "far must be linear"),
         ("Hybrid(near=Softmax())", "near must be a window"),
+        ("Hybrid(near=Local(window=4, dilation=2))", "near must see every key of its window"),
         ("Hybrid(first=-1)", "first must be at least 0"),
         ("Hybrid(last=1.5)", "last must be at least 0"),
     ],

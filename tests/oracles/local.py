@@ -22,14 +22,18 @@ def _over(q: Tensor, k: Tensor, v: Tensor, i: int, seen: list[int], scale: float
 def local(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """FlashAttention's window (left, right), both ends included, aligned to the bottom right."""
+    """FlashAttention's window (left, right), both ends included, aligned to the bottom right; every so many keys of it.
+
+    The gaps are Longformer's dilation (arXiv 2004.05150, section 3.1).
+    """
     left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
     rows = []
     for i in range(len(q)):
         here = i + len(k) - len(q)
         seen = []
         for j in range(len(k)):
-            near = here - left <= j <= here + right
+            steps, between = divmod(j - here, m.dilation)
+            near = between == 0 and -left <= steps <= right
             if near and not (is_causal and j > here) and (key_mask is None or bool(key_mask[j])):
                 seen.append(j)
         rows.append(_over(q, k, v, i, seen, m.scale))
@@ -59,6 +63,8 @@ VARIANTS = [
     "Local(window=3)",
     "Local(window=(2, 1))",
     "Local(window=(1, 4), scale=0.5)",
+    "Local(window=2, dilation=3)",
+    "Local(window=(1, 2), scale=0.5, dilation=2)",
     "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)",
     "BlockLocal(block_size=4, before=0, after=2, scale=1.0)",

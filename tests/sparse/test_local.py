@@ -18,6 +18,8 @@ VALUES = [
     Local(window=5),
     Local(window=(4, 2)),
     Local(window=(0, 3)),
+    Local(window=2, dilation=3),
+    Local(window=(3, 1), dilation=4),
     BlockLocal(block_size=6),
     BlockLocal(block_size=4, before=2, after=0),
     BlockLocal(block_size=2, before=0, after=2),
@@ -30,7 +32,8 @@ def near(m: Any, length: int, keys: int, is_causal: bool, device: Any) -> Tensor
     j = torch.arange(keys, device=device)[None, :]
     if isinstance(m, Local):
         left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
-        mask = (j >= i - left) & (j <= i + right)
+        steps = m.dilation
+        mask = (j >= i - left * steps) & (j <= i + right * steps) & ((j - i) % steps == 0)
     else:
         apart = j.div(m.block_size, rounding_mode="floor") - i.div(m.block_size, rounding_mode="floor")
         mask = (apart >= -m.before) & (apart <= m.after)
@@ -91,6 +94,20 @@ def test_any_mask_and_its_gradient(m: Any, device: torch.device) -> None:
         same(m(q, k, v, attn_mask=allowed), F.scaled_dot_product_attention(q, k, v, allowed & band))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("m", VALUES, ids=repr)
+def test_any_mask_where_queries_and_keys_differ_in_number(m: Any, is_causal: bool, device: torch.device) -> None:
+    for length, keys in ((12, 31), (31, 12)):
+        q, k, v = qkv(length, keys, device=device)
+        for shape in ((length, keys), (2, 1, length, keys), (1, keys)):
+            bias = torch.randn(shape, dtype=torch.float64).to(device)
+            dense = bias.expand(2, 2, length, keys).masked_fill(
+                ~near(m, length, keys, is_causal, device), float("-inf")
+            )
+            ours = m(q, k, v, is_causal=is_causal, attn_mask=bias)
+            same(ours, F.scaled_dot_product_attention(q, k, v, dense))
+
+
 def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> None:
     q, k, _ = qkv(9, batch=1, heads=1, device=device)
     v, m = torch.eye(9, dtype=torch.float64).to(device)[None, None], Local(window=2)
@@ -110,7 +127,7 @@ def test_20_decode_in_any_split_is_one_pass(m: Any, masked: bool, device: torch.
     q, k, v = qkv(length, device=device)
     key_mask = some_keys(2, length, device) if masked else None
     whole = m(q, k, v, is_causal=True, key_mask=key_mask)
-    longest = 5 if isinstance(m, Local) else (m.before + 1) * m.block_size
+    longest = m.sides[0] if isinstance(m, Local) else (m.before + 1) * m.block_size
     for sizes in ([length], [1] * length, [7, 1, 20, 25], [2, 50, 1], [26, 27]):
         state, outs, start = None, [], 0
         for size in sizes:

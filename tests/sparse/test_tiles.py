@@ -16,7 +16,10 @@ from tests.sparse.test_bigbird import pattern
 from tests.sparse.test_local import near
 
 SIZES = [(63, 63), (64, 64), (129, 129), (257, 257), (1000, 1000), (64, 200), (200, 64)]
-VALUES = [Local(20), Local(128), Local((0, 3)), BlockLocal(), BlockLocal(5, 2, 1), BlockLocal(150, 1, 0)]
+VALUES = [
+    Local(20), Local(128), Local((0, 3)), Local(20, dilation=3), BlockLocal(), BlockLocal(5, 2, 1),
+    BlockLocal(150, 1, 0),
+]  # fmt: skip
 
 
 def agree(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...]) -> None:

@@ -267,10 +267,9 @@ def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:
     """Whether the mechanism sees no more than the model's window of ``back`` and ``ahead`` keys."""
     if back is None and ahead is None:
         return True
-    window = getattr(mechanism, "window", None)
-    if not isinstance(mechanism, Local) or window is None:
+    if not isinstance(mechanism, Local):
         return False
-    left, right = window if isinstance(window, tuple) else (window, window)
+    left, right = mechanism.sides
     return (back is None or left <= back) and (ahead is None or right <= ahead)
 
 

@@ -7,6 +7,7 @@ The window is Longformer's (Beltagy et al. 2020, arXiv 2004.05150) with the ends
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -19,6 +20,8 @@ from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
+from fast_attention.mechanisms.sparse.dilated import dilated
+from fast_attention.value import at_least
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
@@ -29,6 +32,7 @@ def local_attention(
     v: Float[Tensor, "*batch keys values"],
     *,
     window: int | tuple[int, int] = 128,
+    dilation: int = 1,
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
     attn_mask: Tensor | None = None,
@@ -40,8 +44,14 @@ def local_attention(
 
     ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L. O(n w d) time,
     O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
+    With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1).
     """
-    m, length, keys = Local(window), q.shape[-2], k.shape[-2]
+    m, length, keys = Local(window, dilation=dilation), q.shape[-2], k.shape[-2]
+    if dilation > 1:
+        every = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
+        return dilated(
+            every, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask
+        )  # fmt: skip
     left, right = m.sides
     if not symbolic() and m.covers(length, keys, is_causal=is_causal):
         return softmax_attention(
@@ -84,10 +94,13 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         window: Positions before and after the query that it sees, (left, right) or one number for both, itself not
             counted. With is_causal=True nothing after it is seen, whatever ``right`` says.
         scale: Factor on the dot products; None means 1/sqrt(width).
+        dilation: Steps between the positions that are seen: with 4 every fourth one, and as many keys reach four times
+            as far.
     """
 
     window: int | tuple[int, int] = 128
     scale: float | None = None
+    dilation: int = 1
 
     traits = TRAITS
 
@@ -96,16 +109,18 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         pair = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         if len(pair) != 2 or not all(isinstance(side, int) and side >= 0 for side in pair):
             raise ValueError(f"Local(window={self.window!r}): window must be a number >= 0 or a pair (left, right)")
+        at_least(self, "dilation", self.dilation, 1)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Positions before and after the query that it sees."""
-        return self.window if isinstance(self.window, tuple) else (self.window, self.window)
+        """How many positions before and after the query the first and the last key stand that it sees."""
+        left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
+        return left * self.dilation, right * self.dilation
 
     def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
         """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
         left, right = self.sides
-        return left >= keys - 1 and (is_causal or right >= length - 1)
+        return self.dilation == 1 and left >= keys - 1 and (is_causal or right >= length - 1)
 
     def leaving(self, keys: int) -> int:
         """The number of the first of ``keys`` tokens that no later token sees."""
@@ -117,15 +132,17 @@ class Local(MaskedAttention[tuple[()], KVCache]):
     ) -> Tensor:  # fmt: skip
         """Softmax inside the window under any mask."""
         return local_attention(
-            q, k, v, window=self.window, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask,
-            dropout=dropout, scale=self.scale,
+            q, k, v, window=self.window, dilation=self.dilation, is_causal=is_causal, key_mask=key_mask,
+            attn_mask=attn_mask, dropout=dropout, scale=self.scale,
         )  # fmt: skip
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
-        """By FlexAttention, on a GPU."""
+        """By FlexAttention, on a GPU, where every position of the window is seen."""
+        if self.dilation > 1:
+            return None
         left, right = self.sides
         right = 0 if is_causal else right
         return patterns.attend_packed(q, k, v, lengths, left, right, key_mask, scale=self.scale)
@@ -133,10 +150,7 @@ class Local(MaskedAttention[tuple[()], KVCache]):
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        """Attend to the window before the new tokens and to these; keep the last ``left`` tokens."""
-        left = self.sides[0]
+        """Attend to the window before the new tokens and to these; keep the tokens that later ones may see."""
         near = append(state, k, v, key_mask)
-        out = local_attention(
-            q, near.k, near.v, window=(left, 0), is_causal=True, key_mask=near.visible, scale=self.scale
-        )
-        return out, last(near, left)
+        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.visible)
+        return out, last(near, self.sides[0])
