@@ -8,6 +8,8 @@ FAULTS = [
           "tests/linear/test_linear_fast.py"),
     Fault("the sign fix of the orthogonal draws is gone", "feature_maps/random_features.py",
           "Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]", "Q = Q * 1.0", "tests/linear/test_favor.py"),
+    Fault("products pair a number with itself", "feature_maps/products.py", "for j in range(1, self.nu + 1)",
+          "for j in range(self.nu)", ORACLE + "DPFP"),
     Fault("half the squared norm is forgotten", "feature_maps/random_features.py", "z.sub_((x.square().sum(-1) / 2",
           "z.sub_((x.square().sum(-1)", ORACLE + "FavorPlus"),
     Fault("damped rows are scaled too much", "feature_maps/random_features.py", "return W * factor.sqrt(), bias",

@@ -13,6 +13,7 @@ from fast_attention import Bound, LinearAttention, Shape, catalogue
 from fast_attention.engine.decay import GROUP, state_sums
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.features import (
+    DPFP,
     Custom,
     EluPlusOne,
     Exp,
@@ -28,7 +29,7 @@ from fast_attention.functional import linear_attention
 from fast_attention.mechanisms.linear import linear_state, reference
 from tests.cases import bind, qkv, some_keys
 
-MAPS = [EluPlusOne(), Relu(), Relu(offset=1e-3), Identity(), SoftmaxMap(), Exp(), Quadratic(), Taylor()]
+MAPS = [EluPlusOne(), Relu(), Relu(offset=1e-3), Identity(), SoftmaxMap(), Exp(), Quadratic(), Taylor(), DPFP(nu=2)]
 MECHANISMS = [
     "LinearAttention()",
     "LinearAttention(feature_map=Exp())",
@@ -168,6 +169,20 @@ def test_polynomial_maps_are_their_kernels() -> None:
     torch.testing.assert_close(Taylor()(x) @ Taylor()(y).T, 1 + s + s**2 / 2, rtol=1e-12, atol=1e-12)
     assert Quadratic()(x).shape[-1] == Taylor()(x).shape[-1] == 1 + 8 + 64
     assert (Taylor()(x) @ Taylor()(y).T).min() >= 0.5 - 1e-12
+
+
+def test_products_of_neighbours() -> None:
+    """Worked by hand; the sign of any one coordinate changes which features are at work, and too many are refused."""
+    x = torch.tensor([[2.0, -3.0, 5.0]], dtype=torch.float64)  # halves [2, 0, 5, 0, 3, 0]
+    torch.testing.assert_close(DPFP()(x), torch.zeros(1, 6, dtype=torch.float64))
+    second = [10.0, 0.0, 15.0, 0.0, 6.0, 0.0]  # 2 * 5, 5 * 3 and, around the end, 3 * 2
+    assert DPFP(nu=2)(x)[0].tolist() in ([0.0] * 6 + second, [0.0] * 6 + second[4:] + second[:4])
+    signs = torch.tensor([[a, b] for a in (-1.0, 1.0) for b in (-1.0, 1.0)])
+    gram = DPFP(nu=3)(signs) @ DPFP(nu=3)(signs).T
+    assert torch.equal(gram, gram.diagonal().diag())
+    assert (gram.diagonal() > 0).all()
+    with pytest.raises(ValueError, match="nu must be less than twice the width"):
+        DPFP(nu=4)(signs)
 
 
 def test_identity_is_normalised_dot_products() -> None:

@@ -27,6 +27,10 @@ def kernel(feature_map: Any, x: Tensor, y: Tensor) -> Tensor:
             return (1 + scaled) ** 2
         case "Taylor":
             return 1 + scaled + scaled**2 / 2
+        case "DPFP":
+            a, b = (torch.stack([max(r[i], 0 * r[i]) * max(r[(i + j) % len(r)], 0 * r[i])
+                                 for j in range(1, feature_map.nu + 1) for i in range(len(r))])
+                    for r in (torch.cat([t, -t]) for t in (x, y)))  # fmt: skip
         case name:
             raise AssertionError(f"no oracle for the feature map {name}")
     return (a * b).sum()
@@ -85,6 +89,8 @@ VARIANTS = [
     "LinearAttention(feature_map=Quadratic())",
     "LinearAttention(feature_map=Taylor())",
     "LinearAttention(feature_map=Exp())",
+    "LinearAttention(feature_map=DPFP())",
+    "LinearAttention(feature_map=DPFP(nu=3), eps=0.01)",
     "DecayedLinearAttention(gate='learned')",
     "DecayedLinearAttention(gate='token')",
     "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.bounds import bounded
 from fast_attention.engine.exponential import exp
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Logs
 from fast_attention.feature_maps.feature_map import Features as Features
+from fast_attention.feature_maps.products import DPFP, Quadratic, Taylor
 from fast_attention.value import at_least
 
 
@@ -109,33 +108,6 @@ class Exp(FeatureMap):
 
 
 @dataclass(frozen=True, repr=False)
-class Quadratic(FeatureMap):
-    """The kernel ``(1 + x . y / sqrt(d))^2``; C = 1 + d + d^2, never negative as a kernel, exact."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[1, sqrt(2) x, vec(x x^T)]`` of ``x / d^(1/4)``."""
-        return _polynomial(x, math.sqrt(2), 1.0)
-
-
-@dataclass(frozen=True, repr=False)
-class Taylor(FeatureMap):
-    """The kernel ``1 + s + s^2 / 2``, s = x . y / sqrt(d): exp to second order, at least 1/2; C = 1 + d + d^2.
-
-    The feature map of Based (Arora et al. 2024, arXiv 2402.18668).
-    """
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[1, x, vec(x x^T) / sqrt(2)]`` of ``x / d^(1/4)``."""
-        return _polynomial(x, 1.0, math.sqrt(0.5))
-
-
-def _polynomial(x: Tensor, first: float, second: float) -> Tensor:
-    x = bounded(x) * x.shape[-1] ** -0.25
-    squares = (second * x[..., :, None] * x[..., None, :]).flatten(-2)
-    return torch.cat([torch.ones_like(x[..., :1]), first * x, squares], -1)
-
-
-@dataclass(frozen=True, repr=False)
 class Custom(FeatureMap):
     """Any function of a tensor as a feature map.
 
@@ -180,3 +152,9 @@ def as_feature_map(owner: object, setting: str, value: Any) -> FeatureMap:
         )
     function: Any = value
     return Custom(function)
+
+
+__all__ = [
+    "DPFP", "Custom", "EluPlusOne", "Exp", "FeatureMap", "Identity", "Quadratic", "Relu", "SoftmaxMap", "Taylor",
+    "as_feature_map",
+]  # fmt: skip

@@ -67,8 +67,8 @@ class LinearAttention(Kernelised[tuple[()]]):
 
     Args:
         feature_map: The map phi of queries and keys: ``EluPlusOne()``, ``Relu()``, ``Exp()``, ``SoftmaxMap()``,
-            ``Quadratic()``, ``Taylor()``, ``Identity()``, your own ``FeatureMap``, or any function of a tensor
-            (wrapped in ``Custom``). Maps that can be negative leave the denominators unprotected.
+            ``Quadratic()``, ``Taylor()``, ``DPFP()``, ``Identity()``, your own ``FeatureMap``, or any function of a
+            tensor (wrapped in ``Custom``). Maps that can be negative leave the denominators unprotected.
         eps: Added to the denominators, at least 0; in the units of ``phi(q) . phi(k)``. Not used by ``Exp``.
     """
 
