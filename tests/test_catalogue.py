@@ -71,7 +71,7 @@ def test_attention_refuses_mixers_and_learned_weights() -> None:
         ("Longformer", "Local(window=128)"),
         ("sliding window", "Local(window=128)"),
         ("dilated attention", "Write Local(window=64, dilation=4)."),
-        ("LongNet", "not here; nearest is Local(window=64, dilation=4)"),
+        ("LongNet", "not here; nearest is Local(window=64, dilation=(1, 4, 16))"),
         ("Transformer-XL", "not here; nearest is BlockLocal(before=1, after=0)"),
         ("Hedgehog", "Write LearnedFeatures()."),
         ("LoLCATs", "Write Hybrid(far=LearnedFeatures())."),

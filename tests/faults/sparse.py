@@ -10,6 +10,8 @@ FAULTS = [
           "front = (keys - length) % dilation", "front = (keys - length + 1) % dilation", ORACLE + "'Local and dilation'"),
     Fault("a dilated window sees the padding behind the keys", "mechanisms/sparse/dilated.py",
           "(symbolic() or keys % dilation)", "symbolic()", ORACLE + "'Local and dilation'"),
+    Fault("heads come back in another order", "mechanisms/sparse/dilated.py",
+          "places = sorted(range(heads), key=order.__getitem__)", "places = order", "tests/sparse/test_local.py -k rates"),
     Fault("a mask of the caller's moves by one stride", "mechanisms/sparse/dilated.py",
           "full = pad(full, (0, 0, front, 0)) if", "full = pad(full, (0, 0, 0, front)) if",
           "tests/sparse/test_local.py -k 'any_mask_where and dilation'"),

@@ -323,7 +323,7 @@ def folder(kind: str, mechanism: str | None, path: Path) -> Any:
         ("Llama", "Local(window=(5, 0))"),
         ("Mistral", "Local(window=(3, 0))"),
         ("Bert", "Local(window=2, dilation=3)"),
-        ("Llama", "Local(window=2, dilation=4)"),
+        ("Llama", "Local(window=2, dilation=(1, 4))"),
         ("Vit", "LinearAttention"),
         ("Bart", "AFTSimple"),
         ("Bert", None),

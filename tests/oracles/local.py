@@ -27,12 +27,13 @@ def local(
     The gaps are Longformer's dilation (arXiv 2004.05150, section 3.1).
     """
     left, right = m.window if isinstance(m.window, tuple) else (m.window, m.window)
+    apart = m.dilation[head % len(m.dilation)] if isinstance(m.dilation, tuple) else m.dilation
     rows = []
     for i in range(len(q)):
         here = i + len(k) - len(q)
         seen = []
         for j in range(len(k)):
-            steps, between = divmod(j - here, m.dilation)
+            steps, between = divmod(j - here, apart)
             near = between == 0 and -left <= steps <= right
             if near and not (is_causal and j > here) and (key_mask is None or bool(key_mask[j])):
                 seen.append(j)
@@ -65,6 +66,7 @@ VARIANTS = [
     "Local(window=(1, 4), scale=0.5)",
     "Local(window=2, dilation=3)",
     "Local(window=(1, 2), scale=0.5, dilation=2)",
+    "Local(window=2, dilation=(1, 3))",
     "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)",
     "BlockLocal(block_size=4, before=0, after=2, scale=1.0)",

@@ -108,6 +108,28 @@ def test_any_mask_where_queries_and_keys_differ_in_number(m: Any, is_causal: boo
             same(ours, F.scaled_dot_product_attention(q, k, v, dense))
 
 
+@pytest.mark.parametrize("heads", [2, 5, 7])
+def test_heads_take_rates_in_turn(heads: int, device: torch.device) -> None:
+    """As every head alone with its own rate; with a mask for all heads and with one for each."""
+    m, length = Local(window=2, dilation=(1, 3, 4)), 29
+    q, k, v = qkv(length, heads=heads, device=device)
+    key_mask = some_keys(2, length, device)
+    for attn_mask in (None, torch.randn(length, length), torch.randn(2, heads, length, length)):
+        bias = None if attn_mask is None else attn_mask.double().to(device)
+        alone = []
+        for h in range(heads):
+            each, one = Local(window=2, dilation=(1, 3, 4)[h % 3]), slice(h, h + 1)
+            mask = bias if bias is None or bias.ndim < 3 else bias[:, one]
+            alone.append(each(q[:, one], k[:, one], v[:, one], key_mask=key_mask, attn_mask=mask))
+        same(m(q, k, v, key_mask=key_mask, attn_mask=bias), torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("dilation", [(), (1, 0), (2, 1.5), 0, -1])
+def test_a_dilation_that_is_none_is_refused(dilation: Any) -> None:
+    with pytest.raises(ValueError, match="dilation must be"):
+        Local(dilation=dilation)
+
+
 def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> None:
     q, k, _ = qkv(9, batch=1, heads=1, device=device)
     v, m = torch.eye(9, dtype=torch.float64).to(device)[None, None], Local(window=2)

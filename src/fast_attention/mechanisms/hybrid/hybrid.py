@@ -94,7 +94,7 @@ class Hybrid(Attention[Any, HybridState]):
         message = f"Hybrid(near={self.near!r}, far={self.far!r})"
         if not isinstance(self.near, Local | BlockLocal):
             raise ValueError(f"{message}: near must be a window such as Local(window=64), or BlockLocal()")
-        if isinstance(self.near, Local) and self.near.dilation > 1:
+        if isinstance(self.near, Local) and self.near.dilation != 1:
             raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
         if not isinstance(self.far, Kernelised):
             raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")

@@ -16,7 +16,9 @@ from fast_attention.engine.tracing import symbolic
 class Attend(Protocol):
     """An attention whose queries end where its keys end."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None, dilation: int = 1
+    ) -> Tensor:
         """Outputs (..., H, L, Ev)."""
         ...
 
@@ -48,6 +50,30 @@ def dilated(
     out = attend(*(_strided(x, dilation) for x in (q, k, v)), key_mask=visible, attn_mask=attn_mask)
     out = join(out.movedim(-4, -2), front + length)
     return out[..., front:, :] if symbolic() or front else out
+
+
+def by_heads(
+    attend: Attend,
+    q: Float[Tensor, "*batch heads length width"],
+    k: Float[Tensor, "*batch heads keys width"],
+    v: Float[Tensor, "*batch heads keys values"],
+    *,
+    dilations: tuple[int, ...],
+    key_mask: Bool[Tensor, "*#batch2 1 keys"] | None,
+    attn_mask: Tensor | None,
+) -> Float[Tensor, "*batch heads length values"]:
+    """``attend`` with ``dilation``, for head h the one at h modulo their number."""
+    number, heads, parts = len(dilations), q.shape[-3], []
+    for first, dilation in enumerate(dilations[:heads]):
+        every = slice(first, None, number)
+        mask = attn_mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask[..., every, :, :]
+        turn = (x[..., every, :, :] for x in (q, k, v))
+        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation))
+    order = [h for first in range(number) for h in range(first, heads, number)]  # the heads of the parts
+    places = sorted(range(heads), key=order.__getitem__)
+    return torch.cat(parts, -3)[..., places, :, :]
 
 
 def _strided(x: Shaped[Tensor, "*batch heads length E"], dilation: int) -> Shaped[Tensor, "*batch dilation heads n E"]:

@@ -20,8 +20,7 @@ from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.banded import banded_softmax, covers_most
-from fast_attention.mechanisms.sparse.dilated import dilated
-from fast_attention.value import at_least
+from fast_attention.mechanisms.sparse.dilated import by_heads, dilated
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 128  # of queries that share one slice of keys
 
@@ -32,7 +31,7 @@ def local_attention(
     v: Float[Tensor, "*batch keys values"],
     *,
     window: int | tuple[int, int] = 128,
-    dilation: int = 1,
+    dilation: int | tuple[int, ...] = 1,
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 keys"] | None = None,
     attn_mask: Tensor | None = None,
@@ -44,14 +43,15 @@ def local_attention(
 
     ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L. O(n w d) time,
     O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
-    With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1).
+    With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1); of
+    several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E).
     """
     m, length, keys = Local(window, dilation=dilation), q.shape[-2], k.shape[-2]
-    if dilation > 1:
-        every = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
-        return dilated(
-            every, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask
-        )  # fmt: skip
+    if dilation != 1:
+        run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
+        if isinstance(dilation, tuple):
+            return by_heads(run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask)
+        return dilated(run, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask)
     left, right = m.sides
     if not symbolic() and m.covers(length, keys, is_causal=is_causal):
         return softmax_attention(
@@ -95,12 +95,12 @@ class Local(MaskedAttention[tuple[()], KVCache]):
             counted. With is_causal=True nothing after it is seen, whatever ``right`` says.
         scale: Factor on the dot products; None means 1/sqrt(width).
         dilation: Steps between the positions that are seen: with 4 every fourth one, and as many keys reach four times
-            as far.
+            as far. Several, such as (1, 4), for as many heads in turn: head 0 takes the first, head 1 the second.
     """
 
     window: int | tuple[int, int] = 128
     scale: float | None = None
-    dilation: int = 1
+    dilation: int | tuple[int, ...] = 1
 
     traits = TRAITS
 
@@ -109,13 +109,18 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         pair = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         if len(pair) != 2 or not all(isinstance(side, int) and side >= 0 for side in pair):
             raise ValueError(f"Local(window={self.window!r}): window must be a number >= 0 or a pair (left, right)")
-        at_least(self, "dilation", self.dilation, 1)
+        dilations = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
+        if not dilations or not all(isinstance(each, int) and each >= 1 for each in dilations):
+            raise ValueError(
+                f"Local(dilation={self.dilation!r}): dilation must be a number >= 1, or several (1, 4, 16)"
+            )
 
     @property
     def sides(self) -> tuple[int, int]:
         """How many positions before and after the query the first and the last key stand that it sees."""
         left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
-        return left * self.dilation, right * self.dilation
+        most = max(self.dilation) if isinstance(self.dilation, tuple) else self.dilation
+        return left * most, right * most
 
     def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
         """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
@@ -141,7 +146,7 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU, where every position of the window is seen."""
-        if self.dilation > 1:
+        if self.dilation != 1:
             return None
         left, right = self.sides
         right = 0 if is_causal else right
