@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -12,15 +12,7 @@ from torch.nn.functional import pad
 from fast_attention.engine.blocks import join, split, split_mask, split_row
 from fast_attention.engine.tracing import symbolic
 
-
-class Attend(Protocol):
-    """An attention whose queries end where its keys end."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, attn_mask: Tensor | None, dilation: int = 1
-    ) -> Tensor:
-        """Outputs (..., H, L, Ev)."""
-        ...
+Attend = Callable[..., Tensor]  # (q, k, v, key_mask=, attn_mask=), queries ending where keys end; by heads: dilation=
 
 
 def dilated(
