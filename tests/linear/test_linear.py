@@ -172,7 +172,7 @@ def test_polynomial_maps_are_their_kernels() -> None:
 
 
 def test_products_of_neighbours() -> None:
-    """Worked by hand; the sign of any one coordinate changes which features are at work, and too many are refused."""
+    """Worked by hand; with all products of two numbers, different signs are orthogonal; too many are refused."""
     x = torch.tensor([[2.0, -3.0, 5.0]], dtype=torch.float64)  # halves [2, 0, 5, 0, 3, 0]
     torch.testing.assert_close(DPFP()(x), torch.zeros(1, 6, dtype=torch.float64))
     second = [10.0, 0.0, 15.0, 0.0, 6.0, 0.0]  # 2 * 5, 5 * 3 and, around the end, 3 * 2

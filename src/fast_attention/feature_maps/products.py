@@ -1,4 +1,4 @@
-"""Feature maps whose features are products of a token's numbers: kernels that are polynomials of dot products."""
+"""Feature maps whose features are products of a token's numbers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Taylor(FeatureMap):
 class DPFP(FeatureMap):
     """Products of neighbours in ``[max(x, 0), max(-x, 0)]``: sparse, never negative, C = 2 d nu.
 
-    Keys of different signs get orthogonal features, so that a state tells more of them apart than d (deterministic
-    parameter-free projection, Schlag et al. 2021, arXiv 2102.11174, Eq. 37).
+    Signs say which features are above zero, so that keys of different signs share few of them, and a state holds more
+    keys apart than with d features (deterministic parameter-free projection, Schlag et al. 2021, arXiv 2102.11174).
 
     Args:
         nu: Each number is multiplied by the next, the one after it, up to the ``nu``-th; less than twice the width.
