@@ -6,6 +6,7 @@ Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Heads are independent in every a
 from __future__ import annotations
 
 import functools
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Shape, Unsupported
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel import collectives
 from fast_attention.parallel.shards import Shards
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
@@ -20,16 +22,16 @@ from fast_attention.parallel.strategy import Call, Sizes, Strategy
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend with all tokens of this process's heads, between two transpositions."""
-    w, inputs, key_mask = transposed(call, q, k, v)
-    out = call.mechanism(*inputs, w, is_causal=call.is_causal, key_mask=key_mask)
+    part, inputs = transposed(call, q, k, v)
+    out = part.mechanism(*inputs, part.w, is_causal=call.is_causal, key_mask=part.key_mask)
     return to_sequence(out, call.shards.queries, call.shards)
 
 
-def transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, list[Tensor], Tensor | None]:
-    """The weights of this process's heads, their queries, keys and values of all tokens, and who may be seen."""
-    shards, mechanism = call.shards, call.mechanism
+def transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, list[Tensor]]:
+    """The call of this process's heads with a mask of all tokens, and their queries, keys and values of all tokens."""
+    shards = call.shards
     check(call, q.shape[-3])
-    w = weights_of_heads(mechanism, call.w, q.shape[-3], shards)
+    part = of_heads(call, q.shape[-3], shards)
     sizes = (shards.queries, shards.keys, shards.keys)
     inputs = [to_heads(x, lengths, shards) for x, lengths in zip((q, k, v), sizes, strict=True)]
     key_mask = call.key_mask
@@ -37,7 +39,7 @@ def transposed(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, list[T
         rows = key_mask.expand(*k.shape[:-3], key_mask.shape[-1])[..., None, :, None]
         rows = rows.expand(*k.shape[:-3], shards.world, -1, 1).to(torch.uint8)
         key_mask = to_heads(rows, shards.keys, shards)[..., 0, :, 0].bool()
-    return w, inputs, key_mask
+    return part._replace(key_mask=key_mask), inputs
 
 
 def check(call: Call, heads: int) -> None:
@@ -69,8 +71,23 @@ def to_sequence(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
     return by_rank.movedim(0, -4).flatten(-4, -3)
 
 
-def weights_of_heads(mechanism: Attention[Any, Any], w: Any, heads: int, shards: Shards) -> Any:
-    """The part of the weights that belongs to this process's heads."""
+def of_heads(call: Call, heads: int, shards: Shards) -> Call:
+    """The call with the mechanism and the weights of this process's heads only."""
+    share = heads // shards.world
+    w = _weights(call.mechanism, call.w, heads, shards)
+    return call._replace(mechanism=_from_head(call.mechanism, shards.rank * share), w=w)
+
+
+def _from_head(mechanism: Attention[Any, Any], first: int) -> Attention[Any, Any]:
+    """The mechanism that does with heads from 0 on what this one does with those from ``first`` on."""
+    if isinstance(mechanism, Local):
+        return mechanism.from_head(first)
+    settings = {each.name: getattr(mechanism, each.name) for each in fields(mechanism)}  # type: ignore[arg-type]
+    inner = {name: _from_head(part, first) for name, part in settings.items() if isinstance(part, Attention)}
+    return replace(mechanism, **inner) if inner else mechanism  # type: ignore[type-var]
+
+
+def _weights(mechanism: Attention[Any, Any], w: Any, heads: int, shards: Shards) -> Any:
     share = heads // shards.world
 
     def cut(tensor: Any, axes: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fast_attention.decoding import State
 from fast_attention.engine.precision import rebuild
 from fast_attention.parallel import collectives
-from fast_attention.parallel.heads import weights_of_heads
+from fast_attention.parallel.heads import of_heads
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
 
 LONG = 1024  # tokens of a process from which on states are sent while others are summed
@@ -41,7 +41,7 @@ def _causal(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     calls = [call]
     if parts == 2:
         halves = (replace(shards, rank=i, queries=(1, 1)) for i in range(2))
-        calls = [call._replace(w=weights_of_heads(call.mechanism, call.w, heads, half)) for half in halves]
+        calls = [of_heads(call, heads, half) for half in halves]
     inputs = list(zip(*(x.split(heads // parts, -3) for x in (q, k, v)), strict=True))
     flights = [_depart(each, k_part, v_part) for each, (_, k_part, v_part) in zip(calls, inputs, strict=True)]
     outs = []

@@ -46,11 +46,11 @@ def _by_heads(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) 
     mechanism, shards = call.mechanism, call.shards
     whole = decoding.empty(mechanism, q, k, v, call.w)
     held = decoding.validated(state, whole)
-    w, inputs, key_mask = heads.transposed(call, q, k, v)
-    part = decoding.empty(mechanism, inputs[0], inputs[1], inputs[2], w)
-    axes = _head_axes(mechanism, (call.w, q, k, v), (w, *inputs))
-    before = None if held is None else replaced(part, held=_cut(held, axes, shards.rank, part.heads))
-    out, after = mechanism.decode(*inputs, w, before, key_mask=key_mask)
+    part, inputs = heads.transposed(call, q, k, v)
+    empty = decoding.empty(part.mechanism, inputs[0], inputs[1], inputs[2], part.w)
+    axes = _head_axes(mechanism, (call.w, q, k, v), (part.w, *inputs))
+    before = None if held is None else replaced(empty, held=_cut(held, axes, shards.rank, empty.heads))
+    out, after = part.mechanism.decode(*inputs, part.w, before, key_mask=part.key_mask)
     return heads.to_sequence(out, shards.queries, shards), replaced(whole, held=_joined(after.held, axes, shards.group))
 
 

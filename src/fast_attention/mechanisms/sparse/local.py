@@ -6,7 +6,7 @@ The window is Longformer's (Beltagy et al. 2020, arXiv 2004.05150) with the ends
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxtyping import Bool, Float
@@ -130,6 +130,13 @@ class Local(MaskedAttention[tuple[()], KVCache]):
     def leaving(self, keys: int) -> int:
         """The number of the first of ``keys`` tokens that no later token sees."""
         return max(keys - self.sides[0], 0)
+
+    def from_head(self, first: int) -> Local:
+        """The window that gives heads from 0 on the dilations that this one gives those from ``first`` on."""
+        if not isinstance(self.dilation, tuple):
+            return self
+        first %= len(self.dilation)
+        return replace(self, dilation=self.dilation[first:] + self.dilation[:first])
 
     def attend_masked(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
