@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Attention, ReLUAttention, Softmax, catalogue
+from fast_attention.counting import peak_bytes
 from fast_attention.functional import relu_attention, softmax_attention
 from tests.cases import qkv, some_keys
 
@@ -39,6 +40,27 @@ def test_softmax_does_not_change_where_scores_shift(device: torch.device) -> Non
     close(softmax_attention(q, k + torch.randn(8, dtype=k.dtype, device=device), v), out)
     order = torch.randperm(13)
     close(softmax_attention(q, k[:, :, order], v[:, :, order]), out)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_more_axes_before_the_heads_are_a_larger_batch(is_causal: Any) -> None:
+    """In outputs, gradients and memory: torch's kernel of five axes holds all scores."""
+    q, k, v = (x.float().unflatten(0, (2, 3)).requires_grad_() for x in qkv(33, batch=6))
+    key_mask = torch.rand(2, 3, 33) < 0.5
+    attn_mask = torch.rand(2, 1, 2, 33, 33) < 0.5
+    for masks in ({}, {"key_mask": key_mask}, {"attn_mask": attn_mask}, {"key_mask": key_mask, "attn_mask": attn_mask}):
+        outs = []
+        for flat in (False, True):
+            given = {
+                name: mask.expand(2, 3, *mask.shape[2:]).flatten(0, 1) if flat else mask for name, mask in masks.items()
+            }
+            tokens = [x.flatten(0, 1) if flat else x for x in (q, k, v)]
+            out = softmax_attention(*tokens, is_causal=is_causal, **given).view(q.shape)
+            outs.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for five, four in zip(*outs, strict=True):
+            close(five, four, 0.0)
+    long = torch.randn(2, 1, 2, 1024, 8)
+    assert peak_bytes(lambda: softmax_attention(long, long, long, is_causal=is_causal)) < 1024 * 1024
 
 
 def test_softmax_stays_in_the_convex_hull_of_the_values(device: torch.device) -> None:

@@ -60,6 +60,8 @@ FAULTS = [
     Fault("a masked key shows in second derivatives", "engine/fused.py",
           'torch.finfo(mask.dtype).min), mask > float("-inf")',
           'torch.finfo(mask.dtype).min), mask >= float("-inf")', "tests/sinkhorn/test_sinkhorn.py -k masks_stay"),
+    Fault("tokens of five axes meet torch's kernel as they are", "engine/fused.py", "if q.ndim > 4:", "if False:",
+          "tests/dense/test_softmax_relu.py -k more_axes"),
     Fault("sums that overflow are handed out", "engine/overflow.py", "return math.isfinite(out.sum().item())", "return True",
           LAW + "'finite and LinearAttention'"),
     Fault("coordinates are not bounded", "engine/bounds.py", "else x.clamp(-MOST, MOST)", "else x + 0",

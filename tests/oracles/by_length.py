@@ -32,6 +32,7 @@ VARIANTS = [
     "ByLength(long=FavorPlus(num_features=5), above=5)",
     "ByLength(long=Local(window=4), above=8)",
     "ByLength(short=Local(window=2), long=LinearAttention(), above=4)",
+    "ByLength(short=Local(window=2, dilation=(1, 3)), long=LinearAttention(), above=9)",
     "ByLength(short=LearnedFeatures(num_features=3), long=Softmax(scale=0.5), above=1)",
     "ByLength(long=Manhattan(), above=3)",
 ]

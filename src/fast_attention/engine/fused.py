@@ -29,8 +29,14 @@ def fused_attention(
 ) -> Float[Tensor, "*batch length values"]:
     """``scaled_dot_product_attention``, on a CPU with every derivative: more than one gradient by way of all scores.
 
-    ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one.
+    ``mask`` (*batch, length, keys) is boolean or additive; ``is_causal`` goes without one. torch's kernels take four
+    axes: with more it would hold all scores, so that those before the heads become one.
     """
+    if q.ndim > 4:
+        lead = q.shape[:-3]
+        mask = None if mask is None else mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+        q, k, v = (x.flatten(0, -4) for x in (q, k, v))
+        return fused_attention(q, k, v, mask, is_causal=is_causal, dropout=dropout, scale=scale).unflatten(0, lead)
     if is_causal and scale is not None and scale < TINY:  # torch's kernel masks before it scales, in float32: NaN
         q, scale = q * scale, 1.0
     if transformed() or (mask is not None and exporting()):

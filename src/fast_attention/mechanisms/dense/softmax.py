@@ -54,7 +54,7 @@ def softmax_attention(
     mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:
         mask = masks.merge(attn_mask, mask, q.dtype)
-    if mask is not None and not mask.ndim == q.ndim == 4:  # one for all heads: the kernel would copy it for each
+    if mask is not None and not mask.ndim == q.ndim >= 4:  # one for all heads: the kernel would copy it for each
         mask = mask.expand(*q.shape[:-1], keys)
     dispatch.record("torch's fused kernel", "no mask" if mask is None else f"with a mask: {why}")
     return fused_attention(q, k, v, mask, dropout=dropout, scale=scale)
