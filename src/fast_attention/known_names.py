@@ -40,6 +40,7 @@ KNOWN = (
     Known("Random Feature Attention, RFA", "Favor()", note="RFA also scales queries and keys to length one"),
     Known("Chefs' Random Tables, CRT", "FavorPlusPlus()"),
     Known("Hedgehog", "LearnedFeatures()"),
+    Known("Transformer-to-RNN, finetuning pretrained transformers into RNNs", "T2R()"),
     Known("LoLCATs", "Hybrid(far=LearnedFeatures())"),
     Known("Based", "LinearAttention(feature_map=Taylor())", note="Based alternates it with layers of Local()"),
     Known("Efficient Attention", "LinearAttention(feature_map=SoftmaxMap())", False,

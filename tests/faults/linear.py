@@ -3,6 +3,10 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
+    Fault("a layer of features has no bias", "mechanisms/linear/t2r.py", " + self.bias[:, None].to(x.dtype)", "",
+          "tests/test_oracles.py -k T2R"),
+    Fault("queries change their sign in decoding", "mechanisms/linear/t2r.py", "advance(w(q)", "advance(w(-q)",
+          "tests/conformance/test_contract.py -k 'decode and T2R'"),
     Fault("one product of all tokens sees later ones", "mechanisms/linear/reference.py", "_later(v.shape[-2], q), 0.0)",
           "_later(v.shape[-2], q), 1.0)", "tests/linear/test_linear.py -k alignment"),
     Fault("one product of all tokens forgets the keys' scales", "mechanisms/linear/reference.py",

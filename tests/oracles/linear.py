@@ -80,7 +80,24 @@ def decayed(
     return torch.stack(rows)
 
 
-ORACLES = {"LinearAttention": linear, "DecayedLinearAttention": decayed}
+def t2r(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2103.13076: one layer with ReLU for queries and keys."""
+
+    def phi(x: Tensor) -> Tensor:
+        numbers = [row @ x + b for row, b in zip(w.rows[head], w.bias[head], strict=True)]
+        return torch.stack([torch.where(t > 0, t, 0 * t) for t in numbers])
+
+    rows = []
+    for i in range(len(q)):
+        seen = visible(i, len(q), len(k), is_causal, key_mask)
+        weights = [phi(q[i]) @ phi(k[j]) for j in seen]
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights) + m.eps))
+    return torch.stack(rows)
+
+
+ORACLES = {"LinearAttention": linear, "DecayedLinearAttention": decayed, "T2R": t2r}
 VARIANTS = [
     "LinearAttention(eps=0.1)",
     "LinearAttention(feature_map=Relu(offset=0.001))",
@@ -91,6 +108,7 @@ VARIANTS = [
     "LinearAttention(feature_map=Exp())",
     "LinearAttention(feature_map=DPFP())",
     "LinearAttention(feature_map=DPFP(nu=3), eps=0.01)",
+    "T2R(num_features=5, eps=0.01)",
     "DecayedLinearAttention(gate='learned')",
     "DecayedLinearAttention(gate='token')",
     "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",

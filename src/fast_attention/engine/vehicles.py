@@ -23,6 +23,7 @@ VEHICLES = {
     "FavorPlus": KERNELS,
     "FavorPlusPlus": KERNELS,
     "LearnedFeatures": KERNELS,
+    "T2R": KERNELS,
     "Linformer": FUSED,
     "Local": FLEX,
     "BlockLocal": FLEX,

@@ -11,6 +11,7 @@ from fast_attention.mechanisms.linear.favor import Favor as Favor
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus as FavorPlus
 from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
 from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as LearnedFeatures
+from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
@@ -49,5 +50,5 @@ __all__ = [
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",
     "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
-    "SortCut",
+    "SortCut", "T2R",
 ]  # fmt: skip
