@@ -47,7 +47,7 @@ test-ray: .venv-ray/ready
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -p no:cacheprovider tests/test_examples.py -k ray_train
 
 # Swapped models under the oldest release of transformers that pyproject.toml allows, in an environment of its own;
-# make test has the newest.
+# make test has the one in constraints.txt.
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 test-transformers: .venv-transformers/ready
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -n 2 -p no:cacheprovider \
@@ -140,7 +140,8 @@ clean:
 
 .venv-transformers/ready: pyproject.toml constraints.txt
 	test -x .venv-transformers/bin/python || $(PYTHON) -m venv .venv-transformers
-	.venv-transformers/bin/python -m pip install --quiet -c constraints.txt -e '.[lab,hf]' \
+	grep -v '^transformers' constraints.txt > .venv-transformers/constraints.txt
+	.venv-transformers/bin/python -m pip install --quiet -c .venv-transformers/constraints.txt -e '.[lab,hf]' \
 		'transformers==$(OLDEST)' 'pytest>=8' 'pytest-xdist>=3.6'
 	touch $@
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import fast_attention
-from fast_attention import files
+from fast_attention import cache_argument, files
 from fast_attention.lab import records, surroundings
 
 AROUND = 64  # tokens whose median stands for a position
@@ -61,8 +61,9 @@ def written(mechanism: str, batch: int, positions: list[int]) -> list[dict[str, 
         fast_attention.swap(model, mechanism)
     cache = DynamicCache(config=config)
     watch = Watch(cache, positions)
+    given = {cache_argument.name_of(model.forward): cache}
     model.generate(
-        torch.randint(256, (batch, 8)), past_key_values=cache, do_sample=False, min_new_tokens=positions[-1],
+        torch.randint(256, (batch, 8)), **given, do_sample=False, min_new_tokens=positions[-1],
         max_new_tokens=positions[-1], stopping_criteria=StoppingCriteriaList([watch]), pad_token_id=0,
         eos_token_id=None,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Shape, Unsupported, attention_rows, catalogue, swap, swap_back
+from fast_attention import Shape, Unsupported, attention_rows, cache_argument, catalogue, swap, swap_back
 from fast_attention.counting import exponent, peak_bytes
 from fast_attention.lab.calls import calls_during
 from fast_attention.nn.bound import Bound
@@ -162,6 +162,6 @@ def test_what_cannot_be_shown_is_refused() -> None:
     swap(model, "LinearAttention")
     first = model(**given(padded=False), output_attentions=True, use_cache=True)
     assert first.attentions[1].shape == (2, 4, 13, 13)
-    step = torch.tensor([[7], [8]])
+    step, name = torch.tensor([[7], [8]]), cache_argument.name_of(model.forward)
     with pytest.raises(Unsupported, match="13 keys before are summed up: pass use_cache=False"):
-        model(step, past_key_values=first.past_key_values, output_attentions=True)
+        model(step, **{name: first[name]}, output_attentions=True)

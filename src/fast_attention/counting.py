@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _SORTS = ("sort", "topk", "argsort")
@@ -22,14 +21,16 @@ class _Counter(TorchDispatchMode):
     """Counts 2 per multiply-add of a matrix product, 1 per element written by anything else, n log n where it holds."""
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports Triton, where that is installed
+
         super().__init__()
-        self.operations = 0
+        self.operations, self.registry = 0, flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        if packet in flop_registry:
-            self.operations += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+        if packet in self.registry:
+            self.operations += int(self.registry[packet](*args, **(kwargs or {}), out_val=out))
             return out
         name = packet.__name__
         if name.startswith(_CPU_ATTENTION):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import swap
+from fast_attention import cache_argument, swap
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -156,20 +156,20 @@ def test_attention_matrices_of_a_packed_row() -> None:
 def test_packed_texts_cannot_be_decoded(mechanism: str) -> None:
     model = build("Llama")
     swap(model, mechanism)
-    given = row(texts(), "borders")
+    given, name = row(texts(), "borders"), cache_argument.name_of(model.forward)
     with torch.no_grad():
-        cache = model(**given, use_cache=True).past_key_values
+        cache = model(**given, use_cache=True)[name]
         step = torch.tensor([[7]])
         with pytest.raises(Unsupported, match=r"cannot be decoded.*padded batch, one text in a row"):
-            model(step, past_key_values=cache, cu_seq_lens_q=given["cu_seq_lens_q"] + 1)
+            model(step, **{name: cache}, cu_seq_lens_q=given["cu_seq_lens_q"] + 1)
         if mechanism == "LinearAttention":
             with pytest.raises(Unsupported, match=r"LinearAttention.*no state of the packed texts"):
-                model(step, past_key_values=cache)
-            cache = model(texts()[0], use_cache=True).past_key_values
+                model(step, **{name: cache})
+            cache = model(texts()[0], use_cache=True)[name]
             with pytest.raises(Unsupported, match=r"25 new tokens behind 7 in a cache.*cannot be decoded"):
-                model(**row(texts()), past_key_values=cache)
+                model(**row(texts()), **{name: cache})
             with pytest.raises(Unsupported, match="packed texts behind 7 tokens in a cache"):
-                model(**row(texts(), "positions"), past_key_values=cache)
+                model(**row(texts(), "positions"), **{name: cache})
 
 
 def test_bad_borders_are_named() -> None:

@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import fast_attention
-from fast_attention import clock, explain, swap, swap_back
+from fast_attention import cache_argument, clock, explain, swap, swap_back
 from fast_attention.conformance.threads import difference_in_step
 from fast_attention.integrations import costs
 from fast_attention.mechanism import Unsupported
@@ -224,7 +224,7 @@ def test_a_state_has_one_size(recwarn: pytest.WarningsRecorder) -> None:
     swap(model, "LinearAttention")
     sizes = set()
     for length in (5, 60):
-        cache = model(torch.randint(5, 99, (2, length)), use_cache=True).past_key_values
+        cache = model(torch.randint(5, 99, (2, length)), use_cache=True)[cache_argument.name_of(model.forward)]
         assert all(isinstance(layer, StateLayer) for layer in cache.layers)
         assert cache.get_seq_length() == length
         sizes.add(sum(x.numel() for layer in cache.layers for x in fast_attention.decoding._leaves(layer.state)))

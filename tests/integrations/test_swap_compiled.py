@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import swap
+from fast_attention import cache_argument, swap
 from tests.integrations.test_swap import build, gradients, inputs, out, real
 
 
@@ -77,11 +77,12 @@ def test_a_compiled_model_keeps_its_state(mechanism: str) -> None:
     swap(model, mechanism)
     tokens = inputs(model, 9)["input_ids"]
     fast, cache, rows = compiled(model), None, []
+    name = cache_argument.name_of(model.forward)
     with torch.no_grad():
         whole = model(tokens).logits
         for part in (tokens[:, :5], tokens[:, 5:]):
-            found = fast(part, past_key_values=cache, use_cache=True)
-            cache = found.past_key_values
+            found = fast(part, **{name: cache}, use_cache=True)
+            cache = found[name]
             rows.append(found.logits)
         torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fast_attention
-from fast_attention import swap, swap_back
+from fast_attention import cache_argument, swap, swap_back
 from fast_attention.mechanism import Unsupported
 from tests.integrations.test_swap import BART, GPT2, SMALL, T5, VIT, build, inputs, out
 
@@ -107,12 +107,10 @@ def test_decoders_that_attend_to_another_sequence(kind: str) -> None:
         assert model(TOKENS).logits.isfinite().all()
     swap(model, "LinearAttention")
     whole = model(**given, use_cache=False).logits
-    cache, rows = None, []
+    cache, rows, name = None, [], cache_argument.name_of(model.forward)
     for i in range(TOKENS.shape[1]):
-        found = model(
-            input_ids=TOKENS[:, i : i + 1], encoder_hidden_states=MEMORY, past_key_values=cache, use_cache=True
-        )
-        cache = found.past_key_values
+        found = model(input_ids=TOKENS[:, i : i + 1], encoder_hidden_states=MEMORY, **{name: cache}, use_cache=True)
+        cache = found[name]
         rows.append(found.logits)
     torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
     kept = swap(model, "AFTSimple").kept if fast_attention.AFTSimple().traits.cross is False else ()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fast_attention import cache_argument
 from fast_attention.conformance.finding import Finding, Law, judged, law, moved, rounding, unclaimed
 from fast_attention.conformance.threads import difference_in_step
 from fast_attention.nn.models import Model
@@ -267,7 +268,8 @@ def of(model: nn.Module) -> ModelUnderTest:
             f"{type(model).__name__}: give a model that reads tokens on one side, from transformers or ours"
         )
     parameters = inspect.signature(model.forward).parameters
-    decodes = "past_key_values" in parameters and bool(getattr(model, "can_generate", lambda: False)())
+    cache = cache_argument.name_of(model.forward) or ""
+    decodes = bool(cache) and bool(getattr(model, "can_generate", lambda: False)())
     no_cache: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
     def outputs(result: Any) -> Tensor:
@@ -283,8 +285,8 @@ def of(model: nn.Module) -> ModelUnderTest:
         return outputs(model(input_ids=tokens, position_ids=positions, **no_cache))
 
     def step_(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        result = model(input_ids=tokens, past_key_values=state, use_cache=True)
-        return outputs(result), result["past_key_values"]
+        result = model(input_ids=tokens, **{cache: state}, use_cache=True)
+        return outputs(result), result[cache]
 
     return ModelUnderTest(
         type(model).__name__, model, run_, config.get_text_config().vocab_size, decodes,

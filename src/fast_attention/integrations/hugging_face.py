@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fast_attention import cache_argument
 from fast_attention.integrations import attention, calls, probing, unpadding, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
@@ -203,7 +204,7 @@ def _install(module: nn.Module, swapped: Swapped) -> None:
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Note transformers' cache for the attention function, which does not get it."""
     caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
-    cache = caches[0] if caches else kwargs.get("past_key_values")
+    cache = caches[0] if caches else cache_argument.given(kwargs)
     swapped = module._modules.get(CHILD)
     if isinstance(swapped, Swapped):
         calls.begin(module, cache=swapped.state_in(cache, module))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fast_attention import cache_argument
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.parallel.shards import Shards, shards
@@ -150,7 +151,7 @@ def _set_positions(model: nn.Module, group: Any) -> None:
         return
 
     def count_on(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-        if keywords.get("use_cache") or keywords.get("past_key_values") is not None:
+        if keywords.get("use_cache") or cache_argument.given(keywords) is not None:
             raise Unsupported(
                 f"{type(model).__name__} over several processes keeps no cache. What would work: use_cache=False; or "
                 "generation in one process, after parallelize(model, None)"
