@@ -25,6 +25,7 @@ VEHICLES = {
     "LearnedFeatures": KERNELS,
     "T2R": KERNELS,
     "Linformer": FUSED,
+    "Nystrom": FUSED,
     "Local": FLEX,
     "BlockLocal": FLEX,
     "BigBird": FLEX,

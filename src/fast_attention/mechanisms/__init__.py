@@ -13,6 +13,7 @@ from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as Fa
 from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
+from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
@@ -48,7 +49,7 @@ __all__ = [
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",
-    "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
+    "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
     "SortCut", "T2R",
 ]  # fmt: skip
