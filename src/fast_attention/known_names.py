@@ -76,6 +76,7 @@ KNOWN = (
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),
+    Known("Agent Attention, Agent Transformer", "Agent()", note="without the biases and the convolution for images"),
     Known("Perceiver, Set Transformer, latent attention", "Linformer()", False,
           "few queries can attend by any mechanism whose traits grant cross"),
     Known("Sinkhorn Transformer, Sparse Sinkhorn Attention", "Sinkhorn()"),

@@ -11,4 +11,8 @@ FAULTS = [
           "weights.sum(-2).amax(), 1.0)", LAW + "'batch and Nystrom'"),
     Fault("few visible tokens are estimated", "mechanisms/landmarks/nystrom.py", "[..., None, None] <= 1", "[..., None, None] <= 0",
           "tests/landmarks/test_nystrom.py -k exactly"),
+    Fault("agents are pooled from keys", "mechanisms/landmarks/agent.py", "segment_means(q, number", "segment_means(k, number",
+          ORACLE + "Agent"),
+    Fault("agents that stand for nobody are attended to", "mechanisms/landmarks/agent.py", "None if count is None else count > 0", "None",
+          LAW + "'shorter and Agent'"),
 ]  # fmt: skip

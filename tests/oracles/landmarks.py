@@ -39,7 +39,7 @@ def visible(keys: int, key_mask: Tensor | None) -> list[int]:
 
 
 def pseudo_inverse(A: Tensor, iterations: int) -> Tensor:
-    """arXiv 2102.03902, Eq. 16, whose first Z is A^T over its largest sum of a column and of a row."""
+    """arXiv 2102.03902, whose first Z is A^T over its largest sum of a column and of a row."""
     I = torch.eye(len(A), dtype=A.dtype, device=A.device)
     column, line = max(A[:, j].abs().sum() for j in range(len(A))), max(A[i].abs().sum() for i in range(len(A)))
     Z = A.mT / (column * line)
@@ -63,5 +63,16 @@ def nystrom(
     return torch.stack([average(row(x, keys_), list(ZBV)) for x in q])
 
 
-ORACLES = {"Nystrom": nystrom}
-VARIANTS = ["Nystrom(num_landmarks=5)", "Nystrom(num_landmarks=4, num_iterations=2)"]
+def agent(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2312.08874: agents aggregate, then broadcast."""
+    assert not is_causal
+    seen = visible(len(k), key_mask)
+    agents = means(q, seen, m.num_agents)
+    values = [average(row(x, [k[j] for j in seen]), [v[j] for j in seen]) for x in agents]
+    return torch.stack([average(row(x, agents), values) for x in q])
+
+
+ORACLES = {"Nystrom": nystrom, "Agent": agent}
+VARIANTS = ["Agent(num_agents=5)", "Nystrom(num_landmarks=5)", "Nystrom(num_landmarks=4, num_iterations=2)"]

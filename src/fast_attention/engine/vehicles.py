@@ -26,6 +26,7 @@ VEHICLES = {
     "T2R": KERNELS,
     "Linformer": FUSED,
     "Nystrom": FUSED,
+    "Agent": FUSED,
     "Local": FLEX,
     "BlockLocal": FLEX,
     "BigBird": FLEX,

@@ -28,7 +28,7 @@ def nystrom_attention(
     num_iterations: int = 6,
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
-    """``softmax(Q K~^T / sqrt(d)) Z softmax(Q~ K^T / sqrt(d)) V`` (arXiv 2102.03902, Eq. 13 to 15).
+    """``softmax(Q K~^T / sqrt(d)) Z softmax(Q~ K^T / sqrt(d)) V`` (arXiv 2102.03902).
 
     The landmarks Q~ and K~ are ``segment_means`` of the visible queries and keys, and Z is ``iterated_inverse`` of A,
     the weights of Q~ for K~. Where no more tokens are visible than there are landmarks, each is one by itself and
@@ -52,7 +52,7 @@ def nystrom_attention(
 def iterated_inverse(
     weights: Float[Tensor, "*batch count count"], num_iterations: int
 ) -> Float[Tensor, "*batch count count"]:
-    """Z close to the pseudo-inverse of A (Eq. 16): ``Z <- Z (13 - A Z (15 - A Z (7 - A Z))) / 4``, so many times.
+    """Z close to the pseudo-inverse of A: ``Z <- Z (13 - A Z (15 - A Z (7 - A Z))) / 4``, so many times.
 
     The first Z is ``A^T / (|A|_1 |A|_inf)``, with the norms of this head of this sequence. Rows of A sum to one, so
     that |A|_inf is 1 and |A|_1, the largest sum of a column, at least that.
