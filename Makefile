@@ -38,7 +38,7 @@ oracles: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_oracles.py \
 		--jaxtyping-packages=fast_attention,beartype.beartype
 
-# The laws against four published packages, in an environment of their own.
+# The laws against five published packages, in an environment of their own.
 test-peers: .venv-peers/ready
 	.venv-peers/bin/python -W ignore -m pytest -s -p no:cacheprovider tests/conformance/test_peers.py
 

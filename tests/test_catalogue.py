@@ -75,7 +75,7 @@ def test_attention_refuses_mixers_and_learned_weights() -> None:
         ("Transformer-XL", "not here; nearest is BlockLocal(before=1, after=0)"),
         ("Hedgehog", "Write LearnedFeatures()."),
         ("LoLCATs", "Write Hybrid(far=LearnedFeatures())."),
-        ("Nyströmformer", "Nystromformer: not here; nearest is Linformer()"),
+        ("Nyströmformer", "Write Nystrom()."),
         ("FlashAttention", "Write Softmax()."),
         ("sdpa", "Write Softmax()."),
         ("Mamba-2", "Mamba: not here"),

@@ -33,7 +33,7 @@ FLOORS = [
     ["dense"],
     ["sparse"],
     ["sinkhorn", "lsh", "linear"],
-    ["aft"],
+    ["aft", "landmarks"],
     ["log_manhattan"],
     ["mixers"],
     ["hybrid"],

@@ -52,6 +52,12 @@ def aft(kind: str) -> AttentionUnderTest:
     return third_party(lambda: module(max_seqlen=64, dim=64, hidden_dim=64), name=kind, width=64, length=64)
 
 
+def nystrom() -> AttentionUnderTest:
+    kind = peer("nystrom_attention", "NystromAttention")
+    make = lambda: kind(dim=64, dim_head=16, heads=4, num_landmarks=8)  # noqa: E731
+    return third_party(make, name="nystrom", inputs="x", width=64, length=48, mask="mask")
+
+
 FAULTS: list[tuple[str, Callable[[], AttentionUnderTest], conformance.Law]] = [
     ("performer-pytorch: the future leaks", lambda: performer(True), independence.future),
     ("performer-pytorch: padding leaks", lambda: performer(False), independence.padding),
@@ -61,6 +67,8 @@ FAULTS: list[tuple[str, Callable[[], AttentionUnderTest], conformance.Law]] = [
     ("reformer-pytorch: odd lengths fail", lambda: reformer(False), robustness.lengths),
     ("sinkhorn-transformer: padding leaks", lambda: sinkhorn(False), independence.padding),
     ("sinkhorn-transformer: odd lengths fail", lambda: sinkhorn(False), robustness.lengths),
+    ("nystrom-attention: one sequence moves another", nystrom, independence.batch),
+    ("nystrom-attention: padded is not shorter", nystrom, independence.shorter),
     ("aft-pytorch: large inputs overflow", lambda: aft("AFTFull"), robustness.finite),
     ("aft-pytorch: lengths beyond its maximum fail", lambda: aft("AFTFull"), robustness.lengths),
 ]
@@ -78,3 +86,5 @@ def test_what_they_do_right_is_kept() -> None:
     assert independence.future(sinkhorn(True)).status == "kept"
     assert independence.batch(performer(False)).status == "kept"
     assert robustness.lengths(performer(False)).status == "kept"
+    assert independence.padding(nystrom()).status == "kept"
+    assert robustness.lengths(nystrom()).status == "kept"

@@ -25,6 +25,8 @@ VEHICLES = {
     "LearnedFeatures": KERNELS,
     "T2R": KERNELS,
     "Linformer": FUSED,
+    "Nystrom": FUSED,
+    "Agent": FUSED,
     "Local": FLEX,
     "BlockLocal": FLEX,
     "BigBird": FLEX,

@@ -13,6 +13,8 @@ from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as Fa
 from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
+from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
+from fast_attention.mechanisms.landmarks.agent import Agent as Agent
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
@@ -46,12 +48,10 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "BigBird", "BlockLocal", "ByLength",
-    "DecayedLinearAttention",
-    "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
-    "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
-    "LearnedFeatures", "LinearAttention", "Linformer", "Local",
-    "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
-    "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
-    "SortCut", "T2R", "T5Buckets", "TransformerXL",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal", "ByLength",
+    "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer",
+    "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH", "LearnedFeatures",
+    "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom",
+    "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn",
+    "Softmax", "SortCut", "T2R", "T5Buckets", "TransformerXL",
 ]  # fmt: skip

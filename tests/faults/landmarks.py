@@ -1,0 +1,18 @@
+"""Faults seeded into ``mechanisms/landmarks/``."""
+
+from tests.faults.fault import LAW, ORACLE, Fault
+
+FAULTS = [
+    Fault("padding counts among the tokens of a landmark", "mechanisms/landmarks/means.py", "member = member & key_mask[..., None, :]",
+          "pass", ORACLE + "Nystrom"),
+    Fault("segments are laid over the padded length", "mechanisms/landmarks/means.py", "key_mask.cumsum(-1) - 1, key_mask.sum(-1, keepdim=True).clamp_min(1)",
+          "rank, torch.full_like(key_mask[..., :1], length, dtype=torch.long)", LAW + "'shorter and Nystrom'"),
+    Fault("the norm is that of the whole batch", "mechanisms/landmarks/nystrom.py", "weights.sum(-2).amax(-1), 1.0)[..., None, None]",
+          "weights.sum(-2).amax(), 1.0)", LAW + "'batch and Nystrom'"),
+    Fault("few visible tokens are estimated", "mechanisms/landmarks/nystrom.py", "[..., None, None] <= 1", "[..., None, None] <= 0",
+          "tests/landmarks/test_nystrom.py -k exactly"),
+    Fault("agents are pooled from keys", "mechanisms/landmarks/agent.py", "segment_means(q, number", "segment_means(k, number",
+          ORACLE + "Agent"),
+    Fault("agents that stand for nobody are attended to", "mechanisms/landmarks/agent.py", "None if count is None else count > 0", "None",
+          LAW + "'shorter and Agent'"),
+]  # fmt: skip
