@@ -14,7 +14,7 @@ from fast_attention.mechanisms import LinearAttention as LinearAttention
 from fast_attention.mechanisms import DecayedLinearAttention as DecayedLinearAttention
 from fast_attention.mechanisms import Favor as Favor, FavorPlus as FavorPlus
 from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
-from fast_attention.mechanisms import T2R as T2R
+from fast_attention.mechanisms import T2R as T2R, CosFormer as CosFormer
 from fast_attention.mechanisms import Linformer as Linformer
 from fast_attention.mechanisms import Nystrom as Nystrom, Agent as Agent
 from fast_attention.mechanisms.dense import projections as projections

@@ -46,7 +46,6 @@ KNOWN = (
     Known("Efficient Attention", "LinearAttention(feature_map=SoftmaxMap())", False,
           "there softmax of the keys runs over the sequence"),
     Known("DPFP, deterministic parameter-free projection", "LinearAttention(feature_map=DPFP())"),
-    Known("cosFormer", "LinearAttention(feature_map=Relu())", False, "without the cosine weights of distance"),
     Known("RetNet, Retention, Lightning Attention", "DecayedLinearAttention(feature_map=Identity(), normalize=False)",
           note="turn queries and keys by Rotary; RetNet's group normalisation is yours to add"),
     Known("Gated Linear Attention, GLA, mLSTM, xLSTM", "DecayedLinearAttention(gate='token')", False,

@@ -3,6 +3,14 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
+    Fault("a later chunk's keys stay where they were", "mechanisms/linear/cosformer.py", "later.later(earlier.angle)",
+          "later.later(0 * earlier.angle)", "tests/conformance/test_contract.py -k 'combine and CosFormer'"),
+    Fault("new tokens begin at position 0 again", "mechanisms/linear/cosformer.py", "state.position(w)", "0",
+          "tests/conformance/test_contract.py -k 'decode and CosFormer'"),
+    Fault("the last queries of a causal call begin at position 0", "mechanisms/linear/cosformer.py",
+          "k.shape[-2] - q.shape[-2] if is_causal else 0", "0", "tests/test_oracles.py -k CosFormer"),
+    Fault("every chunk of turned features begins at position 0", "mechanisms/linear/turned.py",
+          "start=self.start + start", "start=self.start", "tests/linear/test_cosformer.py -k chunk"),
     Fault("a layer of features has no bias", "mechanisms/linear/t2r.py", " + self.bias[:, None].to(x.dtype)", "",
           "tests/test_oracles.py -k T2R"),
     Fault("queries change their sign in decoding", "mechanisms/linear/t2r.py", "advance(w(q)", "advance(w(-q)",

@@ -97,7 +97,22 @@ def t2r(
     return torch.stack(rows)
 
 
-ORACLES = {"LinearAttention": linear, "DecayedLinearAttention": decayed, "T2R": t2r}
+def cosformer(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2202.08791, section 3.2: a cosine of the distance on products of ReLUs, pair by pair."""
+    first, longest = len(k) - len(q) if is_causal else 0, len(w.positions)
+    rows = []
+    for i in range(len(q)):
+        seen, weights = visible(i, len(q), len(k), is_causal, key_mask), []
+        for j in seen:
+            a, b = (torch.where(t > 0, t, 0 * t) for t in (q[i], k[j]))
+            weights.append((a * b).sum() * math.cos(math.pi * (i + first - j) / (2 * longest)))
+        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights) + m.eps))
+    return torch.stack(rows)
+
+
+ORACLES = {"LinearAttention": linear, "DecayedLinearAttention": decayed, "T2R": t2r, "CosFormer": cosformer}
 VARIANTS = [
     "LinearAttention(eps=0.1)",
     "LinearAttention(feature_map=Relu(offset=0.001))",
@@ -109,6 +124,7 @@ VARIANTS = [
     "LinearAttention(feature_map=DPFP())",
     "LinearAttention(feature_map=DPFP(nu=3), eps=0.01)",
     "T2R(num_features=5, eps=0.01)",
+    "CosFormer(eps=0.01)",
     "DecayedLinearAttention(gate='learned')",
     "DecayedLinearAttention(gate='token')",
     "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",

@@ -20,7 +20,8 @@ NAMES = (
     "Linformer(rank=5, projection=MeanPool())", "Linformer(rank=7, projection=Convolution())",
     "BigBird(block_size=2)", "BigBird(block_size=2, num_global_blocks=0, num_global_tokens=3)",
     "ByLength(long=Local(window=4), above=8)", "AFTFull()", "AFTLocal(window=3)",
-    "AFTConv(kernel_size=3)", "Local(window=2, dilation=(3, 1))", "Adapted(mechanism=Local(window=3), rank=2)",
+    "AFTConv(kernel_size=3)", "CosFormer()", "Local(window=2, dilation=(3, 1))",
+    "Adapted(mechanism=Local(window=3), rank=2)",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ VEHICLES = {
     "FavorPlusPlus": KERNELS,
     "LearnedFeatures": KERNELS,
     "T2R": KERNELS,
+    "CosFormer": KERNELS,
     "Linformer": FUSED,
     "Nystrom": FUSED,
     "Agent": FUSED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from jaxtyping import Float
 from torch import Tensor
@@ -80,13 +80,25 @@ class FeatureMap(Value, ABC):
         return Features(self(x))
 
 
-class Elementwise(FeatureMap, ABC):
-    """A map that takes every number by itself, C = d, with its passes written in place for work in blocks."""
+class InPlace(FeatureMap, ABC):
+    """A map with its passes written in place, for work in blocks of consecutive tokens."""
+
+    def width(self, d: int) -> int:
+        """C, of tokens of width ``d``."""
+        return d
+
+    def at(self, start: int) -> Self:
+        """The map of a block whose first token is the sequence's token ``start``."""
+        return self
 
     @abstractmethod
     def fill(self, x: Tensor, out: Tensor, workspace: Tensor) -> None:
-        """``out`` becomes the features of ``x``; ``workspace`` is a third tensor of that shape, to be used freely."""
+        """``out`` becomes the features of ``x``; ``workspace`` is a tensor of the shape of ``x``, to be used freely."""
 
     @abstractmethod
     def vjp(self, x: Tensor, values: Tensor, gradient: Tensor, out: Tensor) -> None:
         """``out`` becomes the gradient of ``x`` given that of ``values = phi(x)``, which may be lost."""
+
+
+class Elementwise(InPlace, ABC):
+    """A map that takes every number by itself, C = d."""

@@ -12,6 +12,7 @@ from fast_attention.mechanisms.linear.favor_plus import FavorPlus as FavorPlus
 from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
 from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms.linear.t2r import T2R as T2R
+from fast_attention.mechanisms.linear.cosformer import CosFormer as CosFormer
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
 from fast_attention.mechanisms.landmarks.agent import Agent as Agent
@@ -49,7 +50,7 @@ from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSof
 
 __all__ = [
     "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal", "ByLength",
-    "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer",
+    "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer",
     "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH", "LearnedFeatures",
     "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom",
     "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn",

@@ -10,6 +10,7 @@ from fast_attention.mechanisms.aft.aft_local import AFTLocal
 from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid
+from fast_attention.mechanisms.linear.cosformer import CosFormer
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention
 from fast_attention.mechanisms.mixers.fnet import FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP
@@ -62,4 +63,6 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return HEADS  # of Favor's clamp, states hold the keys' largest norm without a gradient
     if not is_causal and isinstance(mechanism, DecayedLinearAttention):
         return DECAYED
+    if not is_causal and isinstance(mechanism, CosFormer):
+        return HEADS  # what a query reads from a state depends on where it stands
     return STATES

@@ -15,7 +15,7 @@ from torch import Tensor
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.recurrence import Chunk, ChunkPass, flat, masked_rows
 from fast_attention.engine.workspace import Workspace
-from fast_attention.feature_maps.feature_map import Elementwise
+from fast_attention.feature_maps.feature_map import InPlace
 from fast_attention.mechanisms.linear import fast_linear_chunks, reference
 from fast_attention.mechanisms.linear.fast_linear_chunks import chunks, features, features_vjp, inside
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
@@ -36,8 +36,8 @@ class States(NamedTuple):
         self.k.add_(k.view(rows, -1, *k.shape[1:]).sum(1))
 
 
-def _chunks(q: Tensor, v: Tensor) -> list[list[Chunk]]:
-    (rows, length, width), values = q.shape, v.shape[-1]
+def _chunks(q: Tensor, v: Tensor, phi: InPlace) -> list[list[Chunk]]:
+    (rows, length), width, values = q.shape[:2], phi.width(q.shape[-1]), v.shape[-1]
     return chunks(rows, length, TILE, max(width * values, TILE * max(width, values, TILE)))
 
 
@@ -71,13 +71,18 @@ class _Pass(ChunkPass[States]):
     k: Tensor
     v: Tensor
     masked: Tensor | None
-    phi: Elementwise
+    phi: InPlace
     workspace: Workspace
     first: tuple[Tensor | None, Tensor | None]  # carried in, (..., C, Ev) and (..., C)
     last: tuple[Tensor, Tensor]  # carried out
 
+    @property
+    def width(self) -> int:
+        """Features of a token."""
+        return self.phi.width(self.q.shape[-1])
+
     def begin(self, rows: slice) -> States:
-        width, (kv, k) = self.q.shape[-1], self.first
+        width, (kv, k) = self.width, self.first
         if kv is None or k is None:
             zeros = self.v.new_zeros((rows.stop - rows.start, width, self.v.shape[-1] + 1), dtype=torch.float64)
             return States(zeros[..., 1:].contiguous(), zeros[..., :1].mT.contiguous())
@@ -86,7 +91,7 @@ class _Pass(ChunkPass[States]):
 
     def end(self, rows: slice, carry: States) -> None:
         flat(self.last[0])[rows] = carry.kv
-        self.last[1].view(-1, 1, self.q.shape[-1])[rows] = carry.k
+        self.last[1].view(-1, 1, self.width)[rows] = carry.k
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Features of queries and keys, and values, in tiles."""
@@ -156,9 +161,9 @@ class _Backward(_Pass):
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor | None, z: Tensor | None,
-    *, keep: bool, phi: Elementwise, eps: float,
+    *, keep: bool, phi: InPlace, eps: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:  # fmt: skip
-    width, values, order = q.shape[-1], v.shape[-1], _chunks(flat(q), v)
+    width, values, order = phi.width(q.shape[-1]), v.shape[-1], _chunks(flat(q), v, phi)
     out, denominators = v.new_empty(v.shape), v.new_empty((*v.shape[:-1], 1))
     last = v.new_empty((*v.shape[:-2], width, values)), v.new_empty((*v.shape[:-2], width))
     count = order[-1][0].rows.stop, len(order[0])
@@ -170,20 +175,20 @@ def _forward(
 
 def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, phi: Elementwise, eps: float,
+    *, phi: InPlace, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     (q, k, v, key_mask, kv, z), (denominators, *before), (grad_out, *d_last) = inputs, kept, gradients
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_first = v.new_empty(d_last[0].shape), v.new_empty(d_last[1].shape)
     tensors = flat(q), flat(k), flat(v), masked_rows(key_mask, k), phi, Workspace(v), (d_last[0], d_last[1]), d_first
     vjp = _Backward(*tensors, *map(flat, (outputs[0], denominators, grad_out, *grads)))
-    vjp.run(_chunks(flat(q), v), before, backward=True)
+    vjp.run(_chunks(flat(q), v, phi), before, backward=True)
     return *grads, None, None if kv is None else d_first[0], None if z is None else d_first[1]
 
 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor | None, z: Tensor | None,
-    *, phi: Elementwise, eps: float,
+    *, phi: InPlace, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     state = None if kv is None or z is None else LinearState(kv, z, torch.zeros_like(z[..., :1]))
     sums, state = reference.advance(phi(q), reference.masked_keys(phi.features, k, key_mask), v, state)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fast_attention.engine.overflow import nan_if_infinite
 from fast_attention.engine.recurrence import Chunk, groups
 from fast_attention.engine.workspace import Workspace
-from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
+from fast_attention.feature_maps.feature_map import FeatureMap, InPlace
 from fast_attention.feature_maps.features import EluPlusOne, Relu, SoftmaxMap
 
 NUMBERS = 2**18  # in one tensor of a chunk: a megabyte in float32, half of it a core's
@@ -38,12 +38,12 @@ def tokens(x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Ten
 
 
 def features(
-    phi: Elementwise, x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Tensor | None = None
+    phi: InPlace, x: Tensor, chunk: Chunk, workspace: Workspace, name: str, masked: Tensor | None = None
 ) -> Tensor:
     """``phi`` of the chunk's tokens, (tiles, size, C), zeros for masked keys and padding."""
     block = chunk.of(x)
-    tiles, filled = _memory(block, chunk, workspace, name, x.shape[-1])
-    phi.fill(block, filled, workspace("scratch", *block.shape))
+    tiles, filled = _memory(block, chunk, workspace, name, phi.width(x.shape[-1]))
+    phi.at(chunk.span.start).fill(block, filled, workspace("scratch", *block.shape))
     if masked is not None:
         filled.masked_fill_(chunk.of(masked), 0.0)
     return tiles
@@ -67,12 +67,12 @@ def inside(x: Tensor, chunk: Chunk) -> Tensor:
 
 
 def features_vjp(
-    phi: Elementwise, x: Tensor, values: Tensor, gradient: Tensor, chunk: Chunk, out: Tensor,
+    phi: InPlace, x: Tensor, values: Tensor, gradient: Tensor, chunk: Chunk, out: Tensor,
     masked: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of the chunk's ``x`` from that of ``values = phi(x)``, which are lost."""
     dx = chunk.of(out)
-    phi.vjp(chunk.of(x), values, gradient, dx)
+    phi.at(chunk.span.start).vjp(chunk.of(x), values, gradient, dx)
     if masked is not None:
         dx.masked_fill_(chunk.of(masked), 0.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.recurrence import Chunk, flat, masked_rows
 from fast_attention.engine.workspace import Workspace
-from fast_attention.feature_maps.feature_map import Elementwise
+from fast_attention.feature_maps.feature_map import InPlace
 from fast_attention.mechanisms.linear import fast_linear_chunks, linear_state, reference
 from fast_attention.mechanisms.linear.fast_linear_chunks import features, features_vjp, inside
 
@@ -23,8 +23,8 @@ FACTOR = 2  # of a causal chunk's: fewer tensors are alive here, and fewer calls
 State = tuple[Tensor, Tensor]  # of phi(k) v^T (rows, C, Ev) and of phi(k) (rows, 1, C), or the gradients of these
 
 
-def _chunks(x: Tensor, values: int) -> list[list[Chunk]]:
-    rows, length, width = x.shape
+def _chunks(x: Tensor, values: int, phi: InPlace) -> list[list[Chunk]]:
+    (rows, length), width = x.shape[:2], phi.width(x.shape[-1])
     return fast_linear_chunks.chunks(rows, length, TILE, max(width * values, TILE * max(width, values)), FACTOR)
 
 
@@ -52,11 +52,11 @@ class _Sums:
                 part.copy_(total.add_(part))
 
 
-def _summarise(k: Tensor, v: Tensor, masked: Tensor | None, phi: Elementwise, workspace: Workspace) -> State:
+def _summarise(k: Tensor, v: Tensor, masked: Tensor | None, phi: InPlace, workspace: Workspace) -> State:
     """Sums of ``phi(k) v^T`` (rows, C, Ev) and of ``phi(k)`` (rows, 1, C)."""
-    (rows, _, width), values = k.shape, v.shape[-1]
+    rows, width, values = len(k), phi.width(k.shape[-1]), v.shape[-1]
     state = v.new_empty((rows, width, values)), v.new_empty((rows, 1, width))
-    for chunks in _chunks(k, values):
+    for chunks in _chunks(k, values, phi):
         sums = _Sums(state, chunks, workspace)
         for chunk in chunks:
             keys = features(phi, k, chunk, workspace, "features", masked)
@@ -65,13 +65,13 @@ def _summarise(k: Tensor, v: Tensor, masked: Tensor | None, phi: Elementwise, wo
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, phi: Elementwise, eps: float
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, keep: bool, phi: InPlace, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     length, values, workspace = q.shape[-2], v.shape[-1], Workspace(v)
     kv, z = _summarise(flat(k), flat(v), masked_rows(key_mask, k), phi, workspace)
     out, denominators = v.new_empty((*q.shape[:-1], values)), v.new_empty((len(kv), length, 1))
     q, outputs, safe = flat(q), flat(out), fast_linear_chunks.protected(phi, eps)
-    for chunk in (chunk for chunks in _chunks(q, values) for chunk in chunks):
+    for chunk in (chunk for chunks in _chunks(q, values, phi) for chunk in chunks):
         queries = inside(features(phi, q, chunk, workspace, "features"), chunk)
         denominator = chunk.of(denominators)
         torch.bmm(z[chunk.rows], queries.mT, out=denominator.mT)  # the vector on the left, which is the faster side
@@ -82,19 +82,19 @@ def _forward(
 
 def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
-    *, phi: Elementwise, eps: float,
+    *, phi: InPlace, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     (q, k, v, key_mask), (denominators, *state) = inputs, kept
     workspace, (dq, dk, dv) = Workspace(v), (x.new_empty(x.shape) for x in (q, k, v))
     quotients = flat(outputs[0]), denominators, flat(gradients[0])
     dkv, dz = _query_gradients(flat(q), quotients, (state[0], state[1]), flat(dq), phi, workspace)
     masked, k, v, d_values = masked_rows(key_mask, k), flat(k), flat(v), flat(dv)
-    for chunk in (chunk for chunks in _chunks(k, v.shape[-1]) for chunk in chunks):
-        keys = features(phi, k, chunk, workspace, "features", masked)
-        torch.bmm(inside(keys, chunk), dkv[chunk.rows], out=chunk.of(d_values))
-        d_keys = workspace("product", *chunk.of(k).shape)
+    for chunk in (chunk for chunks in _chunks(k, v.shape[-1], phi) for chunk in chunks):
+        keys = inside(features(phi, k, chunk, workspace, "features", masked), chunk)
+        torch.bmm(keys, dkv[chunk.rows], out=chunk.of(d_values))
+        d_keys = workspace("product", *keys.shape)
         torch.baddbmm(dz[chunk.rows], chunk.of(v), dkv[chunk.rows].mT, out=d_keys)
-        features_vjp(phi, k, inside(keys, chunk), d_keys, chunk, flat(dk), masked)
+        features_vjp(phi, k, keys, d_keys, chunk, flat(dk), masked)
     return dq, dk, dv, None
 
 
@@ -103,13 +103,13 @@ def _query_gradients(
     quotients: tuple[Tensor, Tensor, Tensor],
     state: State,
     dq: Tensor,
-    phi: Elementwise,
+    phi: InPlace,
     workspace: Workspace,
 ) -> State:
     """Write ``dq``; return the gradients of the sums."""
     kv, z = state
     d_state = torch.empty_like(kv), torch.empty_like(z)
-    for chunks in _chunks(q, kv.shape[-1]):
+    for chunks in _chunks(q, kv.shape[-1], phi):
         sums = _Sums(d_state, chunks, workspace)
         for chunk in chunks:
             tiles = features(phi, q, chunk, workspace, "features")
@@ -122,7 +122,7 @@ def _query_gradients(
     return d_state
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: Elementwise, eps: float) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: InPlace, eps: float) -> Tensor:
     keys = reference.masked_keys(phi.features, k, key_mask)
     return linear_state.normalise(linear_state.read(phi(q), linear_state.summarise(keys, v)), eps)
 
