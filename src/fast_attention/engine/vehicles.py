@@ -31,6 +31,7 @@ VEHICLES = {
     "Local": FLEX,
     "BlockLocal": FLEX,
     "BigBird": FLEX,
+    "Selected": FLEX,
     "LSH": PLAIN,
     "Sinkhorn": BLOCKS,
     "SortCut": FUSED,

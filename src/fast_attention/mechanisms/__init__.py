@@ -19,6 +19,7 @@ from fast_attention.mechanisms.landmarks.agent import Agent as Agent
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
+from fast_attention.mechanisms.sparse.selected import Selected as Selected
 from fast_attention.mechanisms.lsh.lsh import LSH as LSH
 from fast_attention.mechanisms.sinkhorn.sinkhorn import Sinkhorn as Sinkhorn
 from fast_attention.mechanisms.sinkhorn.sinkhorn import SortCut as SortCut
@@ -53,6 +54,6 @@ __all__ = [
     "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer",
     "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH", "LearnedFeatures",
     "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom",
-    "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn",
-    "Softmax", "SortCut", "T2R", "T5Buckets", "TransformerXL",
+    "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Selected",
+    "Sinkhorn", "Softmax", "SortCut", "T2R", "T5Buckets", "TransformerXL",
 ]  # fmt: skip

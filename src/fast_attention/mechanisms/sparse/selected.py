@@ -1,0 +1,145 @@
+"""Chosen blocks: softmax over the blocks of keys whose means are nearest to the queries.
+
+Blocks of queries choose by their mean in Sparse-Linear Attention (Zhang et al. 2025, arXiv 2509.24006); every query
+chooses for itself in Mixture of Block Attention (Lu et al. 2025, arXiv 2502.13189), which is what can be causal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.engine.blocks import split_mask
+from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.tracing import symbolic
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.sparse import choosing
+from fast_attention.mechanisms.sparse.gathered import gathered_softmax
+from fast_attention.mechanisms.sparse.past_blocks import chosen_softmax
+from fast_attention.value import at_least
+
+
+class SelectedState(NamedTuple):
+    """All keys and values, and of every whole block the mean of its visible keys and whether there is one."""
+
+    near: KVCache
+    means: Float[Tensor, "*batch heads blocks width"]
+    alive: Bool[Tensor, "*batch 1 blocks"]
+
+
+def selected_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    block_size: int = 64,
+    topk: int = 8,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax over the keys of chosen blocks (arXiv 2509.24006, equations 3 to 5; 2502.13189, equations 2 to 6).
+
+    With I the block of query i, and means over visible tokens,
+
+    - noncausal, all queries of block I see block I and the ``topk - 1`` others with the largest
+      ``mean(q_I) . mean(k_J)``;
+    - causal, query i sees block I up to itself and the ``topk - 1`` of the blocks J < I, all of which are past, with
+      the largest ``q_i . mean(k_J)``. A mean of queries would hold what comes after the first of them.
+
+    Masked keys are in no mean, and a block without a visible key is not chosen. Masked tokens are in no mean of
+    queries either, unless all of a block are; each is a query nevertheless. Gradients go through the softmax over what
+    was chosen, not through the choice. Where there are at most ``topk`` blocks, this is exact attention.
+    """
+    length = q.shape[-2]
+    if not symbolic() and length <= topk * block_size:
+        return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
+    visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    if is_causal:
+        means, alive = block_means(k, visible, block_size)
+        return attend_past(q, k, v, visible, means, alive, size=block_size, topk=topk, start=0, scale=scale)
+    table = choosing.of_blocks(q, k, visible, size=block_size, topk=topk)
+    return gathered_softmax(q, k, v, table, visible, size=block_size, scale=scale)
+
+
+def block_means(k: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The mean of every block's visible keys, in float64, and whether there is one; the last block may be shorter."""
+    counted = split_mask(visible, size)
+    return choosing.pooled(k, counted), counted.any(-1)
+
+
+def attend_past(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, means: Tensor, alive: Tensor,
+    *, size: int, topk: int, start: int, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Outputs of queries from position ``start`` on, the last of which is the last key."""
+    choices = choosing.of_tokens(q, means, alive, size=size, start=start, number=topk - 1)
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return chosen_softmax(q, k, v, choices, visible, size=size, start=start, scale=factor)
+
+
+@dataclass(frozen=True, repr=False)
+class Selected(Attention[tuple[()], SelectedState]):
+    """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
+
+    Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
+    so that nothing later moves a choice and decoding in any split is one pass. Nothing is learned or drawn: it works on
+    a pretrained model as it is, where a window would leave out what is far and matters.
+
+    Args:
+        block_size: Tokens per block; the last block may be shorter.
+        topk: Blocks that a query sees, its own among them.
+        scale: Factor on the dot products; None means 1/sqrt(width).
+    """
+
+    block_size: int = 64
+    topk: int = 8
+    scale: float | None = None
+
+    traits = Traits(
+        paper="Lu et al. 2025, arXiv 2502.13189 (causal); Zhang et al. 2025, arXiv 2509.24006 (noncausal)",
+        formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
+        cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
+        order=1.0,
+        causal=True,
+        padding=True,
+        rotary=True,
+        memory="growing",
+        approximates="Softmax",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        at_least(self, "block_size", self.block_size, 1)
+        at_least(self, "topk", self.topk, 1)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """Softmax over the chosen blocks."""
+        return selected_attention(
+            q, k, v, block_size=self.block_size, topk=self.topk, is_causal=is_causal, key_mask=key_mask,
+            scale=self.scale,
+        )  # fmt: skip
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: SelectedState | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, SelectedState]:
+        """Attend to the blocks that the new tokens choose among all before; blocks that they fill get their means."""
+        cache = append(None if state is None else state.near, k, v, key_mask)
+        total, size = cache.k.shape[-2], self.block_size
+        pooled = 0 if state is None else state.means.shape[-2] * size
+        whole = slice(pooled, total // size * size)
+        means, alive = block_means(cache.k[..., whole, :], cache.visible[..., whole], size)
+        if state is not None:
+            means, alive = torch.cat([state.means, means], -2), torch.cat([state.alive, alive], -1)
+        start = total - q.shape[-2]
+        out = attend_past(
+            q, cache.k, cache.v, cache.visible, means, alive, size=size, topk=self.topk, start=start, scale=self.scale
+        )
+        return out, SelectedState(cache, means, alive)
