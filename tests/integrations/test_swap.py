@@ -90,7 +90,11 @@ OTHERS = {
     "Bart": ("BartForConditionalGeneration", "BartConfig", BART),
     "T5": ("T5ForConditionalGeneration", "T5Config", T5),
     "Vit": ("ViTModel", "ViTConfig", VIT),
-}
+    "Bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99}),
+    "Mpt": (
+        "MptForCausalLM", "MptConfig", {"d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": 99, "max_seq_len": 64}
+    ),
+}  # fmt: skip
 ALL = {**ENCODERS, **DECODERS, **OTHERS}
 
 # The first releases that call these models' attention through the interface; those before are refused.
@@ -170,7 +174,7 @@ def test_exact_attention_changes_nothing(name: str, padded: str, training: bool)
     assert torch.equal(out(model, given), before)
 
 
-@pytest.mark.parametrize("name", [*DECODERS, "Bart", "T5"])
+@pytest.mark.parametrize("name", [*DECODERS, "Bart", "T5", "Bloom", "Mpt"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_exact_attention_generates_the_same(name: str, how: dict[str, Any]) -> None:
     model = build(name)

@@ -22,6 +22,7 @@ from fast_attention.nn.bound import Bound
 
 BEFORE = "_fast_attention_before"  # the implementation that the model had
 EXACT = "_fast_attention_exact"  # the name of the exact model
+ALIBI = ("bloom", "mpt")  # models that compute attention themselves, and are taught here to call it
 
 
 def swap(
@@ -41,7 +42,7 @@ def swap(
     before = str(model.config._attn_implementation)
     own_config(model)
     try:
-        model.set_attn_implementation(NAME)
+        _set_implementation(model, NAME)
         forward, called = probing.find_layers(model, probe)
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
@@ -58,7 +59,7 @@ def swap(
     except BaseException:
         model.__dict__.pop(BEFORE, None)
         _remove(model)
-        model.set_attn_implementation(before)
+        _set_implementation(model, before)
         raise
     model.name_or_path = ""  # adapters that are trained now must not be put on the exact model of that name
     return tuple(layer for layer, _ in (*layers, *uncalled))
@@ -67,7 +68,7 @@ def swap(
 def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Put mechanisms, by name, into a model whose weights are about to be loaded; call ``settle`` afterwards."""
     _check(model)
-    model.set_attn_implementation(NAME)
+    _set_implementation(model, NAME)
     for name, swapped in layers.items():
         _install(model.get_submodule(name), swapped)
 
@@ -84,7 +85,7 @@ def swap_back(model: PreTrainedModel) -> bool:
     """Restore the model's own attention; whether it had been swapped."""
     before = removed(model)
     if before is not None:
-        model.set_attn_implementation(before)
+        _set_implementation(model, before)
     return before is not None
 
 
@@ -96,12 +97,23 @@ def removed(model: PreTrainedModel) -> str | None:
     return before
 
 
+def _set_implementation(model: PreTrainedModel, name: str) -> None:
+    """Set the attention function that a model calls, and all models in it."""
+    if model.config.model_type in ALIBI:
+        from fast_attention.integrations import alibi  # which imports the code of both
+
+        alibi.set_implementation(model, name)
+    else:
+        model.set_attn_implementation(name)
+
+
 def _check(model: PreTrainedModel) -> None:
-    if not model._can_set_attn_implementation():
+    if model.config.model_type not in ALIBI and not model._can_set_attn_implementation():
         raise Unsupported(
             f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
-            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, GPT-2, "
-            "Llama, Mistral and other models of the interface, or torch's nn.MultiheadAttention and nn.Transformer"
+            "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, T5, GPT-2, "
+            "Llama, Mistral and other models of the interface, BLOOM and MPT, or torch's nn.MultiheadAttention and "
+            "nn.Transformer"
         )
 
 
@@ -184,7 +196,7 @@ def _notes(mechanism: Mechanism[Any, Any], call: Call, dropout: float) -> list[s
 
 def _dropout(module: nn.Module) -> float:
     """The fraction of attention weights that a module drops in training."""
-    for name in ("attention_dropout", "attn_dropout", "dropout"):
+    for name in ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout"):
         dropout = getattr(module, name, None)
         if isinstance(dropout, nn.Dropout):
             return dropout.p

@@ -38,6 +38,10 @@ class Visibility:
         """Which of the last ``keys`` positions are tokens."""
         return None if self.tokens is None else self.tokens[:, -keys:]
 
+    def to(self, dtype: torch.dtype) -> Visibility:
+        """Itself: MPT casts its mask, whatever it is."""
+        return self
+
 
 @dataclass(frozen=True)
 class Positions:

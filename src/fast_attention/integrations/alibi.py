@@ -1,0 +1,107 @@
+"""Lets BLOOM and MPT, which compute attention with ALiBi themselves, call it through transformers' interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.bloom import modeling_bloom
+from transformers.models.mpt import modeling_mpt
+
+from fast_attention.integrations import attention
+from fast_attention.integrations.visible import Visibility
+from fast_attention.mechanism import Unsupported
+
+
+class BloomAttention(modeling_bloom.BloomAttention):
+    """BLOOM's attention module with the same parts; its softmax is the attention function of the swap."""
+
+    is_causal = True
+
+    def slopes(self) -> Tensor:
+        """The slope of each head (H,), read from the model's own function."""
+        ones = torch.ones(1, 2, dtype=torch.long, device=self.dense.weight.device)
+        return modeling_bloom.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Visibility | Tensor,
+        layer_past: Any = None, use_cache: bool = False, output_attentions: bool = False, **settings: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """As transformers' module; of ``alibi`` nothing is read."""
+        q, k, v = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        tokens = attention_mask.tokens if isinstance(attention_mask, Visibility) else None
+        out, weights = attention.attention(
+            self, q, k, v, attention_mask, dropout=self.attention_dropout.p if self.training else 0.0,
+            scaling=self.inv_norm_factor, position_bias=by_key(self.slopes(), k.shape[-2], tokens),
+        )  # fmt: skip
+        out = F.dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training)
+        return residual + out, weights
+
+
+class MptAttention(modeling_mpt.MptAttention):
+    """MPT's attention module with the same parts; its softmax is the attention function of the swap."""
+
+    is_causal = True
+
+    def slopes(self) -> Tensor:
+        """The slope of each head (H,), read from the model's own function."""
+        return -modeling_mpt.build_mpt_alibi_tensor(self.n_heads, 2, device=self.out_proj.weight.device)[:, 0, 0]
+
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None,
+        attention_mask: Visibility | Tensor | None = None, past_key_values: Any = None, **settings: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """As transformers' module; of ``position_bias`` nothing is read.
+
+        Raises:
+            Unsupported: The mask is one of all pairs, of which MPT's code and ours mean the opposite.
+        """
+        if isinstance(attention_mask, Tensor):
+            raise Unsupported(
+                "MPT with a mask of every pair (the caller's own, or that of a cache of a fixed size). What would "
+                "work: attention_mask with a number for each token, and generate without cache_implementation"
+            )
+        qkv = self.Wqkv(hidden_states)
+        qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else qkv
+        q, k, v = qkv.unflatten(-1, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.20
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        out, weights = attention.attention(
+            self, q, k, v, attention_mask, dropout=self.attn_dropout_p if self.training else 0.0,
+            scaling=self.softmax_scale, position_bias=by_key(self.slopes(), k.shape[-2]),
+        )  # fmt: skip
+        return self.out_proj(out.flatten(2)), weights
+
+
+KINDS = {modeling_bloom.BloomAttention: BloomAttention, modeling_mpt.MptAttention: MptAttention}
+
+
+def by_key(slopes: Tensor, keys: int, tokens: Tensor | None = None) -> Tensor:
+    """ALiBi as a number for each key, (B or 1, H, 1, keys): a query's own position cancels in its softmax.
+
+    Args:
+        slopes: The slope of each head, (H,).
+        keys: Their number.
+        tokens: Which positions are tokens, (B, all), where only these are counted, as BLOOM does; None: all.
+    """
+    if tokens is None:
+        positions = torch.arange(keys, device=slopes.device)[None]
+    else:
+        positions = ((tokens.long().cumsum(-1) - 1) * tokens)[:, -keys:]
+    return slopes[:, None, None] * positions[:, None, None]
+
+
+def set_implementation(model: PreTrainedModel, name: str) -> None:
+    """Let the attention modules of a BLOOM or an MPT call the attention function of that name, or their own again."""
+    ours = name == attention.NAME
+    for old, new in KINDS.items():
+        for module in model.modules():
+            if type(module) is (old if ours else new):
+                module.__class__ = new if ours else old
+    model.config._attn_implementation = name
