@@ -28,6 +28,7 @@ from fast_attention.mechanisms.aft.aft_full import AFTFull as AFTFull
 from fast_attention.mechanisms.aft.aft_local import AFTLocal as AFTLocal
 from fast_attention.mechanisms.aft.aft_simple import AFTSimple as AFTSimple
 from fast_attention.mechanisms.aft.aft_conv import AFTConv as AFTConv
+from fast_attention.mechanisms.aft.wkv import WKV as WKV
 from fast_attention.mechanisms.mixers.fnet import FNet as FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP as GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer as MLPMixer
@@ -50,5 +51,5 @@ __all__ = [
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",
     "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
-    "SortCut", "T2R",
+    "SortCut", "T2R", "WKV",
 ]  # fmt: skip
