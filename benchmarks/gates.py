@@ -128,7 +128,7 @@ def rows(new: Tree, lengths: Iterable[int], only: list[str] | None) -> Iterator[
     for mechanism in new.module("lab.bench.competitors").default_mechanisms():
         if only and not {repr(mechanism), type(mechanism).__name__} & {*only}:
             continue
-        for is_causal in (False, True) if mechanism.traits.causal else (False,):
+        for is_causal in mechanism.traits.modes:
             for length in sorted(lengths):
                 for training in (False, True):
                     yield Row(repr(mechanism), is_causal, length, training), mechanism.traits.order

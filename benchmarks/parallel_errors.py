@@ -41,7 +41,7 @@ def _process(rank: int, names: list[str], folder: str) -> None:
     rows = {}
     for name in names:
         mechanism = catalogue.parse(name)
-        for is_causal in [False, True] if mechanism.traits.causal else [False]:
+        for is_causal in mechanism.traits.modes:
             torch.manual_seed(0)
             bound = Bound(mechanism, Shape(HEADS, WIDTH, LENGTH))
             inputs = [torch.randn(1, HEADS, LENGTH, WIDTH) for _ in range(3)]

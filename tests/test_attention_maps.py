@@ -89,7 +89,7 @@ def test_memory_grows_as_the_mechanisms_own(name: str) -> None:
         q, k = torch.randn(2, 1, 1, n, 16)
         return peak_bytes(lambda: attention_rows(mechanism, q, k, w, queries=[0, n // 2], is_causal=is_causal))
 
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         small, large = peak(1024, is_causal), peak(4096, is_causal)
         assert exponent(small, large, 4) < order + 0.3, f"n^{exponent(small, large, 4):.2f}, is_causal={is_causal}"
         if order < 1.5:

@@ -81,7 +81,7 @@ def test_attention_refuses_mixers_and_learned_weights() -> None:
         ("Mamba-2", "Mamba: not here"),
         ("Linear Transformer", "Write LinearAttention()."),
         ("Hybrid(far=Performer())", "Performer: FavorPlus()"),
-        ("RWKV", "not here; nearest is AFTSimple()"),
+        ("RWKV", "Write WKV()."),
         ("Hyena", "not here"),
         ("DeltaNet", "not here"),
         ("Sparse Transformer", "not here; nearest is BigBird()"),

@@ -41,7 +41,7 @@ def test_every_oracle_and_variant_belongs_to_a_mechanism() -> None:
 @pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
 def test_attention(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
     traits = mechanism.traits
-    if (is_causal and not traits.causal) or (masked and not traits.padding):
+    if is_causal not in traits.modes or (masked and not traits.padding):
         pytest.skip("denied by traits: the refusal is tested in test_contract")
     sizes = [(n, n) for n in LENGTHS] + ([(5, 9), (9, 5)] if traits.cross else [])
     bound = bind(mechanism, device=device)
@@ -68,7 +68,7 @@ def test_attention(mechanism: Any, is_causal: bool, masked: bool, device: torch.
 @pytest.mark.parametrize("mechanism", MIXERS, ids=repr)
 def test_mixer(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
     traits = mechanism.traits
-    if (is_causal and not traits.causal) or (masked and not traits.padding):
+    if is_causal not in traits.modes or (masked and not traits.padding):
         pytest.skip("denied by traits: the refusal is tested in test_contract")
     bound = bind(mechanism, device=device)
     for length in LENGTHS:

@@ -24,7 +24,7 @@ def cu_seqlens(device: Any, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def orders(mechanism: Any) -> list[bool]:
-    return [False, True] if mechanism.traits.causal else [False]
+    return mechanism.traits.modes
 
 
 def inputs_of(mechanism: Any, device: Any, length: int = TOKENS) -> Parts:
@@ -92,9 +92,10 @@ def test_keys_may_be_packed_otherwise(mechanism: Any, device: torch.device) -> N
 def test_keys_may_be_masked_besides(mechanism: Any, device: torch.device) -> None:
     bound, inputs = bind(mechanism, device=device), inputs_of(mechanism, device)
     mask = torch.rand(2, TOKENS, device=device) > 0.3
-    got = bound(*inputs, lengths=LENGTHS, key_mask=mask)
+    order = {"is_causal": mechanism.traits.modes[0]}
+    got = bound(*inputs, lengths=LENGTHS, key_mask=mask, **order)
     wanted = [
-        bound(*(x[..., start:end, :] for x in inputs), key_mask=mask[:, start:end])
+        bound(*(x[..., start:end, :] for x in inputs), key_mask=mask[:, start:end], **order)
         for start, end in itertools.pairwise(BORDERS)
     ]
     torch.testing.assert_close(got, torch.cat(wanted, -2), rtol=1e-10, atol=1e-11)

@@ -27,7 +27,7 @@ from fast_attention.mechanisms import FactorizedDenseSynthesizer as FactorizedDe
 from fast_attention.mechanisms import FactorizedRandomSynthesizer as FactorizedRandomSynthesizer
 from fast_attention.mechanisms import MixtureSynthesizer as MixtureSynthesizer, DotProduct as DotProduct
 from fast_attention.mechanisms import AFTFull as AFTFull, AFTLocal as AFTLocal
-from fast_attention.mechanisms import AFTSimple as AFTSimple, AFTConv as AFTConv
+from fast_attention.mechanisms import AFTSimple as AFTSimple, AFTConv as AFTConv, WKV as WKV
 from fast_attention.mechanisms import FNet as FNet, GMLP as GMLP, MLPMixer as MLPMixer
 from fast_attention.mechanisms.hybrid.hybrid import Hybrid as Hybrid
 from fast_attention.mechanisms.hybrid.by_length import ByLength as ByLength

@@ -16,7 +16,7 @@ from fast_attention.engine.dispatch import Implementation, implementation
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
-from fast_attention.mechanisms.aft import aft_conv
+from fast_attention.mechanisms.aft import aft_conv, wkv
 from fast_attention.mechanisms.aft import aft_full as full
 from fast_attention.mechanisms.aft import aft_local as window
 from fast_attention.mechanisms.aft import aft_simple as simple
@@ -35,6 +35,7 @@ from fast_attention.packed import CuSeqlens, Lengths
 aft_full = checked(full.aft_full)
 aft_simple = checked(simple.aft_simple)
 aft_local = checked(window.aft_local)
+wkv_attention = checked(wkv.wkv_attention)
 conv_band = aft_conv.conv_band
 bigbird_attention = checked(bigbird.bigbird_attention)
 favor_attention = checked(favor.favor_attention)
@@ -190,5 +191,5 @@ __all__ = [
     "linear_attention", "linformer_attention", "local_attention", "log_attention", "lsh_attention",
     "manhattan_attention", "optimal_damping", "pooled_attention", "relu_attention", "signed_manhattan",
     "sinkhorn_attention", "softmax_attention", "sortcut_attention", "synthesizer_attention", "token_mlp",
-    "vector_manhattan",
+    "vector_manhattan", "wkv_attention",
 ]  # fmt: skip

@@ -71,8 +71,8 @@ class Mechanism(Value, ABC, Generic[W, S]):
 
     def _check_masks(self, traits: Traits, is_causal: bool, key_mask: Tensor | None, batch: Any, keys: Tensor) -> None:
         checks.flag("is_causal", is_causal)
-        if is_causal and not traits.causal:
-            raise self.refuse("is_causal=True", "causal")
+        if trait := traits.denying(is_causal):
+            raise self.refuse(f"is_causal={is_causal}", trait)
         if key_mask is not None:
             if not traits.padding:
                 raise self.refuse("a key_mask", "padding")

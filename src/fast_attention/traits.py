@@ -21,6 +21,7 @@ class Traits:
     order: float  # exponent of n, checked by counted operations and by measured memory
     reads: Literal["qkv", "kv", "qv", "v", "x"] = "qkv"  # no other projection is built
     causal: bool = False
+    bidirectional: bool = True  # can be called without causal order
     padding: bool = False
     cross: bool = False  # as many queries as you like: S != L
     mask: bool = False  # takes an arbitrary attn_mask (boolean or additive) and attention dropout
@@ -34,6 +35,15 @@ class Traits:
     export: bool = True  # torch.export and ONNX with a dynamic length
     spans: bool = False  # laid out over the padded length: a padded input is not computed as the shorter one
     approximates: str | None = None  # the mechanism its error is measured against
+
+    @property
+    def modes(self) -> list[bool]:
+        """The values of ``is_causal`` that it can be called with."""
+        return [False] * self.bidirectional + [True] * self.causal
+
+    def denying(self, is_causal: bool) -> str:
+        """The trait that denies calls with this ``is_causal``; empty where none does."""
+        return "" if is_causal in self.modes else "causal" if is_causal else "bidirectional"
 
 
 @dataclass(frozen=True)

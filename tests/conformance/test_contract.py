@@ -65,7 +65,7 @@ def test_traits_say_what_the_weights_are(mechanism: Any) -> None:
 @pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if m.traits.matrix], ids=repr)
 def test_matrix_is_read_by_attending_to_the_identity(mechanism: Any, device: torch.device) -> None:
     bound = bind(mechanism, device=device)
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         q, k, v = qkv(11, device=device)
         eye = torch.eye(11, dtype=v.dtype, device=device).expand(2, 2, 11, 11)
         matrix = bound(q, k, eye, is_causal=is_causal)
@@ -77,10 +77,11 @@ def test_matrix_is_read_by_attending_to_the_identity(mechanism: Any, device: tor
 @pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if not m.traits.matrix], ids=repr)
 def test_no_matrix_where_none_is_granted(mechanism: Any) -> None:
     """Denied truthfully: the channels of the output do not share one matrix."""
-    bound = bind(mechanism)
+    bound, is_causal = bind(mechanism), mechanism.traits.modes[0]
     q, k, v = qkv(8)
     eye = torch.eye(8, dtype=v.dtype).expand(2, 2, 8, 8)
-    assert (bound(q, k, eye) @ v - bound(q, k, v)).abs().max() > 1e-3
+    matrix = bound(q, k, eye, is_causal=is_causal)
+    assert (matrix @ v - bound(q, k, v, is_causal=is_causal)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", catalogue.names())
@@ -121,11 +122,12 @@ def test_leading_dimensions_are_free(device: torch.device) -> None:
     for mechanism in ATTENTIONS:
         bound = bind(mechanism, device=device)
         q, k, v = qkv(7, batch=6, device=device)
-        out = bound(q, k, v)
-        deep = bound(*(x.unflatten(0, (3, 2)) for x in (q, k, v)))
+        is_causal = mechanism.traits.modes[0]
+        out = bound(q, k, v, is_causal=is_causal)
+        deep = bound(*(x.unflatten(0, (3, 2)) for x in (q, k, v)), is_causal=is_causal)
         said = f"{mechanism!r} at leading sizes (3, 2, heads)"
         torch.testing.assert_close(deep.flatten(0, 1), out, rtol=1e-9, atol=1e-9, msg=said)
-        torch.testing.assert_close(bound(q[0], k[0], v[0]), out[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(bound(q[0], k[0], v[0], is_causal=is_causal), out[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("mechanism", ATTENTIONS[: len(catalogue.names())], ids=repr)
@@ -147,7 +149,7 @@ def test_other_heads_and_widths_than_declared_are_refused(mechanism: Any) -> Non
 def test_weights_for_other_heads_are_refused_or_serve_all_heads(mechanism: Any, declared: int, length: int) -> None:
     w, own = (mechanism.weights(Shape(heads, 8, 64)) for heads in (declared, 3))
     inputs = qkv(length, heads=3, dtype=torch.float32)
-    calls = [lambda w: mechanism(*inputs, w)]
+    calls = [lambda w: mechanism(*inputs, w, is_causal=mechanism.traits.modes[0])]
     calls += [lambda w: mechanism.decode(*inputs, w)] if mechanism.traits.memory else []
     calls += [lambda w: mechanism.summarise(*inputs[1:], w)] if mechanism.traits.memory == "constant" else []
     for call in calls:
@@ -166,7 +168,7 @@ def test_empty_inputs_give_empty_results_and_no_keys_zeros(mechanism: Any) -> No
     for batch, length in ((2, 0), (0, 5), (0, 0)):
         x = [torch.randn(batch, 2, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
         x = x if mechanism in ATTENTIONS else [torch.randn(batch, length, 16, dtype=torch.float64, requires_grad=True)]
-        out = bound(*x)
+        out = bound(*x, is_causal=mechanism.traits.modes[0])
         assert out.shape == x[0].shape
         assert out.dtype == torch.float64
         out.sum().backward()
@@ -184,7 +186,7 @@ def test_tensors_on_the_meta_device_give_shapes(mechanism: Any) -> None:
     bound, held = bind(mechanism).to("meta"), torch.empty(2, 2, 5, 8, device="meta", dtype=torch.float64)
     x = [held.detach().requires_grad_() for _ in range(3)] if mechanism in ATTENTIONS else [held.new_empty(2, 5, 16)]
     mask = torch.ones(2, 5, dtype=torch.bool, device="meta") if mechanism.traits.padding else None
-    for is_causal in (False, True) if mechanism.traits.causal else (False,):
+    for is_causal in mechanism.traits.modes:
         out = bound(*x, is_causal=is_causal, key_mask=mask)
         assert out.is_meta
         assert out.shape == x[0].shape

@@ -50,7 +50,7 @@ def test_gradients_do_not_hang_on_the_slope_at_a_bound(mechanism: Any, monkeypat
     monkeypatch.setattr(CustomGradient, "__call__", lambda self, *tensors, **settings: self.plain(*tensors, **settings))
     bound, given = bind(mechanism), inputs(mechanism, 21)
     weights = [*given, *bound.parameters()]
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         found = []
         for slope in (0, 1):
             with Slope(slope):

@@ -16,7 +16,7 @@ from tests.cases import qkv
 def test_every_mechanism_can_be_explained(name: str) -> None:
     mechanism = catalogue.default(name)
     inputs = (torch.randn(2, 40, 16),) if mechanism.traits.reads == "x" else qkv(40, dtype=torch.float32)
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         told = explain(mechanism, *inputs, is_causal=is_causal)
         assert str(told).startswith(f"{mechanism!r} on (2, ")
         assert told.steps, "why: every choice says what ran"

@@ -32,7 +32,7 @@ def given(mechanism: Any, length: int, dtype: torch.dtype = torch.float64) -> tu
 
 
 def modes(mechanism: Any) -> list[bool]:
-    return [False] + [True] * mechanism.traits.causal
+    return mechanism.traits.modes
 
 
 @pytest.mark.parametrize("mechanism", DEFAULTS, ids=repr)

@@ -32,7 +32,7 @@ def test_the_table_is_true_of_plain_forms(name: str, monkeypatch: pytest.MonkeyP
     mechanism, length = catalogue.default(name), 1280
     with implementation("reference"):
         if isinstance(mechanism, Attention):
-            explain(mechanism, *torch.randn(3, 1, 2, length, 16).unbind())
+            explain(mechanism, *torch.randn(3, 1, 2, length, 16).unbind(), is_causal=mechanism.traits.modes[0])
         else:
             explain(mechanism, torch.randn(1, length, 32))
     assert bool(keys) == (VEHICLES[name] in (FUSED, FLEX, BLOCKS))

@@ -9,7 +9,7 @@ FAULTS = [
           LAW + "'serve_all_heads and BigBird'"),
     Fault("a state of another batch is taken", "decoding.py", "if state[:5] != expected[:5]", "if state[0] != expected[0]",
           "tests/nn/test_decoding.py -k another"),
-    Fault("validation lets non-causal mechanisms through", "mechanism.py", "if is_causal and not traits.causal:",
+    Fault("validation lets non-causal mechanisms through", "mechanism.py", "if trait := traits.denying(is_causal):",
           "if False:", LAW + "'refusals and Linformer'"),
     Fault("a refusal names no mechanism", "mechanism.py", 'f"{self!r} does not support', 'f"it does not support',
           LAW + "'refusals and Linformer'"),

@@ -101,7 +101,7 @@ def granted() -> list[Any]:
         catalogue.parse(text)
         for text in ("Linformer(rank=8, projection=MeanPool())", "LSH(num_hashes=1, layout='sorted')")
     ]
-    pairs = [(m, is_causal) for m in chosen if m.traits.export for is_causal in [False] + [True] * m.traits.causal]
+    pairs = [(m, is_causal) for m in chosen if m.traits.export for is_causal in m.traits.modes]
     return [pytest.param(m, is_causal, id=f"{m!r}{', causal' * is_causal}") for m, is_causal in pairs]
 
 

@@ -78,7 +78,7 @@ def test_13_chunked_is_dense_over_the_sets(m: LSH, masked: bool, device: torch.d
     key_mask = some_keys(2, length, device) if masked else None
     sizes = m.num_buckets if isinstance(m.num_buckets, tuple) else (m.num_buckets,)
     hashes = buckets(q, bound.w.rotations, sizes).tolist()
-    for is_causal in [False] + [True] * m.traits.causal:
+    for is_causal in m.traits.modes:
         often = torch.zeros(2, 2, length, length, dtype=torch.float64)
         for b in range(2):
             seen = [True] * length if key_mask is None else key_mask[b].tolist()
@@ -239,7 +239,7 @@ def test_nothing_to_see_gives_zeros_and_extremes_stay_finite(m: LSH, device: tor
         q, k, v = (x.requires_grad_() for x in qkv(37, device=device, dtype=torch.float32))
         key_mask = torch.ones(2, 37, dtype=torch.bool, device=device)
         key_mask[0] = False
-        for is_causal in [False] + [True] * m.traits.causal:
+        for is_causal in m.traits.modes:
             out = bound(factor * q, k, v, is_causal=is_causal, key_mask=key_mask)
             assert (out[0] == 0).all()
             grads = torch.autograd.grad(out.square().sum(), (q, v))

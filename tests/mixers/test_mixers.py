@@ -273,7 +273,7 @@ def test_mixer_is_causal_only_with_a_unit_for_every_token(device: torch.device) 
 def test_padding_is_a_shorter_sequence(mechanism: Any, device: torch.device) -> None:
     """For every visible token, whatever the masked ones hold; also with holes, and causally."""
     bound, x = bind(mechanism, device=device), tokens(19, device=device)
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         mask = (torch.arange(19, device=device) < 11).expand(2, -1)
         loud = x.masked_fill(~mask[..., None], 1e30)
         close(bound(loud, key_mask=mask, is_causal=is_causal)[:, :11], bound(x[:, :11], is_causal=is_causal), 1e-10)
@@ -297,7 +297,7 @@ def test_shorter_sequences_use_the_corner_of_the_weights(mechanism: Any, device:
 @pytest.mark.parametrize("mechanism", [FNet(), *LEARNED], ids=repr)
 def test_low_precision_and_extremes(mechanism: Any, device: torch.device) -> None:
     bound = bind(mechanism, max_len=128, device=device)
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         for dtype in (torch.bfloat16, torch.float16):
             x = tokens(97, device=device, dtype=dtype)
             high = bound.to(torch.float64)(x.double(), is_causal=is_causal)

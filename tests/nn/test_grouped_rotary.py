@@ -59,7 +59,7 @@ def test_a_mixers_groups_are_repeated_heads(mechanism: Any, groups: int, device:
         state[name] = torch.cat([rows if part == "q" else whole(rows, 4, groups) for part, rows in parts])
     plain.load_state_dict(state)
     x = tokens(device, 2, 7)
-    for is_causal in (False, True) if mechanism.traits.causal else (False,):
+    for is_causal in mechanism.traits.modes:
         torch.testing.assert_close(ours(x, is_causal=is_causal), plain(x, is_causal=is_causal), rtol=1e-9, atol=1e-10)
     if mechanism.traits.memory:
         state, outs = None, []

@@ -99,7 +99,7 @@ def test_padding_changes_nothing(mechanism: Any, reversible: bool, head: str) ->
     if mechanism.traits.spans:
         pytest.skip("laid out over the padded length")
     options = {"head": head, "classes": 3 if head == "classes" else 0, "reversible": reversible}
-    encoder = model(mechanism, positions="sinusoidal", **options)
+    encoder = model(mechanism, positions="sinusoidal", causal=mechanism.traits.modes[0], **options)
     x = tokens(2, 17)
     key_mask = torch.ones(2, 17, dtype=torch.bool)
     key_mask[0, 13:] = False
@@ -109,7 +109,8 @@ def test_padding_changes_nothing(mechanism: Any, reversible: bool, head: str) ->
 
 @pytest.mark.parametrize("mechanism", EVERY, ids=repr)
 def test_every_parameter_learns(mechanism: Any) -> None:
-    encoder = model(mechanism, layers=2, positions="learned", max_len=24).train()
+    causal = mechanism.traits.modes[0]
+    encoder = model(mechanism, layers=2, positions="learned", max_len=24, causal=causal).train()
     encoder(tokens(2, 24)).log_softmax(-1)[..., 3].sum().backward()
     still = [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not [name for name in still if "attention" not in name], still

@@ -16,6 +16,7 @@ from fast_attention import Attention, MultiheadAttention, Softmax, Unsupported, 
 
 EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
 ATTENTIONS: list[Any] = [mechanism for mechanism in EVERY if isinstance(mechanism, Attention)]
+BOTH: list[Any] = [mechanism for mechanism in ATTENTIONS if mechanism.traits.bidirectional]
 INF = float("-inf")
 
 
@@ -166,7 +167,7 @@ def made(mechanism: Any, device: torch.device, width: int = 16, heads: int = 2, 
     return module.to(device, torch.float64)
 
 
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
+@pytest.mark.parametrize("mechanism", BOTH, ids=repr)
 def test_masks_go_to_those_who_can_take_them(mechanism: Any, device: torch.device) -> None:
     ours = made(mechanism, device).eval()
     x = torch.randn(2, 6, 16, dtype=torch.float64, device=device)
@@ -194,11 +195,12 @@ def test_padding_is_ignored_or_refused(mechanism: Any, device: torch.device) -> 
         with pytest.raises(Unsupported, match="padding"):
             ours(x, x, x, ignored, need_weights=False)
         return
-    out = ours(x, x, x, ignored, need_weights=False)[0]
+    options: Any = {"need_weights": False, "is_causal": mechanism.traits.modes[0]}
+    out = ours(x, x, x, ignored, **options)[0]
     other = x.clone()
     other[1, 4:] = 50.0
     soft = torch.zeros(2, 7, device=device).masked_fill(ignored, INF)
-    again = ours(other, other, other, soft, need_weights=False)[0]
+    again = ours(other, other, other, soft, **options)[0]
     torch.testing.assert_close(again[0], out[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(again[1, :4], out[1, :4], rtol=1e-9, atol=1e-9)
 
@@ -207,11 +209,11 @@ def test_padding_is_ignored_or_refused(mechanism: Any, device: torch.device) -> 
 def test_weights_are_the_matrix_of_the_outputs(mechanism: Any, device: torch.device) -> None:
     ours = made(mechanism, device)
     x = torch.randn(2, 7, 16, dtype=torch.float64, device=device)
-    plain, nothing = ours(x, x, x, need_weights=False)
+    plain, nothing = ours(x, x, x, need_weights=False, is_causal=mechanism.traits.modes[0])
     assert nothing is None
     if not mechanism.traits.matrix:
         with pytest.raises(Unsupported, match=r"need_weights=False.*traits.matrix"):
-            ours(x, x, x)
+            ours(x, x, x, is_causal=mechanism.traits.modes[0])
         return
     out, weights = ours(x, x, x, average_attn_weights=False)
     torch.testing.assert_close(out, plain, rtol=1e-9, atol=1e-9)
@@ -251,7 +253,7 @@ def test_attention_dropout_in_training_only(mechanism: Any, device: torch.device
         ours.dropout = 0.5  # somebody's own way round: it is refused where it would act
         x = torch.randn(2, 6, 16, dtype=torch.float64, device=device)
         with pytest.raises(Unsupported, match=r"dropout.*traits.mask"):
-            ours(x, x, x, need_weights=False)
+            ours(x, x, x, need_weights=False, is_causal=mechanism.traits.modes[0])
         return
     ours = made(mechanism, device, dropout=0.5)
     x = torch.randn(2, 6, 16, dtype=torch.float64, device=device)
@@ -285,7 +287,8 @@ def test_checkpoints_of_torch(mechanism: Any) -> None:
             torch.device("cpu"), 3, 3, 2, False, embed=16, kdim=widths.get("kdim", 16), vdim=widths.get("vdim", 16)
         )
         x = [part.float() for part in x]
-        torch.testing.assert_close(again(*x, need_weights=False)[0], ours(*x, need_weights=False)[0], rtol=0, atol=0)
+        options: Any = {"need_weights": False, "is_causal": mechanism.traits.modes[0]}
+        torch.testing.assert_close(again(*x, **options)[0], ours(*x, **options)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
@@ -343,7 +346,7 @@ def layer(mechanism: Any, device: torch.device, **options: Any) -> nn.Transforme
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
+@pytest.mark.parametrize("mechanism", BOTH, ids=repr)
 def test_encoder_layer_in_training_and_evaluation(mechanism: Any, norm_first: bool, device: torch.device) -> None:
     """In evaluation torch's fused path would run softmax from our weights, and never call us."""
     block = layer(mechanism, device, norm_first=norm_first)
@@ -356,6 +359,15 @@ def test_encoder_layer_in_training_and_evaluation(mechanism: Any, norm_first: bo
         evaluated = block.eval()(x)
     assert len(calls) == 2
     torch.testing.assert_close(evaluated, trained.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if m not in BOTH], ids=repr)
+def test_an_encoder_layer_refuses_what_is_causal_only(mechanism: Any, device: torch.device) -> None:
+    block, x = layer(mechanism, device), torch.randn(2, 7, 16, dtype=torch.float64, device=device)
+    with pytest.raises(Unsupported, match=rf"{type(mechanism).__name__}.*traits\.bidirectional"):
+        block(x)
+    mask = nn.Transformer.generate_square_subsequent_mask(7, device, torch.float64)
+    assert block(x, mask, is_causal=True).isfinite().all()
 
 
 def test_no_hook_of_the_test_keeps_torch_from_the_fused_path(device: torch.device) -> None:
@@ -378,7 +390,7 @@ def padded(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of torch's own TransformerEncoder
 @pytest.mark.parametrize("swap", ["before", "after"])
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
+@pytest.mark.parametrize("mechanism", BOTH, ids=repr)
 def test_nested_encoder_with_padding(mechanism: Any, swap: str, device: torch.device) -> None:
     """``enable_nested_tensor`` left at its default: torch packs the padded batch before it calls the layers."""
     torch.manual_seed(4)

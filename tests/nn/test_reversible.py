@@ -66,11 +66,9 @@ def tokens(device: Any, *shape: int, width: int = 8) -> Tensor:
 def test_gradients_are_those_of_the_ordinary_graph(mechanism: Any, device: torch.device) -> None:
     """14: to 1e-10, with dropout, masks, random features and hashes replayed."""
     blocks, x = sequence(3, device, mechanism, dropout=0.3, chunks=2), tokens(device, 2, 7)
-    options = [{"is_causal": False, "key_mask": None}]
-    if mechanism.traits.causal:
-        options.append({"is_causal": True, "key_mask": None})
+    options: list[Any] = [{"is_causal": is_causal, "key_mask": None} for is_causal in mechanism.traits.modes]
     if mechanism.traits.padding:
-        options.append({"is_causal": False, "key_mask": some_keys(2, 7, device)})
+        options.append({"is_causal": mechanism.traits.modes[0], "key_mask": some_keys(2, 7, device)})
     for option in options:
         torch.manual_seed(1)
         plain = ordinary(blocks, x, **option)
@@ -86,7 +84,8 @@ def test_inverse(mechanism: Any, device: torch.device) -> None:
     """14: 7e-16 in float64 per layer."""
     (block,) = sequence(1, device, mechanism).blocks
     x1, x2 = tokens(device, 2, 7), tokens(device, 2, 7)
-    back = block.inverse(*block(x1, x2))
+    order = {"is_causal": mechanism.traits.modes[0]}
+    back = block.inverse(*block(x1, x2, **order), **order)
     for got, wanted in zip(back, (x1, x2), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 

@@ -36,7 +36,8 @@ def test_only_what_is_read_is_projected(mechanism: Any, device: torch.device) ->
     assert mixer.in_proj.weight.shape == (16 * len(read), 16)
     assert mixer.out_proj.weight.shape == (16, 16)
     # Every row of the projection is used: none without a gradient.
-    (gradient,) = torch.autograd.grad(mixer(tokens(device, 2, 7)).square().sum(), mixer.in_proj.weight)
+    out = mixer(tokens(device, 2, 7), is_causal=mechanism.traits.modes[0])
+    (gradient,) = torch.autograd.grad(out.square().sum(), mixer.in_proj.weight)
     assert (gradient.abs().amax(1) > 0).double().mean() > 0.9
 
 
@@ -54,7 +55,7 @@ def test_equals_multihead_attention_with_the_same_weights(mechanism: Any, device
             module.in_proj_weight[rows], module.in_proj_bias[rows] = weight, bias
     x = tokens(device, 2, 7)
     key_mask = some_keys(2, 7, device) if mechanism.traits.padding else None
-    for is_causal in (False, True) if mechanism.traits.causal else (False,):
+    for is_causal in mechanism.traits.modes:
         ignored = None if key_mask is None else ~key_mask
         expected = module(x, x, x, ignored, need_weights=False, is_causal=is_causal)[0]
         torch.testing.assert_close(mixer(x, is_causal=is_causal, key_mask=key_mask), expected, rtol=1e-9, atol=1e-10)
@@ -62,11 +63,11 @@ def test_equals_multihead_attention_with_the_same_weights(mechanism: Any, device
 
 @pytest.mark.parametrize("mechanism", EVERY, ids=repr)
 def test_any_leading_sizes(mechanism: Any, device: torch.device) -> None:
-    mixer = made(mechanism, device)
+    mixer, is_causal = made(mechanism, device), mechanism.traits.modes[0]
     x = tokens(device, 2, 3, 7)
-    out = mixer(x)
+    out = mixer(x, is_causal=is_causal)
     assert out.shape == x.shape
-    torch.testing.assert_close(mixer(x[1, 2]), out[1, 2], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mixer(x[1, 2], is_causal=is_causal), out[1, 2], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("mechanism", STREAMING, ids=repr)
@@ -92,11 +93,13 @@ def test_decode_in_any_split_is_one_pass(mechanism: Any, masked: bool, device: t
 def test_what_traits_deny_is_refused_by_name(mechanism: Any, device: torch.device) -> None:
     mixer, x, name, traits = made(mechanism, device), tokens(device, 2, 5), type(mechanism).__name__, mechanism.traits
     seen = torch.ones(2, 5, dtype=torch.bool, device=device)
+    order = {"is_causal": traits.modes[0]}
     asked: list[tuple[str, bool, Any]] = [
         ("causal", traits.causal, {"is_causal": True}),
-        ("padding", traits.padding, {"key_mask": seen}),
-        ("mask", traits.mask, {"attn_mask": torch.eye(5, dtype=torch.bool, device=device)}),
-        ("mask", traits.mask, {"dropout": 0.5}),
+        ("bidirectional", traits.bidirectional, {"is_causal": False}),
+        ("padding", traits.padding, {"key_mask": seen, **order}),
+        ("mask", traits.mask, {"attn_mask": torch.eye(5, dtype=torch.bool, device=device), **order}),
+        ("mask", traits.mask, {"dropout": 0.5, **order}),
     ]
     for trait, granted, options in asked:
         if granted:
@@ -139,7 +142,7 @@ def test_padded_tokens_may_hold_anything(mechanism: Any, value: float, device: t
 
     def answers(hidden: float) -> list[Tensor]:
         y = x.masked_fill(~mask[..., None], hidden)
-        out = mixer(y, key_mask=mask)[mask]
+        out = mixer(y, is_causal=mechanism.traits.modes[0], key_mask=mask)[mask]
         if mechanism.traits.memory:
             out = torch.cat([out, mixer.decode(y, key_mask=mask)[0][mask]])
         return [out, *torch.autograd.grad(out.square().sum(), list(mixer.parameters()), allow_unused=True)]

@@ -72,7 +72,21 @@ def conv(
     return _aft(q, k, v, bias, is_causal=is_causal, key_mask=key_mask)
 
 
-ORACLES = {"AFTFull": full, "AFTSimple": simple, "AFTLocal": local, "AFTConv": conv}
+def wkv(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2305.13048, Eq. 16, with the gate; distances count visible tokens, as if the others were not there."""
+    assert is_causal
+    decay, bonus = torch.exp(w.log_decay[head]), w.bonus[head]
+    seen = [key_mask is None or bool(key_mask[j]) for j in range(len(k))]
+
+    def bias(t: int, j: int) -> Tensor:
+        return bonus if j == t else -sum(seen[j + 1 : t]) * decay
+
+    return _aft(q, k, v, bias, is_causal=True, key_mask=key_mask)
+
+
+ORACLES = {"AFTFull": full, "AFTSimple": simple, "AFTLocal": local, "AFTConv": conv, "WKV": wkv}
 VARIANTS = [
     "AFTFull(rank=3)",
     "AFTLocal(window=1)",

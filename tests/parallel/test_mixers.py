@@ -76,7 +76,7 @@ def process(rank: int, world: int, folder: str) -> None:
     results: dict[Any, Any] = {}
     for mechanism in MIXERS:
         traits = mechanism.traits
-        for is_causal in [False, True] if traits.causal else [False]:
+        for is_causal in traits.modes:
             for masked in [False, True] if traits.padding else [False]:
                 for width in (8, 3):  # 3 channels, of which some processes then hold none
                     key = repr(mechanism), is_causal, masked, width

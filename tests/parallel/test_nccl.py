@@ -24,7 +24,7 @@ def process(rank: int, folder: str) -> None:
     results: dict[str, Any] = {}
     for name in NAMES:
         mechanism = catalogue.parse(name)
-        for is_causal in [False, True] if mechanism.traits.causal else [False]:
+        for is_causal in mechanism.traits.modes:
             results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
     torch.save(results, f"{folder}/{rank}")
     leave()

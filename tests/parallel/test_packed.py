@@ -105,7 +105,7 @@ def process(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     results: dict[str, Any] = {}
     for mechanism in ATTENTIONS:
-        for is_causal in [False, True] if mechanism.traits.causal else [False]:
+        for is_causal in mechanism.traits.modes:
             results[f"{mechanism!r} {is_causal}"] = packed_difference(mechanism, rank, world, is_causal)
         if mechanism.traits.memory:
             results[f"state of {mechanism!r}"] = state_difference(mechanism, rank, world)

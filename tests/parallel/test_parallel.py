@@ -155,7 +155,7 @@ def process(rank: int, world: int, folder: str) -> None:
     results: dict[Any, Any] = {}
     for mechanism in ATTENTIONS:
         traits = mechanism.traits
-        for is_causal in [False, True] if traits.causal else [False]:
+        for is_causal in traits.modes:
             for masked in [False, True] if traits.padding else [False]:
                 results[repr(mechanism), is_causal, masked] = compare(mechanism, rank, world, is_causal, masked)
         results["leaks"] = {**results.get("leaks", {}), repr(mechanism): leaks(mechanism, rank, world)}

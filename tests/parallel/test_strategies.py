@@ -31,7 +31,7 @@ def process(rank: int, folder: str) -> None:
     results: dict[str, Any] = {}
     for name in NAMES:
         mechanism = catalogue.parse(name)
-        for is_causal in [False, True] if mechanism.traits.causal else [False]:
+        for is_causal in mechanism.traits.modes:
             results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
     states.LONG = 1  # states are sent while others are summed
     for name in (*NAMES, "DecayedLinearAttention(gate='learned')", "AFTSimple()", "LogAttention()"):

@@ -88,7 +88,7 @@ def test_long_sequences_are_sorted_in_several_tiles(monkeypatch: pytest.MonkeyPa
 def test_gradients_have_gradients(mechanism: Any) -> None:
     """Of the tiles, and of the fused kernel, which has none of its own."""
     bound = bind(mechanism, head_dim=2)
-    for is_causal in [False] + [True] * mechanism.traits.causal:
+    for is_causal in mechanism.traits.modes:
         inputs = tuple(x.requires_grad_() for x in qkv(9, width=2, batch=1))
         assert torch.autograd.gradgradcheck(partial(bound, is_causal=is_causal), inputs)
         out = bound(*inputs, is_causal=is_causal).sin().sum()
@@ -228,7 +228,7 @@ def test_decode_in_any_split_is_one_pass(block_size: int, masked: bool, device: 
 @pytest.mark.parametrize("mechanism", [Sinkhorn(block_size=16), SortCut(block_size=16)], ids=repr)
 def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.device) -> None:
     bound = bind(mechanism, max_len=128, device=device)
-    modes = (False, True) if mechanism.traits.causal else (False,)
+    modes = mechanism.traits.modes
     mask = some_keys(2, 97, device)
     mask[1] = False
     for is_causal in modes:
@@ -249,7 +249,7 @@ def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.dev
 def test_without_a_mask_is_with_a_mask_that_hides_nothing(mechanism: Any, length: int, device: torch.device) -> None:
     """The fused kernel against products that write the masks out, outputs and gradients, some queries missing too."""
     bound, mask = bind(mechanism, max_len=512, device=device), torch.ones(2, length, dtype=torch.bool, device=device)
-    for is_causal in (False, True) if mechanism.traits.causal else (False,):
+    for is_causal in mechanism.traits.modes:
         for start in (0, 5, 33) if is_causal else (0,):
             q, k, v = (x.requires_grad_() for x in qkv(length, device=device))
             found = []

@@ -173,11 +173,11 @@ def combining(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 
 
 def _reading(subject: AttentionUnderTest, mechanism: Attention[Any, Any], device: str) -> float:
-    """How far noncausal outputs move if they are read from the state of two chunks; 0.0 where that is refused."""
+    """How far noncausal outputs move if they are read from the state of two chunks; 0.0 where there are none."""
     module, q, k, v = subject.built(device=device), *subject.draw(subject.length, device=device)
     mask, worst = torch.ones(2, subject.length, dtype=torch.bool, device=q.device), 0.0
     mask[1, 2:7] = mask[1, -3:] = False
-    for key_mask in (None, mask) if subject.padding else (None,):
+    for key_mask in ((None, mask) if subject.padding else (None,)) if subject.bidirectional else ():
         parts = [slice(0, 9), slice(9, subject.length)]
         masks = [None if key_mask is None else key_mask[:, part] for part in parts]
         whole = subject.call(module, (q, k, v), False, key_mask)
@@ -236,14 +236,16 @@ def refusals(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
     attempts: dict[str, Any] = {}
     if not traits.causal:
         attempts["causal"] = lambda: module(*inputs, is_causal=True)
+    if not traits.bidirectional:
+        attempts["bidirectional"] = lambda: module(*inputs)
     if not traits.padding:
-        attempts["padding"] = lambda: module(*inputs, key_mask=mask)
+        attempts["padding"] = lambda: module(*inputs, is_causal=traits.modes[0], key_mask=mask)
     if isinstance(mechanism, Attention):
-        q, k, v = inputs
+        (q, k, v), least = inputs, traits.modes[0]
         if not traits.cross:
             attempts["cross"] = lambda: module(q[:, :, :4], k, v)
         if not traits.mask:
-            attempts["mask"] = lambda: module(q, k, v, attn_mask=mask[0].expand(length, length))
+            attempts["mask"] = lambda: module(q, k, v, is_causal=least, attn_mask=mask[0].expand(length, length))
         if traits.memory is None:
             attempts["memory"] = lambda: module.decode(q, k, v)
     failed = [trait for trait, attempt in attempts.items() if not _refused(attempt, name, trait)]

@@ -107,6 +107,7 @@ def of(mechanism: Mechanism[Any, Any] | str, *, max_len: int = 128, width: int =
         heads=heads if attends else 1,
         width=width if attends else heads * width,
         causal=traits.causal,
+        bidirectional=traits.bidirectional,
         padding=traits.padding,
         shrinks=not traits.spans,
         order=traits.order,

@@ -155,8 +155,8 @@ def _mixers(model: Model) -> dict[str, TokenMixer]:
 def _replacement(model: Model, mixer: TokenMixer, mechanism: Mechanism[Any, Any]) -> TokenMixer:
     if mixer.mechanism == mechanism:
         raise Unsupported(f"the layer runs {mechanism!r} already: ask for another mechanism")
-    if model.config.causal and not mechanism.traits.causal:
-        raise mechanism.refuse("a causal model", "causal")
+    if trait := mechanism.traits.denying(model.config.causal):
+        raise mechanism.refuse("a causal model" if model.config.causal else "a model that is not causal", trait)
     return mixer.with_mechanism(mechanism)
 
 

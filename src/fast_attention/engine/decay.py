@@ -1,6 +1,6 @@
 """Sums a sequence with a decay given by logarithms that never fall: no exponent above zero is ever taken.
 
-Both work on the last axis but one, in blocks: inside all blocks at once, then in the same way over the blocks' ends.
+All work on the last axis but one, in blocks: inside all blocks at once, then in the same way over the blocks' ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fast_attention.engine.bounds import at_most
 from fast_attention.engine.tracing import exporting, symbolic
 
 STEPS = 16  # tokens per block of ``decayed_sums``, walked one by one
+FEW = 8  # rows of ``sums_before``, walked one by one
 GROUP = 32  # states per block of ``state_sums``, combined pair by pair
 
 
@@ -96,6 +97,34 @@ def _combined(x: Tensor, log_scale: Tensor, rounds: int) -> Tensor:
     before = F.pad(_combined(inside[..., -1, :], ends, rounds - 1), (0, 0, 1, 0))[..., :-1, None, :]
     decayed = _decay(F.pad(ends, (1, 0))[..., :-1, None], log_scales).to(x.dtype)[..., None] * before
     return join(inside + decayed, x.shape[-2])
+
+
+def sums_before(
+    totals: Float[Tensor, "*batch count width"],
+    decays: Float[Tensor, "*batch count width"],
+    first: Float[Tensor, "*batch 1 width"],
+) -> Float[Tensor, "*batch more width"]:
+    """``y_0 = first``, ``y_{i+1} = decays_i y_i + totals_i``: one row more than ``totals`` has. No gradient is meant.
+
+    Groups of ``FEW`` rows are walked row by row, side by side, then the groups in the same way.
+    """
+    count = totals.shape[-2]
+    if count <= FEW:
+        sums = [first[..., 0, :]]
+        for total, decay in zip(totals.unbind(-2), decays.unbind(-2), strict=True):
+            sums.append(torch.addcmul(total, decay, sums[-1]))
+        return torch.stack(sums, -2)
+    missing = -count % FEW
+    totals = F.pad(totals, (0, 0, 0, missing)).unflatten(-2, (-1, FEW))
+    decays = F.pad(decays, (0, 0, 0, missing), value=1.0).unflatten(-2, (-1, FEW))
+    total, *rest = totals.unbind(-2)
+    for one, decay in zip(rest, decays.unbind(-2)[1:], strict=True):
+        total = torch.addcmul(one, decay, total)
+    ends = sums_before(total, decays.prod(-2), first)
+    inside = [ends[..., :-1, :]]
+    for one, decay in zip(totals.unbind(-2)[:-1], decays.unbind(-2)[:-1], strict=True):
+        inside.append(torch.addcmul(one, decay, inside[-1]))
+    return torch.cat([torch.stack(inside, -2).flatten(-3, -2)[..., :count, :], ends[..., -1:, :]], -2)
 
 
 def _decay(earlier: Tensor, later: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ VEHICLES = {
     "AFTLocal": PLAIN,
     "AFTSimple": KERNELS,
     "AFTConv": PLAIN,
+    "WKV": PLAIN,
     "FNet": FOURIER,
     "GMLP": TOKENS,
     "MLPMixer": TOKENS,

@@ -172,6 +172,8 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
         return no_queries(mechanism)
     if call.is_causal and not traits.causal:
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
+    if not call.is_causal and not traits.bidirectional:
+        return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
     if call.crosses and not traits.cross:
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
     if call.extra and not (call.extra == ("position_bias",) and traits.mask):

@@ -80,6 +80,8 @@ def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
     if isinstance(parent, kind) and not crosses and not traits.causal:
         return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
+    if not isinstance(parent, kind) and not traits.bidirectional:
+        return f"the layer may be called without causal order, and {mechanism!r} is causal only (traits.bidirectional)"
     if (module.bias_k is not None or module.add_zero_attn) and not traits.cross:
         return f"the layer appends keys of its own, which {mechanism!r} cannot take (traits.cross)"
     return ""

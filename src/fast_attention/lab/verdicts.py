@@ -86,6 +86,7 @@ def cannot(mechanism: Any) -> list[str]:
     traits = mechanism.traits
     denied = {
         "be causal": not traits.causal,
+        "see later tokens": not traits.bidirectional,
         "ignore padding": not traits.padding,
         "attend from one sequence to another": not traits.cross,
         "decode token by token": traits.memory is None,

@@ -32,6 +32,7 @@ from fast_attention.mechanisms.aft.aft_full import AFTFull as AFTFull
 from fast_attention.mechanisms.aft.aft_local import AFTLocal as AFTLocal
 from fast_attention.mechanisms.aft.aft_simple import AFTSimple as AFTSimple
 from fast_attention.mechanisms.aft.aft_conv import AFTConv as AFTConv
+from fast_attention.mechanisms.aft.wkv import WKV as WKV
 from fast_attention.mechanisms.mixers.fnet import FNet as FNet
 from fast_attention.mechanisms.mixers.gmlp import GMLP as GMLP
 from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer as MLPMixer
@@ -55,5 +56,5 @@ __all__ = [
     "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH", "LearnedFeatures",
     "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom",
     "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Selected",
-    "Sinkhorn", "Softmax", "SortCut", "T2R", "T5Buckets", "TransformerXL",
+    "Sinkhorn", "Softmax", "SortCut", "T2R", "T5Buckets", "TransformerXL", "WKV",
 ]  # fmt: skip

@@ -190,8 +190,8 @@ class Model(Spread, nn.Module):
         halves = [(Mixing(config, name), Widening(config)) for name in config.mechanisms]
         for mixing, _ in halves:
             mechanism = mixing.mixer.mechanism
-            if config.causal and not mechanism.traits.causal:
-                raise mechanism.refuse("a causal model", "causal")
+            if trait := mechanism.traits.denying(config.causal):
+                raise mechanism.refuse("a causal model" if config.causal else "a model that is not causal", trait)
         if config.reversible:
             self.blocks: Any = ReversibleSequence(Reversible(*pair) for pair in halves)
         else:

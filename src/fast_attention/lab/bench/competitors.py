@@ -209,7 +209,7 @@ def chosen(mechanisms: Iterable[Any], direction: Direction, peers: Iterable[Peer
     competitors: list[Competitor] = []
     directions = {"both": (False, True), "bidirectional": (False,), "causal": (True,)}[direction]
     for mechanism, is_causal in itertools.product(mechanisms, directions):
-        if is_causal and not mechanism.traits.causal:
+        if is_causal not in mechanism.traits.modes:
             continue
         beside = [p for p in peers if catalogue.parse(p.against) == mechanism and p.is_causal == is_causal]
         competitors.append(ours(mechanism, is_causal))

@@ -59,7 +59,7 @@ def measure(world: int, mechanisms: Sequence[Any], lengths: Sequence[int], setti
     """A row for each mechanism and length, from ``world`` processes of one thread each, joined by gloo."""
     calls = [
         (repr(mechanism), length, setting.is_causal)
-        for length in lengths for mechanism in mechanisms if mechanism.traits.causal or not setting.is_causal
+        for length in lengths for mechanism in mechanisms if setting.is_causal in mechanism.traits.modes
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_process, (world, calls, setting, folder), nprocs=world)  # type: ignore[attr-defined]

@@ -85,6 +85,7 @@ class Adapted(Attention[Deltas, Any]):
             order=inner.order,
             reads=inner.reads,
             causal=inner.causal,
+            bidirectional=inner.bidirectional,
             padding=inner.padding,
             cross=inner.cross,
             rotary=inner.rotary and self.adapts == "v",

@@ -132,6 +132,7 @@ def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int)
         order=b.order,
         reads=_READS["q" in a.reads + b.reads, "k" in a.reads + b.reads],
         causal=a.causal and b.causal,
+        bidirectional=a.bidirectional and b.bidirectional,
         padding=a.padding and b.padding,
         cross=a.cross and b.cross,
         rotary=a.rotary and b.rotary,
