@@ -15,6 +15,7 @@ from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
 from fast_attention.mechanisms.landmarks.agent import Agent as Agent
+from fast_attention.mechanisms.landmarks.abc import ABC as ABC
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
@@ -45,7 +46,7 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "Adapted", "Agent", "BigBird", "BlockLocal", "ByLength",
+    "ABC", "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "Adapted", "Agent", "BigBird", "BlockLocal", "ByLength",
     "DecayedLinearAttention",
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
