@@ -1,4 +1,4 @@
-"""Nystrom attention (Xiong et al. 2021) and agent attention (Han et al. 2023): token by token and mean by mean."""
+"""Nystrom attention (Xiong et al. 2021), agent attention (Han et al. 2023) and ABC (Peng et al. 2022), mean by mean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def softmax(scores: list[Tensor]) -> Tensor:
-    """Weights that sum to one."""
+    """Weights that sum to one, over the first axis."""
     row = torch.stack(scores)
-    weights = (row - row.detach().max()).exp()
-    return weights / weights.sum()
+    weights = (row - row.detach().amax(0)).exp()
+    return weights / weights.sum(0)
 
 
 def row(query: Tensor, keys: list[Tensor]) -> Tensor:
@@ -74,5 +74,27 @@ def agent(
     return torch.stack([average(row(x, agents), values) for x in q])
 
 
-ORACLES = {"Nystrom": nystrom, "Agent": agent}
-VARIANTS = ["Agent(num_agents=5)", "Nystrom(num_landmarks=5)", "Nystrom(num_landmarks=4, num_iterations=2)"]
+def bounded_memory(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2110.02488, with phi normalised over the tokens that a query may see."""
+    rows = []
+    for i, query in enumerate(q):
+        seen = [j for j in visible(len(k), key_mask) if not is_causal or j <= i + len(k) - len(q)]
+        if not seen:
+            rows.append(0 * v[0])
+            continue
+        phi = softmax([w.rows[head] @ k[j] for j in seen])
+        keys, values = (sum(a[:, None] * x[j] for a, j in zip(phi, seen, strict=True)) for x in (k, v))
+        scores = softmax(list(keys @ query / math.sqrt(len(query))))
+        rows.append(scores @ values)
+    return torch.stack(rows)
+
+
+ORACLES = {"Nystrom": nystrom, "Agent": agent, "ABC": bounded_memory}
+VARIANTS = [
+    "ABC(num_slots=3)",
+    "Agent(num_agents=5)",
+    "Nystrom(num_landmarks=5)",
+    "Nystrom(num_landmarks=4, num_iterations=2)",
+]

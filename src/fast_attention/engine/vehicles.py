@@ -28,6 +28,7 @@ VEHICLES = {
     "Linformer": FUSED,
     "Nystrom": FUSED,
     "Agent": FUSED,
+    "ABC": PLAIN,
     "Local": FLEX,
     "BlockLocal": FLEX,
     "BigBird": FLEX,

@@ -16,6 +16,7 @@ from fast_attention.mechanisms.linear.cosformer import CosFormer as CosFormer
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
 from fast_attention.mechanisms.landmarks.agent import Agent as Agent
+from fast_attention.mechanisms.landmarks.abc import ABC as ABC
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
@@ -51,10 +52,11 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal", "ByLength",
-    "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer",
-    "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH", "LearnedFeatures",
-    "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom",
-    "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Selected",
-    "Sinkhorn", "Softmax", "SortCut", "T2R", "T5Buckets", "TransformerXL", "WKV",
+    "ABC", "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal",
+    "ByLength", "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet",
+    "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP",
+    "Hybrid", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer",
+    "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus",
+    "RandomSynthesizer", "ReLUAttention", "Selected", "Sinkhorn", "Softmax", "SortCut", "T2R", "T5Buckets",
+    "TransformerXL", "WKV",
 ]  # fmt: skip

@@ -1,0 +1,134 @@
+"""Attention to slots: means of keys and of values, weighed by what each token writes into each slot; causal by sums.
+
+The sums over tokens are those of linear attention: its features are the weights ``exp(a_js)`` of token j in slot s, its
+values keys and values side by side. Every query reads them as they are at its own position, and no (tokens, slots,
+width) is ever held: its products with the keys of its block are weighed first, and so are its weights of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine import dispatch
+from fast_attention.engine.blocks import join, split
+from fast_attention.engine.bounds import bounded
+from fast_attention.engine.chunked import scan
+from fast_attention.engine.scan import FLOOR, cummax
+from fast_attention.engine.tracing import symbolic, traced
+from fast_attention.feature_maps.feature_map import Logs
+from fast_attention.mechanisms.linear import linear_state
+from fast_attention.mechanisms.linear.linear_state import LinearState
+
+SLACK = 40.0  # how far above its log scale a weight may be: sums of e^40 and their gradients are numbers in float32
+BLOCK = 64  # tokens of a block
+FEW = 16  # tokens of a block where many go at once, and each query has log scales of its own
+
+
+def summarise(k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None) -> LinearState:
+    """The sums over keys and values (..., S, E) and (..., S, Ev), weighed by ``exp(w_s . k_j)`` with w in ``rows``."""
+    return linear_state.summarise(_logits(k, rows, key_mask), torch.cat([k, v], -1))
+
+
+def read(q: Tensor, state: LinearState) -> Tensor:
+    """``softmax(q K~^T) V~``: outputs (..., L, Ev) of scaled queries, with all slots as they are in ``state``."""
+    keys, values = _means(state, q.shape[-1])
+    return (q @ keys.mT).softmax(-1) @ values
+
+
+def advance(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None, state: LinearState | None
+) -> tuple[Tensor, LinearState]:
+    """Outputs of new tokens with scaled queries, each with the slots as of its own position, and the sums after them.
+
+    In blocks: products of matrices inside a block, the state before it for all earlier tokens.
+    """
+    if state is None:
+        state = linear_state.empty(_logits(k[..., :1, :], rows, None), torch.cat([k, v], -1)[..., :1, :])
+    tokens = [q, k, v, None if key_mask is None else key_mask[..., None]]
+    if symbolic() or q.shape[-2] <= BLOCK:
+        (out,), after = _step(tokens, [rows], state)
+    else:
+        dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
+        (out,), after = scan(_step, tokens, [rows], state, size=BLOCK)
+    return out, LinearState(*after)
+
+
+def _step(
+    tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    q, k, v, mask = tokens
+    before, both = LinearState(*state), torch.cat([k, v], -1)
+    keys = _logits(k, weights[0], None if mask is None else mask[..., 0])
+    if traced() or q.shape[-2] > BLOCK:
+        return _many_blocks(q, both, keys.logs, before)
+    after = linear_state.combine(before, linear_state.summarise(keys, both))
+    if q.shape[-2] == 1:
+        return (read(q, after),), after
+    first = torch.maximum(before.log_scale, keys.logs.detach()[..., 0, :])
+    far = bool((after.log_scale - first > SLACK).any())
+    return (_block(q, both, keys.logs, before, None if far else first),), after
+
+
+def _many_blocks(
+    q: Tensor, both: Tensor, logits: Tensor, state: LinearState
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """All blocks at once, without a look at numbers: for traced code, and gradients that are differentiated again."""
+    length, logits = q.shape[-2], split(logits, FEW, value=float("-inf"))
+    q, both = split(q, FEW), split(both, FEW)
+    highest = torch.cat([state.log_scale[..., None, :], logits.detach().amax(-2)], -2)
+    log_scales = cummax(highest.clamp_min(FLOOR))
+    written = (logits - log_scales[..., 1:, None, :]).exp()
+    kv, k = linear_state.prefixes(state, written.mT @ both, written.sum(-2), log_scales)
+    before = LinearState(kv[..., :-1, :, :], k[..., :-1, :], log_scales[..., :-1, :])
+    out = join(_block(q, both, logits, before, None), length)
+    return (out,), (kv[..., -1, :, :], k[..., -1, :], log_scales[..., -1, :])
+
+
+def _block(q: Tensor, both: Tensor, logits: Tensor, before: LinearState, log_scale: Tensor | None) -> Tensor:
+    """Outputs of the tokens (..., n, E) of a block behind a state.
+
+    ``log_scale`` (..., m), that of the first token or of those before, serves where no logit is far above. None: every
+    query has its own, the largest logits up to it, so that no later token makes earlier ones vanish.
+    """
+    width, size = q.shape[-1], q.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    pairs = (q @ both[..., :width].mT).masked_fill(later, 0.0)
+    if log_scale is not None:
+        scale = log_scale[..., None, :]
+        weights = (logits - scale).exp()
+        total, scores = weights.cumsum(-2), pairs @ weights
+    else:
+        scale = torch.maximum(cummax(logits.detach()), before.log_scale[..., None, :])
+        weights = (logits[..., None, :, :] - scale[..., :, None, :]).masked_fill(later[..., None], float("-inf")).exp()
+        total, scores = weights.sum(-2), (pairs[..., None] * weights).sum(-2)
+    earlier = before.k[..., None, :] * (before.log_scale[..., None, :] - scale).exp()
+    total = _nonzero(total + earlier)
+    earlier = earlier / total  # the fraction of a slot that was written before the block
+    keys, values = _means(before, width)
+    slots = (q @ keys.mT * earlier + scores / total).softmax(-1)
+    share = slots / total
+    if log_scale is not None:
+        pairs = (share @ weights.mT).masked_fill(later, 0.0)
+    else:
+        pairs = (weights * share[..., None, :]).sum(-1)
+    return slots * earlier @ values + pairs @ both[..., width:]
+
+
+def _logits(k: Tensor, rows: Tensor, key_mask: Tensor | None) -> Logs:
+    """``w_s . k_j`` (..., S, m), minus infinity for tokens that are masked."""
+    logits = bounded(k) @ rows.mT.to(k.dtype)
+    return Logs(logits if key_mask is None else logits.masked_fill(~key_mask[..., None], float("-inf")))
+
+
+def _means(state: LinearState, width: int) -> tuple[Tensor, Tensor]:
+    """The keys and the values of all slots; zeros where nothing was written."""
+    means = state.kv / _nonzero(state.k)[..., None]
+    return means[..., :width], means[..., width:]
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    return total.masked_fill(total == 0.0, 1.0)
