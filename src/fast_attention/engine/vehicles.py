@@ -27,6 +27,8 @@ VEHICLES = {
     "Linformer": FUSED,
     "Local": FLEX,
     "BlockLocal": FLEX,
+    "Local2d": BLOCKS,
+    "BlockLocal2d": BLOCKS,
     "BigBird": FLEX,
     "LSH": PLAIN,
     "Sinkhorn": BLOCKS,

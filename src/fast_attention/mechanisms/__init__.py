@@ -15,6 +15,8 @@ from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
+from fast_attention.mechanisms.sparse.local2d import Local2d as Local2d
+from fast_attention.mechanisms.sparse.block_local2d import BlockLocal2d as BlockLocal2d
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
 from fast_attention.mechanisms.lsh.lsh import LSH as LSH
 from fast_attention.mechanisms.sinkhorn.sinkhorn import Sinkhorn as Sinkhorn
@@ -43,11 +45,11 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "Adapted", "BigBird", "BlockLocal", "ByLength",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "Adapted", "BigBird", "BlockLocal", "BlockLocal2d", "ByLength",
     "DecayedLinearAttention",
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
-    "LearnedFeatures", "LinearAttention", "Linformer", "Local",
+    "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d",
     "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
     "SortCut", "T2R",
