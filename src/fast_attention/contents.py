@@ -21,6 +21,7 @@ from fast_attention.mechanisms.dense import projections as projections
 from fast_attention.mechanisms import Local as Local, BlockLocal as BlockLocal, BigBird as BigBird, LSH as LSH
 from fast_attention.mechanisms import ALiBi as ALiBi, T5Buckets as T5Buckets, TransformerXL as TransformerXL
 from fast_attention.mechanisms import Selected as Selected
+from fast_attention.mechanisms import Local2d as Local2d, BlockLocal2d as BlockLocal2d
 from fast_attention.mechanisms import Sinkhorn as Sinkhorn, SortCut as SortCut
 from fast_attention.mechanisms import DenseSynthesizer as DenseSynthesizer, RandomSynthesizer as RandomSynthesizer
 from fast_attention.mechanisms import FactorizedDenseSynthesizer as FactorizedDenseSynthesizer

@@ -28,7 +28,7 @@ from fast_attention.mechanisms.log_manhattan import manhattan, manhattan_sums
 from fast_attention.mechanisms.lsh import lsh
 from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
-from fast_attention.mechanisms.sparse import bigbird, block_local, local
+from fast_attention.mechanisms.sparse import bigbird, block_local, block_local2d, local, local2d
 from fast_attention.packed import CuSeqlens, Lengths
 
 # Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere.
@@ -48,7 +48,9 @@ gated_mlp = checked(gmlp.gated_mlp)
 linear_attention = checked(linear.linear_attention)
 decayed_linear_attention = checked(decayed.decayed_linear_attention)
 block_local_attention = checked(block_local.block_local_attention)
+block_local2d_attention = checked(block_local2d.block_local2d_attention)
 local_attention = checked(local.local_attention)
+local2d_attention = checked(local2d.local2d_attention)
 log_attention = checked(log.log_attention)
 lsh_attention = checked(lsh.lsh_attention)
 manhattan_attention = checked(manhattan.manhattan_attention)
@@ -185,11 +187,10 @@ def _to_device(w: Any, like: Tensor) -> Any:
 
 __all__ = [
     "absolute_manhattan", "aft_full", "aft_local", "aft_simple", "attention", "bigbird_attention",
-    "block_local_attention", "conv_band", "convolved_attention", "decayed_linear_attention", "favor_attention",
-    "favor_plus_attention",
-    "favor_plus_plus_attention", "fourier_mix", "gated_mlp", "generalised_attention", "laplacian_manhattan",
-    "linear_attention", "linformer_attention", "local_attention", "log_attention", "lsh_attention",
-    "manhattan_attention", "optimal_damping", "pooled_attention", "relu_attention", "signed_manhattan",
-    "sinkhorn_attention", "softmax_attention", "sortcut_attention", "synthesizer_attention", "token_mlp",
-    "vector_manhattan", "wkv_attention",
+    "block_local2d_attention", "block_local_attention", "conv_band", "convolved_attention", "decayed_linear_attention",
+    "favor_attention", "favor_plus_attention", "favor_plus_plus_attention", "fourier_mix", "gated_mlp",
+    "generalised_attention", "laplacian_manhattan", "linear_attention", "linformer_attention", "local2d_attention",
+    "local_attention", "log_attention", "lsh_attention", "manhattan_attention", "optimal_damping", "pooled_attention",
+    "relu_attention", "signed_manhattan", "sinkhorn_attention", "softmax_attention", "sortcut_attention",
+    "synthesizer_attention", "token_mlp", "vector_manhattan", "wkv_attention",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from tests.faults.fault import LAW, ORACLE, Fault
 
+GRID = "tests/sparse/test_local2d.py -k dense_masked"
 FAULTS = [
     Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, self.sides[0])",
@@ -15,6 +16,19 @@ FAULTS = [
     Fault("a mask of the caller's moves by one stride", "mechanisms/sparse/dilated.py",
           "full = pad(full, (0, 0, front, 0)) if", "full = pad(full, (0, 0, 0, front)) if",
           "tests/sparse/test_local.py -k 'any_mask_where and dilation'"),
+    Fault("a window hangs over the border of its grid", "mechanisms/sparse/grid.py",
+          "start = torch.minimum(number - self.window // 2, among - self.window).clamp(min=0)",
+          "start = number - self.window // 2", ORACLE + "Local2d"),
+    Fault("a tile reads keys one row too low", "mechanisms/sparse/grid_tiles.py", "Span(part.first_key * span, wide * span)",
+          "Span((part.first_key + (part.first_key > 0)) * span, wide * span)", GRID),
+    Fault("leading tokens count once for every row", "mechanisms/sparse/grid_tiles.py",
+          "near[..., 0, :leading] = True", "near[..., :leading] = True", GRID),
+    Fault("leading tokens have no gradient", "mechanisms/sparse/stripes.py",
+          "x[:, : self.leading] += apart[..., : self.leading, :].sum((0, 2))", "pass", GRID),
+    Fault("keys that two stripes share have the gradient of one", "mechanisms/sparse/stripes.py",
+          "target.add_(part)", "target.copy_(part)", GRID),
+    Fault("blocks begin one place late", "mechanisms/sparse/grid.py", "(places - self.shift) % self.window",
+          "(places - self.shift - 1) % self.window", ORACLE + "BlockLocal2d"),
     Fault("a block drawn twice counts twice", "mechanisms/sparse/reference.py",
           "return (table >= 0) & ~", "return (table >= 0) | ~", ORACLE + "BigBird"),
     Fault("global rows give nothing to their queries", "mechanisms/sparse/gathered.py",

@@ -31,6 +31,8 @@ VEHICLES = {
     "ABC": PLAIN,
     "Local": FLEX,
     "BlockLocal": FLEX,
+    "Local2d": BLOCKS,
+    "BlockLocal2d": BLOCKS,
     "BigBird": FLEX,
     "Selected": FLEX,
     "LSH": PLAIN,

@@ -19,6 +19,8 @@ from fast_attention.mechanisms.landmarks.agent import Agent as Agent
 from fast_attention.mechanisms.landmarks.abc import ABC as ABC
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
+from fast_attention.mechanisms.sparse.local2d import Local2d as Local2d
+from fast_attention.mechanisms.sparse.block_local2d import BlockLocal2d as BlockLocal2d
 from fast_attention.mechanisms.sparse.bigbird import BigBird as BigBird
 from fast_attention.mechanisms.sparse.selected import Selected as Selected
 from fast_attention.mechanisms.lsh.lsh import LSH as LSH
@@ -53,9 +55,9 @@ from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSof
 
 __all__ = [
     "ABC", "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal",
-    "ByLength", "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet",
+    "BlockLocal2d", "ByLength", "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet",
     "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP",
-    "Hybrid", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "LogAttention", "MLPMixer",
+    "Hybrid", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d", "LogAttention", "MLPMixer",
     "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu", "PositiveExp", "PositiveRelu", "PositiveSoftplus",
     "RandomSynthesizer", "ReLUAttention", "Selected", "Sinkhorn", "Softmax", "SortCut", "T2R", "T5Buckets",
     "TransformerXL", "WKV",

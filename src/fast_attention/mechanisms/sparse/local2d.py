@@ -1,0 +1,101 @@
+"""Local attention in two dimensions: a query weighs the keys in a window of rows and columns around it.
+
+The window is that of neighborhood attention (Hassani et al. 2022, arXiv 2204.07143), dilated as in DiNAT (2209.15001).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fast_attention.mechanism import Traits
+from fast_attention.mechanisms.sparse.grid import Axis
+from fast_attention.mechanisms.sparse.grid_softmax import grid_softmax
+from fast_attention.mechanisms.sparse.in_grid import InGrid, pair
+
+ROWS, COLUMNS = 4, 8  # of queries in a tile
+
+
+def local2d_attention(
+    q: Float[Tensor, "*batch length width"],
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    width: int = 14,
+    window: int | tuple[int, int] = 7,
+    dilation: int | tuple[int, int] = 1,
+    num_prefix_tokens: int = 0,
+    key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """Softmax over the ``window`` of rows and columns around the query's, moved inwards at the borders of the grid.
+
+    Token t, counted behind the prefix, stands at row ``t // width`` and column ``t % width``. Along an axis of n places
+    the query at i sees the w from ``min(max(i - w // 2, 0), n - w)`` on (arXiv 2204.07143, section 3.1), all n where
+    they are fewer; with ``dilation`` d the same among the places i modulo d, d apart (arXiv 2209.15001, section 3.2).
+    The first ``num_prefix_tokens`` see everything and are seen by all. O(n w^2 d) time, O(n d) memory.
+    """
+    (rows, columns), (down, across) = pair(window), pair(dilation)
+    return grid_softmax(
+        q, k, v, key_mask, width=width, down=Axis(rows, down, tile=ROWS), across=Axis(columns, across, tile=COLUMNS),
+        leading=num_prefix_tokens, scale=scale,
+    )  # fmt: skip
+
+
+TRAITS = Traits(
+    paper="Hassani et al. 2022, arXiv 2204.07143; dilated: Hassani and Shi 2022, arXiv 2209.15001",
+    formula="softmax over j in the w x w tokens around i, as a grid, of q_i k_j^T / sqrt(d), times v",
+    cost="n w^2 d",
+    order=1.0,
+    padding=True,
+    rotary=True,
+    spans=True,
+    approximates="Softmax",
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Local2d(InGrid):
+    """A window of a grid: a query sees the keys of the rows and columns around its own, as in NATTEN.
+
+    Tokens are those of an image or a spectrogram row by row: token t stands at (t // width, t % width). At the borders
+    the window moves inwards, so that every query sees as many keys; a grid smaller than the window is seen as a whole.
+
+    Args:
+        height: Rows of the grid. None: as many as there are tokens for, and the last may end early.
+        width: Columns of the grid.
+        window: Rows and columns that a query sees, its own in the middle: an odd number, or a pair (rows, columns).
+        dilation: Steps between rows and columns that are seen, one number or a pair.
+        num_prefix_tokens: The first so many tokens, such as a class token and registers, stand outside the grid: they
+            see everything and are seen by all.
+        scale: Factor on the dot products; None means 1/sqrt(head_dim).
+    """
+
+    height: int | None = None
+    width: int = 14
+    window: int | tuple[int, int] = 7
+    dilation: int | tuple[int, int] = 1
+    num_prefix_tokens: int = 0
+    scale: float | None = None
+
+    traits = TRAITS
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        self.check_sides("window", 1)
+        self.check_sides("dilation", 1)
+        if not all(side % 2 for side in pair(self.window)):
+            raise ValueError(f"Local2d(window={self.window!r}): window must be odd, with the query in its middle")
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """Softmax inside the window."""
+        self.check_length(q.shape[-2])
+        return local2d_attention(
+            q, k, v, width=self.width, window=self.window, dilation=self.dilation,
+            num_prefix_tokens=self.num_prefix_tokens, key_mask=key_mask, scale=self.scale,
+        )  # fmt: skip
