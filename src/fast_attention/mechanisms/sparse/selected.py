@@ -117,6 +117,10 @@ class Selected(Attention[tuple[()], SelectedState]):
         at_least(self, "block_size", self.block_size, 1)
         at_least(self, "topk", self.topk, 1)
 
+    def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
+        """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
+        return keys <= self.topk * self.block_size
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
