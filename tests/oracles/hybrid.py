@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.oracles.favor import damped, positive
 from tests.oracles.linear import average, kernel, visible
+from tests.oracles.selected import chosen
 
 
 def estimate(far: Any, x: Tensor, y: Tensor, w: Any, head: int) -> Tensor:
@@ -46,11 +47,14 @@ def hybrid(
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
     sinks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
     rows = []
+    known = [key_mask is None or bool(key_mask[j]) for j in range(len(k))]
     for i in range(len(q)):
+        blocks = chosen(m.near, q, k, i, known, is_causal) if type(m.near).__name__ == "Selected" else None
         here, weights = i + len(k) - len(q), []
         seen = visible(i, len(q), len(k), is_causal, key_mask)
         for j in seen:
-            if near(m.near, here, j) or j in sinks:
+            exact = near(m.near, here, j) if blocks is None else j // m.near.block_size in blocks
+            if exact or j in sinks:
                 weights.append((scale * (q[i] @ k[j])).exp())
             else:
                 weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))
@@ -71,4 +75,6 @@ VARIANTS = [
     "Hybrid(near=BlockLocal(block_size=3, before=0, after=1), far=FavorPlus(num_features=5), first=2, last=3)",
     "Hybrid(near=BlockLocal(block_size=2, before=2, after=0, scale=0.5), far=LinearAttention(), first=0, last=0)",
     "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=FavorPlusPlus(num_features=6), last=0)",
+    "Hybrid(near=Selected(block_size=3, topk=2), far=FavorPlus(num_features=5))",
+    "Hybrid(near=Selected(block_size=2, topk=1, scale=0.5), far=LinearAttention(), first=0, last=2)",
 ]

@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """This process's outputs, over its near keys, the sums of all others that it may see, and the sink tokens."""
     mechanism, shards = _mechanism(call), call.shards
-    w, ranges = checks.weights(mechanism, call.w, q), ranges_of(call, _mechanism(call).near)
+    w, ranges = checks.weights(mechanism, call.w, q), ranges_of(call, _mechanism(call).window)
     k, v, mask = checks.without_masked(k, v, call.key_mask, "kv")
     tokens = Tokens(k, v, append(None, k, v, mask).visible)
     if not k.shape[-2]:
@@ -143,7 +143,7 @@ def _columns(call: Call, tokens: Tokens) -> list[Tensor]:
 
 def sends(call: Call, sizes: Sizes) -> int:
     """Bytes sent: sink tokens and their positions, one state to each process for which keys are far, near keys."""
-    mechanism, shards, ranges = _mechanism(call), call.shards, ranges_of(call, _mechanism(call).near)
+    mechanism, shards, ranges = _mechanism(call), call.shards, ranges_of(call, _mechanism(call).window)
     others = [rank for rank in range(shards.world) if rank != shards.rank]
     heads, pair = sizes.batch * sizes.heads, sizes.width + sizes.values
     sinks = mechanism.first + (0 if call.is_causal else mechanism.last)

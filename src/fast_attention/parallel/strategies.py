@@ -18,6 +18,7 @@ from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
 from fast_attention.mechanisms.sparse.bigbird import BigBird
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.mechanisms.sparse.selected import Selected
 from fast_attention.parallel import reductions
 from fast_attention.parallel.adapted import adapted
 from fast_attention.parallel.aft import BIASED_WINDOWS
@@ -49,7 +50,7 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
         return adapted(strategy(mechanism.mechanism, is_causal))
     if isinstance(mechanism, ByLength):
         return by_length(strategy(mechanism.short, is_causal), strategy(mechanism.long, is_causal))
-    if isinstance(mechanism, Hybrid):
+    if isinstance(mechanism, Hybrid) and not isinstance(mechanism.near, Selected):
         return HYBRID
     if reductions.serves(mechanism):
         return reductions.SLOTS

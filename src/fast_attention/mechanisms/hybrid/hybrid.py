@@ -20,6 +20,8 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced, symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
+from fast_attention.mechanisms.hybrid import chosen
+from fast_attention.mechanisms.hybrid.declared import by_choice, by_window
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
 from fast_attention.mechanisms.hybrid.positions import SHORT, Plan
 from fast_attention.mechanisms.hybrid.ranges import far_state
@@ -31,6 +33,7 @@ from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.mechanisms.sparse.selected import Selected
 from fast_attention.value import at_least
 
 
@@ -54,36 +57,23 @@ class Hybrid(Attention[Any, HybridState]):
 
     Args:
         near: The window, or the neighbouring blocks: with ``BlockLocal`` the far keys are whole blocks, which takes
-            less time. Its ``scale`` serves both parts.
+            less time. ``Selected`` takes the blocks that matter most, and is not causal here. Its ``scale`` serves
+            both parts.
         far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
             mechanism.
         first: Visible keys at the beginning that every query weighs exactly.
         last: Visible keys at the end that every query weighs exactly; none where causal.
     """
 
-    near: Local | BlockLocal = Local(window=64)  # noqa: RUF009
+    near: Local | BlockLocal | Selected = Local(window=64)  # noqa: RUF009
     far: Kernelised[Any] = FavorPlus()  # noqa: RUF009
     first: int = 1
     last: int = 1
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The far part decides whether weights are trained or drawn, and what is approximated."""
-        far = self.far.traits
-        return Traits(
-            paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
-            formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
-            cost="n (w + m) d",
-            order=1.0,
-            causal=True,
-            padding=True,
-            cross=True,
-            rotary=far.rotary,
-            memory="window",
-            random=far.random,
-            learned=far.learned,
-            approximates=far.approximates,
-        )
+        """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
+        return (by_choice if isinstance(self.near, Selected) else by_window)(self.far.traits)
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -92,8 +82,8 @@ class Hybrid(Attention[Any, HybridState]):
             ValueError: ``near`` is no window, ``far`` is not linear or its weights may be negative.
         """
         message = f"Hybrid(near={self.near!r}, far={self.far!r})"
-        if not isinstance(self.near, Local | BlockLocal):
-            raise ValueError(f"{message}: near must be a window such as Local(window=64), or BlockLocal()")
+        if not isinstance(self.near, Local | BlockLocal | Selected):
+            raise ValueError(f"{message}: near must be a window such as Local(window=64), BlockLocal() or Selected()")
         if isinstance(self.near, Local) and self.near.dilation != 1:
             raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
         if not isinstance(self.far, Kernelised):
@@ -117,17 +107,25 @@ class Hybrid(Attention[Any, HybridState]):
 
     def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
         """The weights of ``far`` suited to these queries and keys."""
-        scaled = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
-        return self.far.calibrated(scaled, k, w, key_mask=key_mask)
+        return self.far.calibrated(self._scaled(q), k, w, key_mask=key_mask)
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+
+    @property
+    def window(self) -> Local | BlockLocal:
+        """``near`` where it goes by positions; where it is chosen, nothing asks."""
+        assert not isinstance(self.near, Selected)
+        return self.near
 
     def _plan(self, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
         """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
         end, rest = start + length if symbolic() else max(start + length, 1), keys - start
-        if isinstance(self.near, BlockLocal):
-            size = self.near.block_size
-            before, after = smaller(self.near.before, end // size), smaller(self.near.after, rest // size + 1)
+        if isinstance(near := self.window, BlockLocal):
+            size = near.block_size
+            before, after = smaller(near.before, end // size), smaller(near.after, rest // size + 1)
             return Plan.of_blocks(length, size, before, after, is_causal, start)
-        left, right = self.near.sides
+        left, right = near.sides
         left, right = smaller(left, end - 1), smaller(right, rest - 1)
         if not symbolic() and start + length == keys <= SHORT:
             return Plan.dense(length, left, right, is_causal, start)
@@ -140,7 +138,7 @@ class Hybrid(Attention[Any, HybridState]):
         """``near_far_attention`` of queries from position ``start`` on, in front of which whole blocks are padded."""
         length, keys = q.shape[-2], near.k.shape[-2]
         front = start % self.near.block_size if isinstance(self.near, BlockLocal) else 0
-        q = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+        q = self._scaled(q)
         if symbolic() or front:
             q = pad(q, (0, 0, front, 0))
         plan = self._plan(length + front, keys, start - front, is_causal=is_causal)
@@ -166,6 +164,9 @@ class Hybrid(Attention[Any, HybridState]):
         if not symbolic() and self.near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
             dispatch.record("exact attention", f"{self.near!r} covers everything")
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
+        if isinstance(self.near, Selected):
+            q = self._scaled(q)
+            return chosen.attend(q, k, v, w, self.near, self.far, first=self.first, last=self.last, key_mask=key_mask)
         dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
@@ -187,7 +188,7 @@ class Hybrid(Attention[Any, HybridState]):
         if state is not None:
             sinks = state.sinks.append(sinks, self.first)
         out = self._reads(q, near, sinks, w, start=start, is_causal=True, far=far)
-        if leaving := self.near.leaving(keys):
+        if leaving := self.window.leaving(keys):
             features = masked_keys(phi, near.k[..., :leaving, :], near.visible[..., :leaving])
             far = linear_state.combine(far, linear_state.summarise(features, near.v[..., :leaving, :]))
         sinks = replaced(sinks, position=sinks.position.masked_fill(sinks.present, -1))

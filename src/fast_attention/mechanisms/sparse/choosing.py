@@ -14,20 +14,26 @@ from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.tracing import symbolic
 
-SCORES = 2**20  # of some queries and all blocks that are held at one time, 8 MiB
+SCORES = 2**18  # of some queries and all blocks that are held at one time, 2 MiB
 NEVER = float("-inf")
 
 
+def shown(x: Tensor, key_mask: Tensor | None, size: int) -> Bool[Tensor, "*#batch blocks size"]:
+    """Which tokens of every block of ``x`` (..., length, width) are visible."""
+    mask = torch.ones(1, x.shape[-2], dtype=torch.bool, device=x.device) if key_mask is None else key_mask
+    return split_mask(mask, size)
+
+
 def pooled(
-    x: Float[Tensor, "*batch length width"], counted: Bool[Tensor, "*#batch blocks size"]
+    x: Float[Tensor, "*batch length width"], counted: Bool[Tensor, "*#batch blocks size"], *, every: bool = False
 ) -> Float[Tensor, "*batch blocks width"]:
-    """The mean over the ``counted`` tokens of each block, in float64; zeros where there are none."""
-    blocks = split(x.detach(), counted.shape[-1]).double()
-    total = blocks.masked_fill(~counted[..., None], 0.0).sum(-2)
-    return total / counted.sum(-1, keepdim=True).clamp(min=1)
+    """The mean over the ``counted`` tokens of each block, ``every`` one of the sequence if so, in float64; or zeros."""
+    blocks = split(x.detach(), counted.shape[-1])
+    blocks = blocks if every else blocks.masked_fill(~counted[..., None], 0.0)
+    return blocks.sum(-2, dtype=torch.float64) / counted.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _table(q: Tensor, k: Tensor, key_mask: Tensor, *, size: int, topk: int) -> Tensor:
+def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: int) -> Tensor:
     return q.new_empty(*q.shape[:-2], count(q.shape[-2], size), topk, dtype=torch.int64)
 
 
@@ -35,7 +41,7 @@ def _table(q: Tensor, k: Tensor, key_mask: Tensor, *, size: int, topk: int) -> T
 def of_blocks(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
-    key_mask: Bool[Tensor, "*#batch2 length"],
+    key_mask: Bool[Tensor, "*#batch2 length"] | None,
     *,
     size: int,
     topk: int,
@@ -45,9 +51,9 @@ def of_blocks(
     -1 where there are no more blocks with a visible key. Both means are those of visible tokens; a block of queries
     without any takes all of its own.
     """
-    visible = split_mask(key_mask, size)
+    visible, every = shown(k, key_mask, size), key_mask is None
     alive = visible.any(-1, keepdim=True)
-    scores = pooled(q, visible | ~alive) @ pooled(k, visible).mT
+    scores = pooled(q, visible | ~alive, every=every) @ pooled(k, visible, every=every).mT
     scores = scores.masked_fill(~alive.mT, NEVER)
     block = torch.arange(scores.shape[-1], device=q.device)
     return _best(scores.masked_fill(block[:, None] == block, float("inf")), topk)
@@ -71,19 +77,27 @@ def of_tokens(
 
     -1 where there are no more such blocks ``alive``, with a visible key.
     """
-    length, q = q.shape[-2], q.detach()
-    rows = length if symbolic() else max(SCORES // max(means[..., 0].numel(), 1), 1)
-    blocks, parts = torch.arange(means.shape[-2], device=q.device), []
-    for first in range(0, length, rows) if not symbolic() else (0,):
-        queries = q[..., first : first + rows, :].double()
-        position = torch.arange(queries.shape[-2], device=q.device) + (start + first)
-        may = alive[..., None, :] & (blocks < (position // size)[:, None])
-        parts.append(_best((queries @ means.mT).masked_fill(~may, NEVER), number))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+    q, length = q.detach(), q.shape[-2]
+    if symbolic():
+        return _of_some(q, means, alive, size=size, start=start, number=number)
+    rows, parts = max(SCORES // max(means[..., 0].numel(), 1), 1), []
+    for first in range(0, length, rows):
+        queries = q[..., first : first + rows, :]
+        past = (start + first + queries.shape[-2] - 1) // size  # blocks that the last of them may choose
+        some = {"size": size, "start": start + first, "number": number}
+        parts.append(_of_some(queries, means[..., :past, :], alive[..., :past], **some))
+    return torch.cat(parts, -2)
+
+
+def _of_some(q: Tensor, means: Tensor, alive: Tensor, *, size: int, start: int, number: int) -> Tensor:
+    block = (torch.arange(q.shape[-2], device=q.device) + start) // size
+    past = torch.arange(means.shape[-2], device=q.device) < block[:, None]
+    return _best((q.double() @ means.mT).masked_fill(~(alive[..., None, :] & past), NEVER), number)
 
 
 def _best(scores: Float[Tensor, "*batch rows blocks"], number: int) -> Int[Tensor, "*batch rows number"]:
     """The blocks of the ``number`` largest scores, -1 where fewer are more than minus infinity."""
-    filled = torch.nn.functional.pad(scores, (0, number), value=NEVER)  # however few blocks there are
-    values, blocks = filled.topk(number)
+    if symbolic() or scores.shape[-1] < number:
+        scores = torch.nn.functional.pad(scores, (0, number), value=NEVER)
+    values, blocks = scores.topk(number, sorted=False)
     return blocks.masked_fill(values == NEVER, -1)

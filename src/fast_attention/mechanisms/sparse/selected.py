@@ -13,14 +13,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine.blocks import split_mask
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse import choosing
+from fast_attention.mechanisms.sparse.fast_past_blocks import chosen_softmax
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
-from fast_attention.mechanisms.sparse.past_blocks import chosen_softmax
 from fast_attention.value import at_least
 
 
@@ -61,16 +60,16 @@ def selected_attention(
         return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
     visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if is_causal:
-        means, alive = block_means(k, visible, block_size)
+        means, alive = block_means(k, key_mask, block_size)
         return attend_past(q, k, v, visible, means, alive, size=block_size, topk=topk, start=0, scale=scale)
-    table = choosing.of_blocks(q, k, visible, size=block_size, topk=topk)
+    table = choosing.of_blocks(q, k, key_mask, size=block_size, topk=topk)
     return gathered_softmax(q, k, v, table, visible, size=block_size, scale=scale)
 
 
-def block_means(k: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
     """The mean of every block's visible keys, in float64, and whether there is one; the last block may be shorter."""
-    counted = split_mask(visible, size)
-    return choosing.pooled(k, counted), counted.any(-1)
+    counted = choosing.shown(k, key_mask, size)
+    return choosing.pooled(k, counted, every=key_mask is None), counted.any(-1)
 
 
 def attend_past(
@@ -117,6 +116,10 @@ class Selected(Attention[tuple[()], SelectedState]):
         """Check the settings."""
         at_least(self, "block_size", self.block_size, 1)
         at_least(self, "topk", self.topk, 1)
+
+    def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
+        """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
+        return keys <= self.topk * self.block_size
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
