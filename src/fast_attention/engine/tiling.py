@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fast_attention.engine.workspace import Workspace
 
@@ -122,7 +123,7 @@ class Sinks(NamedTuple):
         The largest weight is ``e^(top - log_sum)``, and keys keep ``sigmoid(log_sum - sink)`` of the weight.
         """
         log_sums = top.sub_(weights.amax(-1, keepdim=True).log_())
-        weights.mul_(log_sums.sub_(self.scores[:, None, None]).sigmoid_())
+        weights.mul_(shares(log_sums, self.scores[:, None, None]))
 
     def add(self, d_scores: Float[Tensor, "tiles rows span"]) -> None:
         """Add the gradient: the gradients of a row's scores have the sum 0, that of the sink included."""
@@ -132,6 +133,13 @@ class Sinks(NamedTuple):
     def total(self, like: Float[Tensor, "some"]) -> Float[Tensor, "some"] | None:
         """The gradient of the scores that ``ready`` took."""
         return None if self.gradient is None else self.gradient.view(-1, *like.shape).sum(0).to(like.dtype)
+
+
+def shares(
+    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch rows"]
+) -> Float[Tensor, "*batch rows"]:
+    """What keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at e^-89."""
+    return logsigmoid(log_sums - sinks).exp_()
 
 
 class Tiling(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import flash_backward, flash_forward, open_attention, takes_flash
+from fast_attention.engine.tiling import shares
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
@@ -51,8 +52,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, keep: bool, is_causal: bool, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     out, (log_sums,) = flash_forward(q, k, v, None, keep=keep, is_causal=is_causal, scale=scale)
-    out.mul_((log_sums - sinks[:, None]).sigmoid_()[..., None])
-    return out, (torch.logaddexp(log_sums, sinks[:, None].to(log_sums.dtype)),) if keep else ()
+    out.mul_(shares(log_sums, sinks[:, None])[..., None])
+    return out, (torch.logaddexp(log_sums, sinks[:, None]),) if keep else ()
 
 
 def _backward(
