@@ -217,8 +217,6 @@ def test_a_state_generates_what_recomputation_does(name: str, mechanism: str, ho
     wanted = {"max_new_tokens": 12, "min_new_tokens": 12, **how}
     cached = model.generate(**given, **wanted)
     assert torch.equal(cached, model.generate(**given, **wanted, use_cache=False))
-    with pytest.raises(Unsupported, match="assisted decoding does not work"):
-        model.generate(given["input_ids"][1:], max_new_tokens=8, assistant_model=build(name))
 
 
 def test_a_state_has_one_size(recwarn: pytest.WarningsRecorder) -> None:

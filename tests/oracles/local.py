@@ -16,10 +16,13 @@ def _over(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, i: int, seen: list[in
         return torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum()
     scale = 1 / math.sqrt(q.shape[1]) if m.scale is None else m.scale
     here = i + len(k) - len(q)
-    scores = [score(m.bias, w, q[i], k[j], j - here, head=head, scale=scale) for j in seen]
+    scores = [score(m.bias, w.bias if m.sinks else w, q[i], k[j], j - here, head=head, scale=scale) for j in seen]
     top = max(float(s.detach()) for s in scores)
     weights = [(s - top).exp() for s in scores]
-    return sum((a * v[j] for a, j in zip(weights, seen, strict=True)), torch.zeros_like(v[0])) / sum(weights)
+    total = sum(weights)
+    if m.sinks:  # gpt-oss: a score more in the normaliser, whose value is zero
+        total = total + (w.sinks[head] - top).exp()
+    return sum((a * v[j] for a, j in zip(weights, seen, strict=True)), torch.zeros_like(v[0])) / total
 
 
 def local(
@@ -72,6 +75,7 @@ VARIANTS = [
     "Local(window=2, dilation=(1, 3))",
     "Local(window=3, bias=T5Buckets(num_buckets=8, max_distance=16))",
     "Local(window=2, bias=TransformerXL())",
+    "Local(window=3, bias=T5Buckets(num_buckets=8, max_distance=16), sinks=True)",
     "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)",
     "BlockLocal(block_size=4, before=0, after=2, scale=1.0)",

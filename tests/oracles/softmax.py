@@ -27,13 +27,15 @@ def softmax(
             rows.append(torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum())
             continue
         here = i + keys - length
-        scores = [score(m.bias, w, q[i], k[j], j - here, head=head, scale=scale) for j in seen]
+        scores = [score(m.bias, w.bias if m.sinks else w, q[i], k[j], j - here, head=head, scale=scale) for j in seen]
         top = max(float(s.detach()) for s in scores)
         weights = [(s - top).exp() for s in scores]
         total = sum(weights)
+        if m.sinks:
+            total = total + (w.sinks[head] - top).exp()
         rows.append(sum(a / total * v[j] for a, j in zip(weights, seen, strict=True)))
     return torch.stack(rows)
 
 
 ORACLES = {"Softmax": softmax}
-VARIANTS = ["Softmax(scale=1.0)", "Softmax(bias=ALiBi())"]
+VARIANTS = ["Softmax(scale=1.0)", "Softmax(bias=ALiBi())", "Softmax(sinks=True)"]

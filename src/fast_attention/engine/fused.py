@@ -73,10 +73,12 @@ def open_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: Float[Tensor, "*#batch"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """The same function by all scores at once, with derivatives of every kind and order.
 
-    Exported programs take it too: ONNX's attention lets a row that sees nothing see everything.
+    Exported programs take it too: ONNX's attention lets a row that sees nothing see everything. ``sinks`` are scores of
+    one more key in every row, whose value is zero.
     """
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     visible = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
@@ -84,7 +86,11 @@ def open_attention(
         scores, mask = scores + no_less(mask, torch.finfo(mask.dtype).min), mask > float("-inf")
     if mask is not None:
         visible = mask if visible is None else mask & visible
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[..., None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+        visible = None if visible is None else F.pad(visible, (0, 1), value=True)
     weights = masks.masked_softmax(scores, visible)
+    weights = weights if sinks is None else weights[..., :-1]
     return (F.dropout(weights, dropout) if dropout else weights) @ v
 
 

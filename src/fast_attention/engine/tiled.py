@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from fast_attention.engine.blocks import pad_length
-from fast_attention.engine.tiling import Bias, Tile, Tiling
+from fast_attention.engine.tiling import Bias, Sinks, Tile, Tiling
 from fast_attention.engine.workspace import Workspace
 
 SCORES = 2**18  # of a tile: 1 MiB in float32, what two cores keep in their second-level caches
@@ -36,7 +36,10 @@ def attend(
     *,
     scale: float,
 ) -> Float[Tensor, "*batch length values"]:
-    """``softmax(scale q k^T + bias) v`` over the keys of each tile; a query that sees nothing gets zeros."""
+    """``softmax(scale q k^T + bias) v`` over the keys of each tile; a query that sees nothing gets zeros.
+
+    With the tiling's ``sinks`` every normaliser is larger by ``e^sink``.
+    """
     out, work = q.new_empty(*q.shape[:-1], v.shape[-1]), Workspace(q)
     visible, flat = _visible(key_mask, k, tiling.block), out.view(-1, *out.shape[-2:])
     q, k, v = flatten(q), flatten(k, tiling.block), flatten(v, tiling.block)
@@ -45,7 +48,8 @@ def attend(
         keys, values = tile.keys.read(k[group], k_memory), tile.keys.read(v[group], v_memory)
         rows = tile.queries.read(flat[group])
         written = rows if rows.is_contiguous() else work("out", *rows.shape)
-        P = weights(tile.queries.read(q[group]), keys, tile.bias, masked, scale=scale, work=work)
+        sinks = None if tiling.sinks is None else tiling.sinks.of(group)
+        P = weights(tile.queries.read(q[group]), keys, tile.bias, masked, scale=scale, work=work, sinks=sinks)
         torch.bmm(P, values, out=written)
         if written is not rows:
             rows.copy_(written)
@@ -77,10 +81,13 @@ def gradients(
     for tile, group, masked in _tiles(tiling, q.shape[0], visible):
         queries, grad = tile.queries.read(q[group]), tile.queries.read(grad_out[group])
         keys, values = tile.keys.read(k[group], k_memory), tile.keys.read(v[group], v_memory)
-        P = weights(queries, keys, tile.bias, masked, scale=scale, work=work)
+        sinks = None if tiling.sinks is None else tiling.sinks.of(group)
+        P = weights(queries, keys, tile.bias, masked, scale=scale, work=work, sinks=sinks)
         d_values = torch.bmm(P.mT, grad, out=work("dv", *values.shape))
         dS = torch.bmm(grad, values.mT, out=work("dS", *P.shape))
         torch.ops.aten._softmax_backward_data.out(dS, P, -1, P.dtype, grad_input=dS)
+        if sinks is not None:
+            sinks.add(dS)
         rows, d_keys = tile.queries.read(dq[group]), work("dk", *keys.shape)
         written = rows if rows.is_contiguous() else work("dq", *rows.shape)
         torch.baddbmm(written, dS, keys, beta=0, alpha=scale, out=written)
@@ -103,8 +110,9 @@ def weights(
     *,
     scale: float,
     work: Workspace,
+    sinks: Sinks | None = None,
 ) -> Float[Tensor, "heads rows span"]:
-    """``softmax(scale q k^T + bias)`` with 0 where ``masked``, also in rows where everything is."""
+    """``softmax(scale q k^T + bias)``, less what sinks take; 0 where ``masked``, also in rows where everything is."""
     scores = work("scores", *q.shape[:2], k.shape[1])
     if bias is None:
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
@@ -115,7 +123,10 @@ def weights(
         torch.baddbmm(scores, q, k.mT, alpha=scale, out=scores)
     if masked is not None:
         scores.masked_fill_(masked, torch.finfo(scores.dtype).min)
+    top = None if sinks is None or scores.shape[-1] == 0 else scores.amax(-1, keepdim=True)
     torch.softmax(scores, -1, out=scores)
+    if sinks is not None and top is not None:
+        sinks.weigh(scores, top)
     return scores if masked is None else scores.masked_fill_(masked, 0.0)
 
 

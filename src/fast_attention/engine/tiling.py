@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fast_attention.engine.workspace import Workspace
 
@@ -98,12 +99,56 @@ class Tile(NamedTuple):
         return Tile(queries, keys, masked=~visible)
 
 
+class Sinks(NamedTuple):
+    """Of every head a score that takes weight from all keys and has no value: a term of the normaliser."""
+
+    scores: Float[Tensor, "heads"]
+    gradient: Float[Tensor, "heads"] | None = None  # to be added to
+
+    @staticmethod
+    def ready(scores: Float[Tensor, "some"] | None, like: Float[Tensor, "*batch length width"]) -> Sinks | None:
+        """For every head of ``like``, whose last leading axes are those of ``scores``; None without."""
+        if scores is None:
+            return None
+        every = scores.to(like.dtype).expand(*like.shape[:-2]).flatten()
+        return Sinks(every, torch.zeros_like(every) if scores.requires_grad else None)
+
+    def of(self, group: slice) -> Sinks:
+        """Those of a group of heads."""
+        return Sinks(self.scores[group], None if self.gradient is None else self.gradient[group])
+
+    def weigh(self, weights: Float[Tensor, "tiles rows span"], top: Float[Tensor, "tiles rows 1"]) -> None:
+        """Take the sink's share from softmax weights in place, given the largest score of every row.
+
+        The largest weight is ``e^(top - log_sum)``, and keys keep ``sigmoid(log_sum - sink)`` of the weight.
+        """
+        log_sums = top.sub_(weights.amax(-1, keepdim=True).log_())
+        weights.mul_(shares(log_sums, self.scores[:, None, None]))
+
+    def add(self, d_scores: Float[Tensor, "tiles rows span"]) -> None:
+        """Add the gradient: the gradients of a row's scores have the sum 0, that of the sink included."""
+        if self.gradient is not None:
+            self.gradient.sub_(d_scores.sum((1, 2)) if len(d_scores) == len(self.gradient) else d_scores.sum()[None])
+
+    def total(self, like: Float[Tensor, "some"]) -> Float[Tensor, "some"] | None:
+        """The gradient of the scores that ``ready`` took."""
+        return None if self.gradient is None else self.gradient.view(-1, *like.shape).sum(0).to(like.dtype)
+
+
+def shares(
+    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch rows"]
+) -> Float[Tensor, "*batch rows"]:
+    """What keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at e^-89."""
+    return logsigmoid(log_sums - sinks).exp_()
+
+
 class Tiling(NamedTuple):
     """The tiles of every group of ``heads`` heads; with ``block``, keys are contiguous and padded to whole blocks."""
 
     heads: int
     tiles: Callable[[slice], Iterable[Tile]]
     block: int = 0
+    sinks: Sinks | None = None
 
 
 def bias_of(visible: Bool[Tensor, "*some span"], dtype: torch.dtype) -> Float[Tensor, "*some span"] | None:

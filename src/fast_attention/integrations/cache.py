@@ -9,21 +9,27 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from fast_attention import decoding
+from fast_attention.integrations import rollback
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
 
 
 class StateLayer(CacheLayerMixin):
-    """A cache layer that holds a mechanism's state: ``update`` passes keys and values on, ``advance`` decodes."""
+    """A cache layer that holds a mechanism's state: ``update`` passes keys and values on, ``advance`` decodes.
+
+    After ``activate_past_recording``, which transformers calls where it will take tokens back, it keeps a record of the
+    last ones for ``crop``.
+    """
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: Bound, *, record_past: bool = False) -> None:
         super().__init__()
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
-        self.packed = False
+        self.packed, self.record_past = False, record_past
+        self.record: rollback.Record = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the state comes with the first tokens."""
@@ -46,9 +52,19 @@ class StateLayer(CacheLayerMixin):
                 f"{self.bound.mechanism!r} keeps no state of the packed texts that this cache began with, so that they "
                 "cannot be decoded. What would work: generate from a padded batch, one text in a row"
             )
-        out, self.state = self.bound.decode(q, k, v, self.state, key_mask=key_mask)
-        self.length += q.shape[-2]
-        return out
+        call, outputs = rollback.Call(q, k, v, key_mask), list[Tensor]()
+        self.length += call.tokens
+        if self.record_past and call.tokens > rollback.LONGEST:  # the others cannot be taken back
+            settled = call.tokens - rollback.LONGEST
+            out, self.state = self._decode(call.part(0, settled), self.state)
+            outputs, self.record, call = [out], (), call.part(settled, call.tokens)
+        out, state = self._decode(call, self.state)
+        self.record = rollback.extended(self.record, self.state, call) if self.record_past else ()
+        self.state = state
+        return torch.cat([*outputs, out], -2) if outputs else out
+
+    def _decode(self, call: rollback.Call, state: Any) -> tuple[Tensor, Any]:
+        return self.bound.decode(call.q, call.k, call.v, state, key_mask=call.key_mask)
 
     def pass_packed(self, tokens: int) -> None:
         """Count the tokens of several packed texts, of which no state is kept: ``advance`` refuses from then on.
@@ -76,12 +92,12 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.length, self.packed = None, 0, False
+        self.state, self.length, self.packed, self.record = None, 0, False, ()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences of the batch, for beam search."""
         if self.state is not None:
-            self.state = decoding.select(self.state, beam_idx)
+            self.state, self.record = decoding.select((self.state, self.record), beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some sequences."""
@@ -98,19 +114,47 @@ class StateLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Do nothing: the state never left the device."""
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove the last tokens, as assisted decoding asks: a state cannot forget them.
+    def activate_past_recording(self) -> None:
+        """Keep a record of the tokens from now on, so that ``crop`` can take them back."""
+        self.record_past = True
 
-        On Apple's GPUs ordinary generation asks to remove 0 tokens, which is granted.
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Take the last tokens back, -``tokens_to_remove`` of them: at least 256 of those since the last ``crop``.
+
+        What came before the tokens that stay can no longer be taken back.
 
         Raises:
-            Unsupported: In every other case.
+            ValueError: The number is positive.
+            Unsupported: So many tokens were not recorded.
         """
-        if tokens_to_remove or self.device.type != "mps":
+        tokens, recorded = -int(tokens_to_remove), rollback.length(self.record)  # a tensor up to transformers 5.15
+        if tokens and not self.record_past:
             raise Unsupported(
-                f"{self.bound.mechanism!r} keeps a state, out of which the last tokens cannot be taken again: assisted "
-                "decoding does not work; greedy, sampling and beams do"
+                f"{self.bound.mechanism!r} keeps a state, which can take tokens back only if told beforehand, by "
+                "cache.activate_past_recording(). Assisted decoding does so from transformers 5.16 on, with a cache of "
+                "its own or DynamicCache(config=model.config); greedy, sampling and beams need no such thing"
             )
+        if tokens < 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        if tokens > recorded:
+            raise Unsupported(
+                f"{self.bound.mechanism!r} keeps a state, out of which the last {recorded} tokens can be taken back, "
+                f"not {tokens}: {rollback.LONGEST} at least, of those since the last crop"
+            )
+        if tokens:
+            self.state = rollback.before(self.record, tokens, self._decode)
+            self.length -= tokens
+        self.record = ()
+
+
+def _activate_past_recording(layer: Any) -> None:
+    """What ``DynamicLayer`` lacks: note that tokens will be taken back, for the ``StateLayer`` that may follow it."""
+    layer.record_past = True
+
+
+# The announcement comes before the first tokens, when the cache still has its own layers.
+Layer: Any = DynamicLayer
+Layer.activate_past_recording = getattr(Layer, "activate_past_recording", _activate_past_recording)
 
 
 def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
@@ -135,6 +179,6 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
         )
     if layer.get_seq_length():
         return None
-    state_layer = StateLayer(bound)
+    state_layer = StateLayer(bound, record_past=getattr(layer, "record_past", False))
     cache.layers[index] = state_layer
     return state_layer

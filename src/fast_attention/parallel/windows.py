@@ -36,7 +36,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     length, end = q.shape[-2], shards.start + q.shape[-2] + shards.num_keys - shards.length
     behind = max(needed[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
     out = mechanism(
-        F.pad(q, (0, 0, 0, behind)), near_k, near_v, is_causal=call.is_causal, key_mask=key_mask
+        F.pad(q, (0, 0, 0, behind)), near_k, near_v, call.w, is_causal=call.is_causal, key_mask=key_mask
     )  # fmt: skip
     return collectives.with_gradient(out[..., :length, :], fetched)
 

@@ -19,6 +19,7 @@ from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
+from fast_attention.mechanisms.dense.sinks import obstacle, sink_attention
 
 
 def softmax_attention(
@@ -32,17 +33,22 @@ def softmax_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
 
     Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
     every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros. ``bias`` gives what scores
-    gain by offsets j - i, as ``engine.offsets`` has them, head by head: q, k and v are then (..., H, L, E).
+    gain by offsets j - i, as ``engine.offsets`` has them, head by head, and ``sinks`` a score of each head whose
+    exponential is added to normalisers: q, k and v are then (..., H, L, E).
     """
-    if bias is not None:
-        return relative_attention(
-            q, k, v, bias, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
-        )
+    if bias is not None or sinks is not None:
+        is_causal, key_mask = _needed(q, is_causal, key_mask)
+        plain = bias is None and key_mask is None and attn_mask is None and dropout == 0.0
+        if sinks is not None and plain and not obstacle(q, k, v, is_causal=is_causal):
+            return sink_attention(q, k, v, sinks, is_causal=is_causal, scale=scale)
+        masked = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
+        return relative_attention(q, k, v, bias, sinks, scale=scale, **masked)
     if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
         out = softmax_attention(
             q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask,
@@ -84,10 +90,12 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
     Args:
         scale: Factor on the dot products; None means 1/sqrt(width).
         bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     scale: float | None = None
     bias: Bias | None = None
+    sinks: bool = False
 
     unbiased = Traits(
         paper="Vaswani et al. 2017, arXiv 1706.03762",
@@ -104,18 +112,18 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
-        """Whether positions do not count."""
-        return self.bias is None
+        """Whether neither positions nor heads count."""
+        return self.is_plain
 
     def attend_masked(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, *,
         is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Attend exactly under any mask."""
-        q, bias = self.positions(q, w, self.scale)
+        q, bias, sinks = self.positions(q, w, self.scale)
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
-            bias=bias,
+            bias=bias, sinks=sinks,
         )  # fmt: skip
 
     def attend_packed(
@@ -123,7 +131,7 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU, where lengths differ; equal ones are a batch for torch's fused attention."""
-        if self.bias is not None or len({*lengths}) == 1:
+        if not self.is_plain or len({*lengths}) == 1:
             return None
         right = 0 if is_causal else None
         return patterns.attend_packed(q, k, v, lengths, None, right, key_mask, scale=self.scale)

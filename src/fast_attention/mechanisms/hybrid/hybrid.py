@@ -86,6 +86,8 @@ class Hybrid(Attention[Any, HybridState]):
             raise ValueError(f"{message}: near must be a window such as Local(window=64), BlockLocal() or Selected()")
         if isinstance(self.near, Local) and self.near.dilation != 1:
             raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
+        if not isinstance(self.near, Selected) and not self.near.is_plain:
+            raise ValueError(f"{message}: near shares its normaliser with far: leave out its bias and its sinks")
         if not isinstance(self.far, Kernelised):
             raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
         if self.far.signed:

@@ -15,7 +15,7 @@ from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped, Relative
-from fast_attention.engine.tiling import Bias, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiling import Bias, Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.mechanisms.sparse import reference
 
 ROWS = 64  # queries of a tile
@@ -46,45 +46,50 @@ def banded_softmax(
     dropout: float = 0.0,
     scale: float | None = None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax attention of query blocks over the keys from ``behind`` positions before each block on, through ``band``.
 
     Query i stands at position i + keys - length. The first block begins ``front`` positions before the first query.
     Every query must see some position through ``band``, inside the sequence or not. Without ``attn_mask`` and dropout
     one tile of scores is held at a time, else length * span of them, never length * keys. ``bias`` gives what scores
-    gain by offsets, of which a block and its slice have ``block + span - 1``.
+    gain by offsets, of which a block and its slice have ``block + span - 1``. ``sinks`` make normalisers larger by
+    ``e^sink``.
     """
     factor, (rows, span) = float(q.shape[-1] ** -0.5 if scale is None else scale), band.shape
     terms = offsets.between(bias, 1 - behind - rows, rows + span - 1, q)
     if attn_mask is None and dropout == 0.0:
-        return _banded(q, k, v, band, key_mask, *terms, behind=behind, front=front, scale=factor)
+        return _banded(q, k, v, band, key_mask, *terms, sinks, behind=behind, front=front, scale=factor)
     why = "dropout" if attn_mask is None else "a mask of the caller's"
     dispatch.record("softmax in blocks", why, rows=rows, keys=span)
     plain = reference.banded_softmax if bias is None else reference.biased_softmax
-    return plain(q, k, v, band, key_mask, *terms, attn_mask, behind=behind, front=front, dropout=dropout, scale=factor)
+    masked: Any = {"attn_mask": attn_mask, "dropout": dropout}
+    return plain(q, k, v, band, key_mask, *terms, sinks, behind=behind, front=front, scale=factor, **masked)
 
 
 @opaque(like_queries)
 def _banded(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, numbers: Tensor | None,
-    vectors: Tensor | None, *, behind: int, front: int, scale: float,
+    vectors: Tensor | None, sinks: Tensor | None, *, behind: int, front: int, scale: float,
 ) -> Tensor:  # fmt: skip
     where: Any = {"behind": behind, "front": front, "scale": scale}
     why = dispatch.obstacle(q, k)
     if why:
         dispatch.record("softmax in blocks", why, rows=len(band), keys=band.shape[1])
         plain = reference.banded_softmax if numbers is None else reference.biased_softmax
-        return plain(q, k, v, band, key_mask, numbers, vectors, **where)
+        return plain(q, k, v, band, key_mask, numbers, vectors, sinks, **where)
     rows, why = min(len(band), ROWS), "only keys near a block of queries are seen"
     dispatch.record("softmax in tiles", why, rows=rows, keys=band.shape[1])
-    return _tiled(q, k, v, band, key_mask, numbers, vectors, **where)
+    return _tiled(q, k, v, band, key_mask, numbers, vectors, sinks, **where)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, numbers: Tensor | None,
-    vectors: Tensor | None, *, keep: bool, behind: int, front: int, scale: float,
+    vectors: Tensor | None, sinks: Tensor | None, *, keep: bool, behind: int, front: int, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    tiling = _tiling(q, k, band, behind, front, *offsets.ready(numbers, vectors, q))
+    tiling = _tiling(q, k, band, behind, front, *offsets.ready(numbers, vectors, q))._replace(
+        sinks=Sinks.ready(sinks, q)
+    )
     return tiled.attend(q, k, v, key_mask, tiling, scale=scale), ()
 
 
@@ -92,10 +97,12 @@ def _backward(
     inputs: tuple[Any, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
     *, behind: int, front: int, scale: float,
 ) -> Tensors:  # fmt: skip
-    q, k, v, band, key_mask, numbers, vectors = inputs
+    q, k, v, band, key_mask, numbers, vectors, sinks = inputs
     terms, into = offsets.ready(numbers, vectors, q)
-    tiling = _tiling(q, k, band, behind, front, terms, into)
-    return *tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale), None, None, *(into or (None, None))
+    every = Sinks.ready(sinks, q)
+    tiling = _tiling(q, k, band, behind, front, terms, into)._replace(sinks=every)
+    gradients = tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale)
+    return *gradients, None, None, *(into or (None, None)), None if every is None else every.total(sinks)
 
 
 _tiled = in_float32(CustomGradient(reference.banded_softmax, _forward, _backward))

@@ -39,21 +39,23 @@ def block_local_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys of the query's block, of ``before`` blocks before it and of ``after`` blocks after it.
 
     Blocks are counted from the first key, and query i stands at i + S - L. Causal: later keys are masked and ``after``
     is 0. No block has itself or a wrapped one for its missing neighbour (trax wraps the first round to the last).
-    ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them.
+    ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,)
+    add to normalisers.
     """
     length, keys, open_length = q.shape[-2], k.shape[-2], symbolic()
     if not open_length and BlockLocal(block_size, before, after).covers(length, keys, is_causal=is_causal):
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
-            bias=bias,
+            bias=bias, sinks=sinks,
         )  # fmt: skip
     before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
-    if bias is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+    if bias is None and sinks is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
         near = patterns.blocks(q, k, block_size, before=before, after=after, is_causal=is_causal)
         return flex.attend(q, k, v, near, key_mask, scale=scale)
     several = 1 if open_length else max(SMALLEST_BLOCK // block_size, 1)  # small blocks share one slice of keys
@@ -66,7 +68,9 @@ def block_local_attention(
         near = masks.band(several, before, after, left=before, right=after, device=q.device)
         band = band & near.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
     sizes = {"behind": behind, "front": front}
-    return banded_softmax(q, k, v, band, key_mask, attn_mask, **sizes, dropout=dropout, scale=scale, bias=bias)
+    return banded_softmax(
+        q, k, v, band, key_mask, attn_mask, **sizes, dropout=dropout, scale=scale, bias=bias, sinks=sinks
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,6 +83,7 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         after: Blocks seen after the own one; none with is_causal=True (the Reformer's local layers have 1 and 0).
         scale: Factor on the dot products; None means 1/sqrt(width).
         bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     block_size: int = 64
@@ -86,6 +91,7 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
     after: int = 1
     scale: float | None = None
     bias: Bias | None = None
+    sinks: bool = False
 
     unbiased = TRAITS
 
@@ -109,10 +115,11 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Softmax over the neighbouring blocks under any mask."""
-        q, bias = self.positions(q, w, self.scale)
+        q, bias, sinks = self.positions(q, w, self.scale)
         return block_local_attention(
             q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=is_causal,
             key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias,
+            sinks=sinks,
         )  # fmt: skip
 
     def attend_packed(
@@ -120,7 +127,7 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
-        if self.bias is not None:
+        if not self.is_plain:
             return None
         after = patterns.CAUSAL if is_causal else self.after
         return patterns.attend_packed(

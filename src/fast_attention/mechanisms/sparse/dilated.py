@@ -56,8 +56,9 @@ def by_heads(
     key_mask: Bool[Tensor, "*#batch2 1 keys"] | None,
     attn_mask: Tensor | None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
-    """``attend`` with ``dilation``, for head h the one at h modulo their number, and with its ``bias``."""
+    """``attend`` with ``dilation``, for head h the one at h modulo their number, and its ``bias`` and ``sinks``."""
     number, heads, parts = len(dilations), q.shape[-3], []
     for first, dilation in enumerate(dilations[:heads]):
         every = slice(first, None, number)
@@ -66,7 +67,8 @@ def by_heads(
             mask = mask[..., every, :, :]
         turn = (x[..., every, :, :] for x in (q, k, v))
         part = None if bias is None else partial(_of_heads, bias, every)
-        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=part))
+        sunk = None if sinks is None else sinks[every]
+        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=part, sinks=sunk))
     order = [h for first in range(number) for h in range(first, heads, number)]  # the heads of the parts
     places = sorted(range(heads), key=order.__getitem__)
     return torch.cat(parts, -3)[..., places, :, :]

@@ -42,6 +42,7 @@ def local_attention(
     scale: float | None = None,
     block: int | None = None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys j with ``i - left <= j <= i + right``, both ends included; causal: ``right = 0``.
 
@@ -49,25 +50,29 @@ def local_attention(
     O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
     With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1); of
     several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
-    scores gain by offsets j - i, as ``engine.offsets`` has them.
+    scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,) add to normalisers.
     """
     m, length, keys = Local(window, dilation=dilation), q.shape[-2], k.shape[-2]
     if dilation != 1:
         run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
         if isinstance(dilation, tuple):
-            return by_heads(run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask, bias=bias)
+            return by_heads(
+                run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask, bias=bias, sinks=sinks
+            )
+        run = partial(run, sinks=sinks)
         run = run if bias is None else partial(run, bias=lambda steps: bias(steps * dilation))
         return dilated(run, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask)
     left, right = m.sides
     if not symbolic() and m.covers(length, keys, is_causal=is_causal):
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
-            bias=bias,
+            bias=bias, sinks=sinks,
         )  # fmt: skip
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
-    if bias is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+    plain = bias is None and sinks is None
+    if plain and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
         return flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), key_mask, scale=scale)
-    plain = bias is None and attn_mask is None and dropout == 0.0
+    plain = plain and attn_mask is None and dropout == 0.0
     if plain and block is None and covers_most(q, keys, left + right + 1):
         dispatch.record(
             "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
@@ -76,7 +81,9 @@ def local_attention(
         return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=visible, scale=scale)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
     band = masks.band(block, left, right, left=left, right=right, device=q.device)
-    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale, bias=bias)
+    return banded_softmax(
+        q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale, bias=bias, sinks=sinks
+    )
 
 
 TRAITS = Traits(
@@ -105,12 +112,14 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         dilation: Steps between the positions that are seen: with 4 every fourth one, and as many keys reach four times
             as far. Several, such as (1, 4), for as many heads in turn: head 0 takes the first, head 1 the second.
         bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     window: int | tuple[int, int] = 128
     scale: float | None = None
     dilation: int | tuple[int, ...] = 1
     bias: Bias | None = None
+    sinks: bool = False
 
     unbiased = TRAITS
 
@@ -153,10 +162,10 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Softmax inside the window under any mask."""
-        q, bias = self.positions(q, w, self.scale)
+        q, bias, sinks = self.positions(q, w, self.scale)
         return local_attention(
             q, k, v, window=self.window, dilation=self.dilation, is_causal=is_causal, key_mask=key_mask,
-            attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias,
+            attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias, sinks=sinks,
         )  # fmt: skip
 
     def attend_packed(
@@ -164,7 +173,7 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU, where every position of the window is seen."""
-        if self.dilation != 1 or self.bias is not None:
+        if self.dilation != 1 or not self.is_plain:
             return None
         left, right = self.sides
         right = 0 if is_causal else right

@@ -16,7 +16,7 @@ from fast_attention.engine.tracing import exporting
 
 def banded_softmax(
     q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
-    vectors: Tensor | None = None, attn_mask: Tensor | None = None,
+    vectors: Tensor | None = None, sinks: Tensor | None = None, attn_mask: Tensor | None = None,
     *, behind: int, front: int, scale: float, dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Softmax attention inside a band, under any mask; arguments as in ``banded.py``."""
@@ -39,6 +39,9 @@ def banded_softmax(
         terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
         bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
         mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
+    if sinks is not None:
+        out = open_attention(queries, around(k), around(v), mask, dropout=dropout, scale=scale, sinks=sinks[:, None])
+        return join(out, front + length)[..., front:, :]
     attend = blockwise_softmax if numbers is None or dispatch.on_gpu(q) else open_attention  # a mask with a gradient
     out = attend(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
     return join(out, front + length)[..., front:, :]
