@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, masks, offsets, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.fused import open_attention
+from fast_attention.engine.fused import biased_attention
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -73,11 +73,9 @@ def _plain(
     mask = masks.visible(length, keys, is_causal=is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:
         mask = masks.merge(attn_mask, mask, q.dtype)
-    if mask is None or bias is None:
-        mask = bias if mask is None else mask
-    else:
+    if mask is not None and bias is not None:
         mask = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
-    return open_attention(q, k, v, mask, dropout=dropout, scale=scale, sinks=sinks)
+    return biased_attention(q, k, v, bias if mask is None else mask, dropout=dropout, scale=scale, sinks=sinks)
 
 
 def _forward(

@@ -48,7 +48,9 @@ def attend(
     visible = visible.expand(*k.shape[:-2], *visible.shape[-2:])[..., None]
     visible = ((table >= 0)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
     near_k, near_v = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    out = attend_near(split(q, size), near_k, near_v, visible, sinks, Features(split(queries.values, size), row), sums)
+    out = attend_near(
+        split(q, size), near_k, near_v, visible, sinks, Features(split(queries.values, size), row), sums, None
+    )
     return join(out, q.shape[-2])
 
 

@@ -1,14 +1,18 @@
-"""What a Hybrid declares that it can do: by a window, by chosen blocks."""
+"""What a Hybrid declares that it can do, by a window or by chosen blocks, and which windows it takes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from fast_attention.biases.bias import Bias
+from fast_attention.biases.transformer_xl import TransformerXL
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.traits import Traits
 
 
-def by_window(far: Traits) -> Traits:
-    """The far part decides whether weights are trained or drawn, and what is approximated."""
+def by_window(far: Traits, bias: Bias | None = None) -> Traits:
+    """The far part decides whether weights are trained or drawn, and what is approximated; a bias may be learned."""
     return Traits(
         paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
         formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
@@ -20,8 +24,8 @@ def by_window(far: Traits) -> Traits:
         rotary=far.rotary,
         memory="window",
         random=far.random,
-        learned=far.learned,
-        approximates=far.approximates,
+        learned=far.learned or (bias is not None and bias.learned),
+        approximates=far.approximates if bias is None else None,
     )
 
 
@@ -37,3 +41,13 @@ def by_choice(far: Traits) -> Traits:
         cross=False,
         memory=None,
     )
+
+
+def check_window(message: str, window: Local | BlockLocal) -> None:
+    """Raise a ``ValueError`` that begins with ``message`` unless far keys can share the normaliser of this window."""
+    if isinstance(window, Local) and window.dilation != 1:
+        raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
+    if window.sinks:
+        raise ValueError(f"{message}: near shares its normaliser with far: leave out its sinks")
+    if isinstance(window.bias, TransformerXL):
+        raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
