@@ -162,7 +162,7 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
         return f"the layer is causal, and {mechanism!r} is not (traits.causal)"
     if call.crosses and not traits.cross:
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    sunk = isinstance(mechanism, Biased) and not mechanism.sinks
+    sunk = isinstance(mechanism, Biased) and mechanism.sinks is False
     if attention.SINKS in call.extra and not sunk:
         return f"the layer has sinks (s_aux), which {mechanism!r} does not take: Softmax(), Local() and BlockLocal() do"
     added = tuple(name for name in call.extra if name != attention.SINKS)

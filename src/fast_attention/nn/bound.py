@@ -160,7 +160,7 @@ class Bound(Spread, nn.Module):
         """The mechanism and its weights, of which another module may hold the sinks."""
         if sinks is None:
             return self.mechanism, self.w
-        if not isinstance(self.mechanism, Biased) or self.mechanism.sinks:
+        if not isinstance(self.mechanism, Biased) or self.mechanism.sinks is not False:
             raise Unsupported(
                 f"{self.mechanism!r} takes no sinks of another module: Softmax(), Local(), BlockLocal() do"
             )

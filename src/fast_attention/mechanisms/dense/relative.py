@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, masks, offsets, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.fused import open_attention
+from fast_attention.engine.fused import biased_attention, open_attention
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -77,6 +77,9 @@ def _plain(
         mask = bias if mask is None else mask
     else:
         mask = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+    if sinks is None:
+        assert mask is not None
+        return biased_attention(q, k, v, mask, dropout=dropout, scale=scale)
     return open_attention(q, k, v, mask, dropout=dropout, scale=scale, sinks=sinks)
 
 
