@@ -73,6 +73,8 @@ KNOWN = (
     Known("Transformer-XL, segment recurrence", "BlockLocal(before=1, after=0)", False,
           "a block sees itself and the one before it, in one pass and without relative positions"),
     Known("Swin, Swin Transformer", "BlockLocal(before=0, after=0)", False, "blocks of a sequence, not of an image"),
+    Known("gpt-oss, learned sinks, attention sink logits", "Softmax(sinks=True)",
+          note="Local(sinks=True) and BlockLocal(sinks=True) have them too"),
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer, Nystrom attention", "Linformer()", False,
