@@ -20,4 +20,8 @@ FAULTS = [
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),
     Fault("a mixture forgets a table's fraction", "mechanisms/dense/scores.py", "R, share = (part.R, share_of_part) if",
           "R, share = (part.R, None) if", ORACLE + "MixtureSynthesizer"),
+    Fault("the fused kernel's gradient does not know of sinks", "mechanisms/dense/sinks.py", "torch.logaddexp(log_sums, ", "torch.maximum(log_sums, ",
+          "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
+    Fault("sinks get the gradient of a larger share", "mechanisms/dense/sinks.py", "share = (sinks[:, None] - kept[0]).exp_()",
+          "share = (sinks[:, None] - kept[0]).exp_() * 2", "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
 ]  # fmt: skip

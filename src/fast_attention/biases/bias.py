@@ -58,11 +58,12 @@ class Biased:
     """Adds ``bias`` and ``sinks`` to the settings of a mechanism of softmax: its weights are theirs, and its traits
     depend on them.
 
-    A subclass is a frozen dataclass with the fields ``bias`` and ``sinks``, and gives its traits as ``unbiased``.
+    A subclass is a frozen dataclass with the field ``bias`` and, where it can have sinks, ``sinks``, and gives its
+    traits as ``unbiased``.
     """
 
     bias: Bias | None
-    sinks: bool
+    sinks: Any = None  # None: it has no such setting
     unbiased: ClassVar[Traits]
 
     @property
@@ -78,16 +79,20 @@ class Biased:
     @property
     def needs_weights(self) -> bool:
         """Whether there are sinks, or the bias is learned."""
-        return self.sinks or (self.bias is not None and self.bias.learned)
+        return bool(self.sinks) or (self.bias is not None and self.bias.learned)
 
     def weights(self, shape: Shape) -> Any:
         """Those of the bias, behind the scores of the sinks, which begin small, as gpt-oss's do."""
         bias = () if self.bias is None else self.bias.weights(shape)
         return SinkWeights(nn.Parameter(torch.randn(shape.heads) * 0.02), bias) if self.sinks else bias
 
-    def positions(self, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None, Tensor | None]:
-        """The queries that keys meet, the terms of offsets, and the sinks."""
-        return *of(self.bias, q, w.bias if self.sinks else w, scale), w.sinks if self.sinks else None
+    def positions(self, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None]:
+        """The queries that keys meet, and the terms of offsets."""
+        return of(self.bias, q, w.bias if self.sinks else w, scale)
+
+    def sinks_of(self, w: Any) -> Tensor | None:
+        """The scores of the sinks; None without."""
+        return w.sinks if self.sinks else None
 
 
 def of(bias: Bias | None, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None]:
@@ -98,7 +103,7 @@ def of(bias: Bias | None, q: Tensor, w: Any, scale: float | None) -> tuple[Tenso
     return bias.queries(q, w), functools.partial(bias.terms, w=w, like=q, scale=factor)
 
 
-def _traits(traits: Traits, bias: Bias | None, sinks: bool) -> Traits:
+def _traits(traits: Traits, bias: Bias | None, sinks: bool | None) -> Traits:
     if sinks:
         paper, formula = f"{traits.paper}; {SINKS}", f"{traits.formula}, with a sink's exp(s_h) in every normaliser"
         traits = replace(traits, paper=paper, formula=formula, learned=True, approximates=None)

@@ -26,7 +26,8 @@ from fast_attention.nn.bound import Bound
 NAME = "fast_attention"
 CHILD = "fast_attention"  # what the module that holds a layer's mechanism is called in the attention module
 LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
-CHANGES = ("position_bias", "softcap", "s_aux")  # arguments that alter the scores; windows come with the mask
+SINKS = "s_aux"  # a score of each head that takes weight from all keys
+CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores; windows come with the mask
 
 
 class Call(NamedTuple):
@@ -220,17 +221,19 @@ def _run(
 ) -> Tensor:  # fmt: skip
     """Run the mechanism in the cheapest form that serves: as it is, with a state, in packed rows, with a dense mask."""
     mechanism, key_mask = bound.mechanism, visibility.key_mask(k.shape[-2])
+    changes = dict(changes)
+    sinks = changes.pop(SINKS, None)
     dropout = dropout if mechanism.traits.mask else 0.0  # the report says which layers drop nothing
     if visibility.valid is not None:  # compiled, with position_ids: perhaps packed rows
         if mechanism.traits.mask and cache is None:
-            return _run_masked(bound, q, k, v, visibility, changes, dropout)
+            return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
     if changes or not visibility.complete or not within_window(mechanism, visibility.back, visibility.ahead):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
-            return packed_rows.run(bound, q, k, v, visibility, texts, dropout, windowed=True)
+            return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks, windowed=True)
         if mechanism.traits.mask:
-            return _run_masked(bound, q, k, v, visibility, changes, dropout)
+            return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
         if changes:
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
@@ -241,16 +244,18 @@ def _run(
     if texts is not None:
         if cache is not None:
             cache.pass_packed(q.shape[-2])
-        return packed_rows.run(bound, q, k, v, visibility, texts, dropout)
+        return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
     if cache is not None:
         k, v = repeated(q.shape[1], k=k, v=v)
-        return cache.advance(q, k, v, key_mask)
-    return bound(q, k, v, is_causal=visibility.is_causal, key_mask=key_mask, dropout=dropout, enable_gqa=True)
+        return cache.advance(q, k, v, key_mask, sinks)
+    causal = visibility.is_causal
+    return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
 def _run_masked(
-    bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, changes: dict[str, Tensor], dropout: float
-) -> Tensor:
+    bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, changes: dict[str, Tensor], dropout: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Run a mechanism with ``traits.mask`` with the model's dense mask and position bias."""
     if unknown := [name for name in changes if name != "position_bias"]:
         raise Unsupported(f"{bound.mechanism!r} takes no scores with {', '.join(unknown)}: keep the model's attention")
@@ -260,7 +265,7 @@ def _run_masked(
     if "position_bias" in changes:
         bias = changes["position_bias"].to(q.dtype)
         mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
-    return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True)
+    return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 
 def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:

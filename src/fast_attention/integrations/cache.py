@@ -30,6 +30,7 @@ class StateLayer(CacheLayerMixin):
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
         self.packed, self.record_past = False, record_past
         self.record: rollback.Record = ()
+        self.sinks: Tensor | None = None  # of the attention module
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the state comes with the first tokens."""
@@ -41,7 +42,7 @@ class StateLayer(CacheLayerMixin):
         self.batch = key_states.shape[0]
         return key_states, value_states
 
-    def advance(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         """Decode the new tokens (B, H, N, E): their outputs. The state then includes them.
 
         Raises:
@@ -54,6 +55,7 @@ class StateLayer(CacheLayerMixin):
             )
         call, outputs = rollback.Call(q, k, v, key_mask), list[Tensor]()
         self.length += call.tokens
+        self.sinks = sinks
         if self.record_past and call.tokens > rollback.LONGEST:  # the others cannot be taken back
             settled = call.tokens - rollback.LONGEST
             out, self.state = self._decode(call.part(0, settled), self.state)
@@ -64,7 +66,7 @@ class StateLayer(CacheLayerMixin):
         return torch.cat([*outputs, out], -2) if outputs else out
 
     def _decode(self, call: rollback.Call, state: Any) -> tuple[Tensor, Any]:
-        return self.bound.decode(call.q, call.k, call.v, state, key_mask=call.key_mask)
+        return self.bound.decode(call.q, call.k, call.v, state, key_mask=call.key_mask, sinks=self.sinks)
 
     def pass_packed(self, tokens: int) -> None:
         """Count the tokens of several packed texts, of which no state is kept: ``advance`` refuses from then on.

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
+from fast_attention.biases.bias import Biased
 from fast_attention.integrations import attention, calls, probing, unpadding, weights
 from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
@@ -176,8 +177,12 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
         return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
     if call.crosses and not traits.cross:
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if call.extra and not (call.extra == ("position_bias",) and traits.mask):
-        return f"the layer adds {', '.join(call.extra)} to its scores, which {mechanism!r} does not form (traits.mask)"
+    sunk = isinstance(mechanism, Biased) and mechanism.sinks is False
+    if attention.SINKS in call.extra and not sunk:
+        return f"the layer has sinks (s_aux), which {mechanism!r} does not take: Softmax(), Local() and BlockLocal() do"
+    added = tuple(name for name in call.extra if name != attention.SINKS)
+    if added and not (added == ("position_bias",) and traits.mask):
+        return f"the layer adds {', '.join(added)} to its scores, which {mechanism!r} does not form (traits.mask)"
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
     if not (traits.mask or attention.within_window(mechanism, call.back, call.ahead)):

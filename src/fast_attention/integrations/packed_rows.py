@@ -98,7 +98,7 @@ def begun_anew(position_ids: Tensor | None, batch: int, length: int) -> Packing 
 
 def run(
     bound: Bound, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, texts: Packing, dropout: float,
-    *, windowed: bool = False,
+    sinks: Tensor | None, *, windowed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend within each text of the rows.
 
@@ -108,6 +108,7 @@ def run(
         visibility: The model's mask.
         texts: The packed texts.
         dropout: Probability with which an attention weight is dropped.
+        sinks: Those of the attention module.
         windowed: Whether the mechanism is given the mask's window as a mask, for it has not the same itself.
     """
     batch, key_mask = len(q), visibility.key_mask(k.shape[-2])
@@ -117,16 +118,16 @@ def run(
 
     def attend_in_window(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         mask = band(visibility, q.shape[-2], k.shape[-2], q.device)
-        return bound(q, k, v, attn_mask=mask, key_mask=key_mask, dropout=dropout, enable_gqa=True)
+        return bound(q, k, v, attn_mask=mask, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
     call = (
         attend_in_window
         if windowed
-        else partial(bound, is_causal=visibility.is_causal, dropout=dropout, enable_gqa=True)
+        else partial(bound, is_causal=visibility.is_causal, dropout=dropout, enable_gqa=True, sinks=sinks)
     )
     key_mask = None if key_mask is None else key_mask.reshape(1, -1)
     together = None
-    if not windowed and dropout == 0.0 and isinstance(bound.mechanism, Attention):
+    if not windowed and dropout == 0.0 and sinks is None and isinstance(bound.mechanism, Attention):
         together = packed.at_once(bound.mechanism, bound.w, is_causal=visibility.is_causal)
     out = packed.attend(call, one_row(q), one_row(k), one_row(v), texts, key_mask, together=together)
     return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)

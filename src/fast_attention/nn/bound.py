@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import catalogue, grouped, packed, parallel
+from fast_attention.biases.bias import Biased, SinkWeights
 from fast_attention.engine import heads
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -112,6 +114,7 @@ class Bound(Spread, nn.Module):
         lengths: Lengths | None = None,
         enable_gqa: bool = False,
         group: Any = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Call the mechanism with these weights: ``(q, k, v)`` for an attention, ``(x)`` for a mixer.
 
@@ -126,6 +129,7 @@ class Bound(Spread, nn.Module):
             lengths: Instead of it the number of tokens of each sequence, or a pair.
             enable_gqa: Let keys and values have fewer heads, as in ``fast_attention.attention``.
             group: The processes whose tokens together are the sequence, as in ``fast_attention.attention``.
+            sinks: The scores (H,) that ``sinks=True`` would learn here, where another module holds them.
 
         Raises:
             ValueError: Sizes disagree with the shape this module was built for, or ``cu_seqlens`` do not rise from 0 to
@@ -133,34 +137,47 @@ class Bound(Spread, nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
         """
         self._check(inputs, enable_gqa)
+        mechanism, w = self._with(sinks)
         if (group := self.group_of(group)) is not None:
             if enable_gqa:
                 inputs = (inputs[0], *heads.repeated(self.shape.heads, k=inputs[1], v=inputs[2]))
             packing = {} if cu_seqlens is None and lengths is None else {"cu_seqlens": cu_seqlens, "lengths": lengths}
             return parallel.run(
-                self.mechanism, inputs, self.w, group=group, is_causal=is_causal, key_mask=key_mask,
+                mechanism, inputs, w, group=group, is_causal=is_causal, key_mask=key_mask,
                 attn_mask=attn_mask, dropout=dropout, **packing,
             )  # fmt: skip
-        run = partial(self._call, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout, enable_gqa=enable_gqa)
+        options: Any = {"is_causal": is_causal, "attn_mask": attn_mask, "dropout": dropout, "enable_gqa": enable_gqa}
+        run = partial(self._call, mechanism, w, **options)
         with nullcontext() if self.fusion == "off" or torch.compiler.is_compiling() else fusing(self.fusion):
             if cu_seqlens is None and lengths is None:
                 return run(*inputs, key_mask=key_mask)
             together = None
-            if isinstance(self.mechanism, Attention) and not enable_gqa and dropout == 0.0:
-                together = packed.at_once(self.mechanism, self.w, is_causal=is_causal)
+            if isinstance(mechanism, Attention) and not enable_gqa and dropout == 0.0:
+                together = packed.at_once(mechanism, w, is_causal=is_causal)
             return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, together)
 
+    def _with(self, sinks: Tensor | None) -> tuple[Any, Any]:
+        """The mechanism and its weights, of which another module may hold the sinks."""
+        if sinks is None:
+            return self.mechanism, self.w
+        if not isinstance(self.mechanism, Biased) or self.mechanism.sinks is not False:
+            raise Unsupported(
+                f"{self.mechanism!r} takes no sinks of another module: Softmax(), Local(), BlockLocal() do"
+            )
+        mechanism: Any = self.mechanism
+        return replace(mechanism, sinks=True), SinkWeights(sinks, self.w)
+
+    @staticmethod
     def _call(
-        self, *inputs: Tensor, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
-        enable_gqa: bool,
+        mechanism: Any, w: Any, *inputs: Tensor, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None,
+        dropout: float, enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
-        mechanism = self.mechanism
         if isinstance(mechanism, Attention):
             (q, k, v), run = inputs, partial(grouped.attend, mechanism) if enable_gqa else mechanism
-            return run(q, k, v, self.w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
+            return run(q, k, v, w, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout)
         if attn_mask is not None or dropout != 0.0:
             raise mechanism.refuse("an arbitrary attn_mask or attention dropout", "mask")
-        return mechanism(inputs[0], self.w, is_causal=is_causal, key_mask=key_mask)
+        return mechanism(inputs[0], w, is_causal=is_causal, key_mask=key_mask)
 
     def _call_packed(
         self, run: packed.Call, inputs: tuple[Tensor, ...], key_mask: Tensor | None, cu_seqlens: CuSeqlens | None,
@@ -175,15 +192,17 @@ class Bound(Spread, nn.Module):
         return packed.attend(run, q, k, v, sequences, key_mask, together=together)
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None
-    ) -> tuple[Tensor, Any]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """``mechanism.decode`` with these weights; over the processes of a ``group``, ``parallel.decode``."""
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
         self._check((q, k, v))
+        mechanism, w = self._with(sinks)
         if (group := self.group_of(group)) is not None:
-            return parallel.decode(self.mechanism, q, k, v, self.w, state, group=group, key_mask=key_mask)
-        return self.mechanism.decode(q, k, v, self.w, state, key_mask=key_mask)
+            return parallel.decode(mechanism, q, k, v, w, state, group=group, key_mask=key_mask)
+        return mechanism.decode(q, k, v, w, state, key_mask=key_mask)
 
     def __prepare_scriptable__(self) -> Bound:
         """Called by ``torch.jit.script``, also for a model that holds this module.

@@ -53,7 +53,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     out, (log_sums,) = flash_forward(q, k, v, None, keep=keep, is_causal=is_causal, scale=scale)
     out.mul_(shares(log_sums, sinks[:, None])[..., None])
-    return out, (torch.logaddexp(log_sums, sinks[:, None]),) if keep else ()
+    return out, (torch.logaddexp(log_sums, sinks[:, None].to(log_sums.dtype)),) if keep else ()
 
 
 def _backward(

@@ -120,10 +120,10 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
         is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Attend exactly under any mask."""
-        q, bias, sinks = self.positions(q, w, self.scale)
+        q, bias = self.positions(q, w, self.scale)
         return softmax_attention(
             q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
-            bias=bias, sinks=sinks,
+            bias=bias, sinks=self.sinks_of(w),
         )  # fmt: skip
 
     def attend_packed(

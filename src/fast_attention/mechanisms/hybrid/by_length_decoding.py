@@ -14,7 +14,8 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.kv_cache import append
 from fast_attention.engine.tracing import traced
-from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered, is_exact
+from fast_attention.mechanisms.dense.softmax import Softmax
+from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
 
 
 class ByLengthState(NamedTuple):
@@ -42,7 +43,7 @@ class NewTokens(NamedTuple):
 
     def after(self, part: Part, state: Any) -> tuple[Tensor, Any]:
         """A mechanism's outputs behind its ``state``, and its state after them."""
-        if is_exact(part.mechanism):
+        if isinstance(part.mechanism, Softmax):
             cache = append(state, self.k, self.v, self.key_mask)
             return covered(self.q, cache.k, cache.v, cache.visible, part, is_causal=True), cache
         return part.mechanism.advance(self.q, self.k, self.v, part.w, state, key_mask=self.key_mask)
@@ -115,4 +116,4 @@ def _readable(short: Part, long: Part) -> bool:
     """Whether the state of ``long`` follows from the keys and values that the state of ``short`` holds."""
     traits = long.mechanism.traits
     is_read = traits.memory in ("constant", "window") and traits.reads in ("qkv", "kv")
-    return is_read and is_exact(short.mechanism)
+    return is_read and isinstance(short.mechanism, Softmax)

@@ -78,11 +78,7 @@ class Hybrid(Attention[Any, HybridState]):
         return by_choice(far) if isinstance(self.near, Selected) else by_window(far, self.bias)
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: ``near`` is no window, ``far`` is not linear or its weights may be negative.
-        """
+        """Check the settings."""
         message = f"Hybrid(near={self.near!r}, far={self.far!r})"
         if not isinstance(self.near, Local | BlockLocal | Selected):
             raise ValueError(f"{message}: near must be a window such as Local(window=64), BlockLocal() or Selected()")

@@ -115,11 +115,11 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Softmax over the neighbouring blocks under any mask."""
-        q, bias, sinks = self.positions(q, w, self.scale)
+        q, bias = self.positions(q, w, self.scale)
         return block_local_attention(
             q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=is_causal,
             key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias,
-            sinks=sinks,
+            sinks=self.sinks_of(w),
         )  # fmt: skip
 
     def attend_packed(

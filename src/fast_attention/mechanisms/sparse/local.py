@@ -162,10 +162,10 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Softmax inside the window under any mask."""
-        q, bias, sinks = self.positions(q, w, self.scale)
+        q, bias = self.positions(q, w, self.scale)
         return local_attention(
             q, k, v, window=self.window, dilation=self.dilation, is_causal=is_causal, key_mask=key_mask,
-            attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias, sinks=sinks,
+            attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias, sinks=self.sinks_of(w),
         )  # fmt: skip
 
     def attend_packed(
