@@ -3,6 +3,11 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
+    Fault("keys of the first half decay from the block's start", "mechanisms/linear/channel_decays.py",
+          "(middle - reached[..., 0, :, :])", "(0.0 * middle - reached[..., 0, :, :])", "tests/linear/test_decayed.py -k by_channel"),
+    Fault("a channel's gates forget the mask", "mechanisms/linear/gates.py",
+          "return Decay(unmasked(F.logsigmoid(logit), key_mask, by_channel=True))", "return Decay(F.logsigmoid(logit))",
+          "tests/test_oracles.py -k channel"),
     Fault("a layer of features has no bias", "mechanisms/linear/t2r.py", " + self.bias[:, None].to(x.dtype)", "",
           "tests/test_oracles.py -k T2R"),
     Fault("queries change their sign in decoding", "mechanisms/linear/t2r.py", "advance(w(q)", "advance(w(-q)",

@@ -64,7 +64,10 @@ def linear(
 def decayed(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """RetNet's Eq. 5, pair by pair: every token between a key and its query, masked ones apart, fades it once."""
+    """RetNet's Eq. 5, pair by pair: every token between a key and its query, masked ones apart, fades it once.
+
+    With a number for each channel (GLA, arXiv 2312.06635, Eq. 3) channel by channel.
+    """
     logits = [w.logit[head] + (0.0 if w.rows is None else w.rows[head] @ key) for key in k]
     gates = [torch.sigmoid(x) if key_mask is None or bool(key_mask[t]) else torch.ones_like(x)
              for t, x in enumerate(logits)]  # fmt: skip
@@ -75,7 +78,11 @@ def decayed(
             decay = torch.ones_like(gates[0])
             for t in range(min(i, j) + 1, max(i, j) + 1):
                 decay = decay * gates[t]
-            weights.append(decay * kernel(m.feature_map, q[i], k[j]))
+            if decay.ndim == 0:
+                weights.append(decay * kernel(m.feature_map, q[i], k[j]))
+            else:
+                one = [kernel(m.feature_map, a[None], b[None]) for a, b in zip(q[i], k[j], strict=True)]
+                weights.append((decay * torch.stack(one)).sum())
         rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights) + m.eps if m.normalize else 1.0))
     return torch.stack(rows)
 
@@ -113,4 +120,6 @@ VARIANTS = [
     "DecayedLinearAttention(gate='token')",
     "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",
     "DecayedLinearAttention(feature_map=Quadratic(), eps=0.1)",
+    "DecayedLinearAttention(gate='channel')",
+    "DecayedLinearAttention(feature_map=Identity(), gate='channel', normalize=False)",
 ]
