@@ -52,6 +52,8 @@ KNOWN = (
     Known("Gated Linear Attention, GLA",
           "DecayedLinearAttention(feature_map=Identity(), gate='channel', normalize=False)",
           note="gates from a full matrix of each head, not of low rank; GLA's output gate and normalisation are yours"),
+    Known("log-linear Mamba-2, log-linear Gated DeltaNet", "LogLinearAttention()", False,
+          "without the gates that decay its states"),
     Known("mLSTM, xLSTM", "DecayedLinearAttention(gate='token')", False, "a decay for a token, without its input gate"),
     Known("DeltaNet, Gated DeltaNet", "DecayedLinearAttention(gate='token')", False,
           "a constant state that forgets, without the delta rule"),

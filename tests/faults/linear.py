@@ -3,6 +3,13 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
+    Fault("a level beyond blocks takes the weight of the one below", "mechanisms/linear/fenwick.py",
+          "weights[..., min(bit, weights.shape[-1] - 1)]", "weights[..., min(bit - 1, weights.shape[-1] - 1)]",
+          "tests/linear/test_log_linear.py -k levels"),
+    Fault("a full block is not carried into the next bit", "mechanisms/linear/fenwick.py",
+          "total, sums[bit] = total + sums[bit], nothing", "sums[bit] = nothing", "tests/linear/test_log_linear.py -k split"),
+    Fault("new tokens read the past in one block", "mechanisms/linear/fenwick.py",
+          "position >> (bit + 1) << (bit + 1)", "0", "tests/linear/test_log_linear.py -k split"),
     Fault("keys of the first half decay from the block's start", "mechanisms/linear/channel_decays.py",
           "(middle - reached[..., 0, :, :])", "(0.0 * middle - reached[..., 0, :, :])", "tests/linear/test_decayed.py -k by_channel"),
     Fault("a channel's gates forget the mask", "mechanisms/linear/gates.py",

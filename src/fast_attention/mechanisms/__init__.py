@@ -7,6 +7,7 @@ from fast_attention.mechanisms.log_manhattan.log_attention import LogAttention a
 from fast_attention.mechanisms.log_manhattan.manhattan import Manhattan as Manhattan
 from fast_attention.mechanisms.linear.linear_attention import LinearAttention as LinearAttention
 from fast_attention.mechanisms.linear.decayed import DecayedLinearAttention as DecayedLinearAttention
+from fast_attention.mechanisms.linear.log_linear import LogLinearAttention as LogLinearAttention
 from fast_attention.mechanisms.linear.favor import Favor as Favor
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus as FavorPlus
 from fast_attention.mechanisms.linear.favor_plus_plus import FavorPlusPlus as FavorPlusPlus
@@ -49,7 +50,7 @@ __all__ = [
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",
-    "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
+    "LogAttention", "LogLinearAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
     "SortCut", "T2R", "WKV",
 ]  # fmt: skip
