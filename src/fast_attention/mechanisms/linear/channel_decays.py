@@ -28,7 +28,7 @@ def pairs(
     q, k, reached = (x.unflatten(-2, (2, size // 2)) for x in (q, k, reached))
     first, second = pairs(q, k, reached, strict=strict).unbind(-3)
     middle = reached[..., 0, -1:, :]
-    queries = q[..., 1, :, :] * (reached[..., 1, :, :] - middle).exp().to(q.dtype)
-    keys = k[..., 0, :, :] * (middle - reached[..., 0, :, :]).exp().to(k.dtype)
+    queries = q[..., 1, :, :] * (reached[..., 1, :, :] - middle).to(q.dtype).exp()
+    keys = k[..., 0, :, :] * (middle - reached[..., 0, :, :]).to(k.dtype).exp()
     upper = torch.cat([first, torch.zeros_like(first)], -1)
     return torch.cat([upper, torch.cat([queries @ keys.mT, second], -1)], -2)

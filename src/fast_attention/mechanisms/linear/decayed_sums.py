@@ -172,9 +172,9 @@ def _advance_by_channel(
     q, k, v, steps = split(q, size), split(k, size), split(v, size), split(log_decay.double(), size)
     reached = steps.cumsum(-2)
     pairs, total = channel_decays.pairs(q, k, reached, strict=strict), reached[..., -1, :]
-    k = k * (total[..., None, :] - reached).exp().to(v.dtype)
+    k = k * (total[..., None, :] - reached).to(v.dtype).exp()
     logs = torch.cat([torch.zeros_like(total[..., :1, :]), -total.cumsum(-2)], -2)
-    return _over_blocks(pairs, q * reached.exp().to(v.dtype), k, v, logs, before, length)
+    return _over_blocks(pairs, q * reached.to(v.dtype).exp(), k, v, logs, before, length)
 
 
 def _finished(numerator: Tensor, denominator: Tensor, normalize: bool) -> Tensor:
