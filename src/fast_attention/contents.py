@@ -12,6 +12,7 @@ from fast_attention.mechanisms import PositiveSoftplus as PositiveSoftplus, Posi
 from fast_attention.mechanisms import PositiveElu as PositiveElu, PositiveRelu as PositiveRelu
 from fast_attention.mechanisms import LinearAttention as LinearAttention
 from fast_attention.mechanisms import DecayedLinearAttention as DecayedLinearAttention
+from fast_attention.mechanisms import LogLinearAttention as LogLinearAttention
 from fast_attention.mechanisms import Favor as Favor, FavorPlus as FavorPlus
 from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms import T2R as T2R, CosFormer as CosFormer

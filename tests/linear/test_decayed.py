@@ -10,14 +10,21 @@ from torch import Tensor, nn
 
 from fast_attention import DecayedLinearAttention, Shape, TokenMixer, Unsupported, catalogue, explain
 from fast_attention.feature_maps.features import Custom, EluPlusOne, Identity
+from fast_attention.feature_maps.products import Quadratic
 from fast_attention.functional import decayed_linear_attention, linear_attention
 from fast_attention.mechanisms.linear import decayed_sums
+from fast_attention.nn.positions import rotate
 from tests.cases import bind, qkv, some_keys
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "text", ["DecayedLinearAttention(gate='token')", "DecayedLinearAttention(Identity(), 'learned', normalize=False)"]
+    "text",
+    [
+        "DecayedLinearAttention(gate='token')",
+        "DecayedLinearAttention(Identity(), 'learned', normalize=False)",
+        "DecayedLinearAttention(gate='channel')",
+    ],
 )
 def test_chunks(text: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that hand on a state, and blocks side by side: outputs and all gradients agree."""
@@ -52,6 +59,55 @@ def test_retention_is_its_recurrence() -> None:
     torch.testing.assert_close(decay, 1 - 2.0 ** -(5 + torch.arange(2, dtype=torch.float64)), rtol=1e-6, atol=0)
     out = mechanism(q, k, v, gates, is_causal=True)
     torch.testing.assert_close(out, recurrence(q, k, v, decay[:, None].expand(2, 2, 150)), rtol=1e-6, atol=1e-6)
+
+
+def test_retention_is_its_parallel_form_with_the_published_decays() -> None:
+    """RetNet, arXiv 2307.08621: Eq. 5, ``(Q K^T * D) V`` with D of ``1 - 2^(-5-h)``, queries and keys rotated."""
+    heads, length, width = 8, 70, 16
+    q, k, v = qkv(length, heads=heads, width=width)
+    published = [31 / 32, 63 / 64, 127 / 128, 255 / 256, 511 / 512, 1023 / 1024, 2047 / 2048, 4095 / 4096]
+    q, k = rotate(q, 0), rotate(k, 0)
+    t = torch.arange(length, dtype=torch.float64)
+    rows = []
+    for head, gamma in enumerate(published):
+        decay = torch.where(
+            t[:, None] >= t, gamma ** (t[:, None] - t), torch.zeros(length, length, dtype=torch.float64)
+        )
+        rows.append(((q[:, head] @ k[:, head].mT) * decay) @ v[:, head])
+    mechanism = DecayedLinearAttention(feature_map=Identity(), normalize=False)
+    out = mechanism(q, k, v, mechanism.weights(Shape(heads, width)), is_causal=True)
+    torch.testing.assert_close(out, torch.stack(rows, 1), rtol=1e-5, atol=1e-5)  # logits are float32
+
+
+@pytest.mark.parametrize("strength", [0.1, 3.0, 400.0])
+def test_decays_by_channel_are_the_recurrence(strength: float) -> None:
+    """GLA's Eq. 3: ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``, also where a channel forgets all at once."""
+    q, k, v = qkv(150)
+    logs = -strength * torch.rand(2, 2, 150, 8, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v, logs)]
+    state, rows = torch.zeros(2, 2, 8, 8, dtype=torch.float64), []
+    for t in range(150):
+        state = logs[..., t, :, None].exp() * state + k[..., t, :, None] * v[..., t, None, :]
+        rows.append((q[..., t, None, :] @ state)[..., 0, :])
+    out = decayed_linear_attention(q, k, v, logs, feature_map=Identity(), normalize=False, is_causal=True)
+    expected = torch.stack(rows, -2)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+    probe = torch.randn_like(out)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, probe) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_decays_by_channel_that_are_alike_are_one_decay() -> None:
+    q, k, v = qkv(100)
+    logs = -torch.rand(2, 2, 100, dtype=torch.float64)
+    for is_causal in (False, True):
+        one = decayed_linear_attention(q, k, v, logs, is_causal=is_causal)
+        several = decayed_linear_attention(q, k, v, logs[..., None].expand(2, 2, 100, 8), is_causal=is_causal)
+        torch.testing.assert_close(several, one, rtol=1e-9, atol=1e-10)
+    with pytest.raises(ValueError, match="under an elementwise map only"):
+        DecayedLinearAttention(feature_map=Quadratic(), gate="channel")
+    with pytest.raises(ValueError, match="log_decay has shape"):
+        decayed_linear_attention(q, k, v, logs[..., None].expand(2, 2, 100, 7))
 
 
 def test_without_decay_it_is_linear_attention() -> None:

@@ -209,19 +209,20 @@ def test_padding_is_ignored_or_refused(mechanism: Any, device: torch.device) -> 
 def test_weights_are_the_matrix_of_the_outputs(mechanism: Any, device: torch.device) -> None:
     ours = made(mechanism, device)
     x = torch.randn(2, 7, 16, dtype=torch.float64, device=device)
-    plain, nothing = ours(x, x, x, need_weights=False, is_causal=mechanism.traits.modes[0])
+    order: Any = {"is_causal": mechanism.traits.modes[0]}
+    plain, nothing = ours(x, x, x, need_weights=False, **order)
     assert nothing is None
     if not mechanism.traits.matrix:
         with pytest.raises(Unsupported, match=r"need_weights=False.*traits.matrix"):
-            ours(x, x, x, is_causal=mechanism.traits.modes[0])
+            ours(x, x, x, **order)
         return
-    out, weights = ours(x, x, x, average_attn_weights=False)
+    out, weights = ours(x, x, x, average_attn_weights=False, **order)
     torch.testing.assert_close(out, plain, rtol=1e-9, atol=1e-9)
     assert weights.shape == (2, 2, 7, 7)
     v = nn.functional.linear(x, ours.in_proj_weight[32:], ours.in_proj_bias[32:]).view(2, 7, 2, 8).transpose(1, 2)
     torch.testing.assert_close(ours.out_proj((weights @ v).transpose(1, 2).flatten(2)), out, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(ours(x, x, x)[1], weights.mean(1))
-    one, row = ours(x[0], x[0], x[0])
+    torch.testing.assert_close(ours(x, x, x, **order)[1], weights.mean(1))
+    one, row = ours(x[0], x[0], x[0], **order)
     torch.testing.assert_close(one, out[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(row, weights[0].mean(0), rtol=1e-9, atol=1e-9)
 

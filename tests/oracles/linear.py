@@ -64,7 +64,10 @@ def linear(
 def decayed(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """RetNet's Eq. 5, pair by pair: every token between a key and its query, masked ones apart, fades it once."""
+    """RetNet's Eq. 5, pair by pair: every token between a key and its query, masked ones apart, fades it once.
+
+    With a number for each channel (GLA, arXiv 2312.06635, Eq. 3) channel by channel.
+    """
     logits = [w.logit[head] + (0.0 if w.rows is None else w.rows[head] @ key) for key in k]
     gates = [torch.sigmoid(x) if key_mask is None or bool(key_mask[t]) else torch.ones_like(x)
              for t, x in enumerate(logits)]  # fmt: skip
@@ -75,7 +78,11 @@ def decayed(
             decay = torch.ones_like(gates[0])
             for t in range(min(i, j) + 1, max(i, j) + 1):
                 decay = decay * gates[t]
-            weights.append(decay * kernel(m.feature_map, q[i], k[j]))
+            if decay.ndim == 0:
+                weights.append(decay * kernel(m.feature_map, q[i], k[j]))
+            else:
+                one = [kernel(m.feature_map, a[None], b[None]) for a, b in zip(q[i], k[j], strict=True)]
+                weights.append((decay * torch.stack(one)).sum())
         rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights) + m.eps if m.normalize else 1.0))
     return torch.stack(rows)
 
@@ -112,7 +119,35 @@ def cosformer(
     return torch.stack(rows)
 
 
-ORACLES = {"LinearAttention": linear, "DecayedLinearAttention": decayed, "T2R": t2r, "CosFormer": cosformer}
+def log_linear(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2506.04761: the past of token t in blocks, each of the largest power of two that divides where it ends."""
+    rows = []
+    for t in range(len(q)):
+        level_of, end = {t: 0}, t
+        while end > 0:  # the blocks of the past, nearest first
+            size = 1
+            while end % (2 * size) == 0:
+                size *= 2
+            level_of.update(dict.fromkeys(range(end - size, end), 1 + int(math.log2(size))))
+            end -= size
+        out = 0 * v[0]
+        for j, level in level_of.items():
+            if key_mask is None or bool(key_mask[j]):
+                logit = w.bias[head, min(level, m.num_levels - 1)] + w.rows[head, min(level, m.num_levels - 1)] @ q[t]
+                out = out + torch.log(1 + torch.exp(logit)) * kernel(m.feature_map, q[t], k[j]) * v[j]
+        rows.append(out)
+    return torch.stack(rows)
+
+
+ORACLES = {
+    "LinearAttention": linear,
+    "DecayedLinearAttention": decayed,
+    "T2R": t2r,
+    "CosFormer": cosformer,
+    "LogLinearAttention": log_linear,
+}
 VARIANTS = [
     "LinearAttention(eps=0.1)",
     "LinearAttention(feature_map=Relu(offset=0.001))",
@@ -129,4 +164,7 @@ VARIANTS = [
     "DecayedLinearAttention(gate='token')",
     "DecayedLinearAttention(feature_map=Identity(), gate='token', normalize=False)",
     "DecayedLinearAttention(feature_map=Quadratic(), eps=0.1)",
+    "DecayedLinearAttention(gate='channel')",
+    "LogLinearAttention(feature_map=EluPlusOne(), num_levels=3)",
+    "DecayedLinearAttention(feature_map=Identity(), gate='channel', normalize=False)",
 ]

@@ -70,7 +70,8 @@ def leaks(mechanism: Any, rank: int, world: int) -> str:
     first = [cut(x, rank, world) for x in qkv(11, heads=HEADS)]
     other = [x + 9.0 if rank == world - 1 else x for x in first]
     mask, traits = torch.full((2, first[0].shape[-2]), rank < world - 1), mechanism.traits
-    cases: list[Any] = [{"is_causal": True}] * traits.causal + [{"key_mask": mask}] * traits.padding
+    cases: list[Any] = [{"is_causal": True}] * traits.causal
+    cases += [{"key_mask": mask}] * (traits.padding and traits.bidirectional)
     if traits.causal and traits.padding:
         cases.append({"is_causal": True, "key_mask": mask})
     texts = []

@@ -19,6 +19,7 @@ VEHICLES = {
     "Manhattan": PLAIN,
     "LinearAttention": KERNELS,
     "DecayedLinearAttention": KERNELS,
+    "LogLinearAttention": PLAIN,
     "Favor": PLAIN,
     "FavorPlus": KERNELS,
     "FavorPlusPlus": KERNELS,

@@ -1,4 +1,4 @@
-"""Linear attention that forgets (RetNet, Sun et al. 2023; gates as in GLA, Yang et al. 2023): sums that decay."""
+"""Linear attention that forgets (RetNet, Sun et al. 2023; GLA, Yang et al. 2023): sums that decay."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fast_attention.engine import dispatch
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import traced
+from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
 from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gates, gpu
@@ -25,7 +26,7 @@ def decayed_linear_attention(
     q: Float[Tensor, "*batch length width"],
     k: Float[Tensor, "*batch length width"],
     v: Float[Tensor, "*batch length values"],
-    log_decay: Float[Tensor, "*#batch length"],
+    log_decay: Float[Tensor, "*#batch length"] | Float[Tensor, "*#batch length width"],
     *,
     feature_map: FeatureMap = EluPlusOne(),  # noqa: B008
     normalize: bool = True,
@@ -36,18 +37,22 @@ def decayed_linear_attention(
     """``sum_j D_ij phi(q_i) . phi(k_j) v_j``, with ``normalize`` over ``sum_j D_ij phi(q_i) . phi(k_j) + eps``.
 
     ``D_ij = exp(log_decay_{j+1} + ... + log_decay_i)`` for j <= i (RetNet, arXiv 2307.08621, Eq. 5; one number for each
-    token as in arXiv 2312.06635); where it is not causal, the decay counts the same in both directions. A masked token
-    is as if it were not there: it is not summed and nothing decays at it.
+    token as in arXiv 2312.06635); where it is not causal, the decay counts the same in both directions. With as many
+    axes as keys have, ``log_decay`` has a number for each channel of an elementwise feature map, as GLA has (there, Eq.
+    3): weights are ``sum_c D_ijc phi(q_i)_c phi(k_j)_c``. A masked token is as if it were not there: it is not summed
+    and nothing decays at it.
 
     Raises:
         ValueError: ``log_decay`` does not spread over the keys, or one of its numbers is above 0.
     """
-    sizes = zip(reversed(log_decay.shape), reversed(k.shape[:-1]), strict=False)
-    if log_decay.dim() >= k.dim() or any(size not in (1, keys) for size, keys in sizes):
+    by_channel = log_decay.dim() == k.dim() and isinstance(feature_map, Elementwise)
+    wanted = k.shape if by_channel else k.shape[:-1]
+    sizes = zip(reversed(log_decay.shape), reversed(wanted), strict=False)
+    if log_decay.dim() > len(wanted) or any(size not in (1, keys) for size, keys in sizes):
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
     if not traced() and bool((log_decay > 0.0).any()):
         raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
-    log_decay = gates.unmasked(widen(log_decay).expand(k.shape[:-1]), key_mask)
+    log_decay = gates.unmasked(widen(log_decay).expand(wanted), key_mask, by_channel=by_channel)
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
@@ -56,8 +61,10 @@ def _attend(
     eps: float, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     settings: Any = {"phi": phi, "normalize": normalize, "eps": eps}
-    if why := decayed_gpu.obstacle(q, k, v, phi, key_mask, normalize=normalize, is_causal=is_causal):
+    why = decayed_gpu.obstacle(q, k, v, phi, key_mask, normalize=normalize, is_causal=is_causal)
+    if why := why or decayed_gpu.uneven(log_decay, k):
         dispatch.unserved(q, why)
+        log_decay = gates.columns(log_decay, k)
         return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
     return decayed_gpu.advance(q, k, v, log_decay, key_mask, None, **settings)[0]
 
@@ -74,19 +81,25 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             above 88. With ``Identity()`` queries and keys may be rotary.
         gate: ``"fixed"``: head h decays by ``1 - 2^(-5 - h)`` a token, as RetNet has it; ``"learned"``: one number for
             each head, trained, which starts there; ``"token"``: ``sigmoid(logit + rows . k)`` for each token, trained,
-            which starts as ``"fixed"``.
+            which starts as ``"fixed"``; ``"channel"``: such a number for each token and channel of the key, as GLA has
+            them, with a full matrix for each head instead of GLA's of low rank and without its 16th root. It takes an
+            elementwise feature map.
         normalize: Whether the weights of a query sum to one. Where they do not, outputs grow with the sums.
         eps: Added to the denominators, at least 0.
     """
 
     feature_map: FeatureMap = EluPlusOne()  # noqa: RUF009
-    gate: Literal["fixed", "learned", "token"] = "fixed"
+    gate: Literal["fixed", "learned", "token", "channel"] = "fixed"
     normalize: bool = True
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_map", as_feature_map(self, "feature_map", self.feature_map))
-        one_of(self, "gate", self.gate, ("fixed", "learned", "token"))
+        one_of(self, "gate", self.gate, ("fixed", "learned", "token", "channel"))
+        if self.gate == "channel" and not isinstance(self.feature_map, Elementwise):
+            raise ValueError(
+                f"{self!r}: channels decay by themselves under an elementwise map only, such as Identity()"
+            )
         at_least(self, "eps", self.eps, 0.0)
 
     @property
@@ -99,7 +112,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
             order=1.0,
             causal=True,
             padding=True,
-            rotary=isinstance(self.feature_map, Identity),
+            rotary=isinstance(self.feature_map, Identity) and self.gate != "channel",
             memory="constant",
             learned=self.gate != "fixed",
         )
@@ -109,7 +122,9 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         logit = torch.log(2.0 ** (5 + torch.arange(shape.heads)) - 1)
         if self.gate == "fixed":
             return Gates(logit, None)
-        rows = nn.Parameter(torch.zeros(shape.heads, shape.head_dim)) if self.gate == "token" else None
+        if self.gate == "channel":
+            logit = logit[:, None].repeat(1, shape.head_dim)
+        rows = None if self.gate == "learned" else nn.Parameter(torch.zeros(*logit.shape, shape.head_dim))
         return Gates(nn.Parameter(logit), rows)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Gates, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -122,7 +137,8 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """Causal, by kernels: nothing passes to where a sequence begins."""
-        if decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=is_causal):
+        why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=is_causal)
+        if why or self.gate == "channel":
             return None
         logs = decayed_gpu.begun(gates.decay(k, w, key_mask).logs, lengths)
         return decayed_gpu.advance(q, k, v, logs, key_mask, None, **self._settings)[0]
@@ -136,13 +152,13 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, sides: Sides, *, key_mask: Tensor | None
     ) -> Tensor:
         """Noncausal outputs of tokens that stand between others, whose sums are ``sides``."""
-        log_decay = gates.decay(k, w, key_mask).logs
+        log_decay = gates.columns(gates.decay(k, w, key_mask).logs, k)
         return decayed_sums.attend(q, k, v, log_decay, key_mask, is_causal=False, sides=sides, **self._settings)
 
     @in_float32
     def sides(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None) -> Sides:
         """The sums over some tokens as those after them see them, and as those before them do."""
-        log_decay = gates.decay(k, w, key_mask).logs
+        log_decay = gates.columns(gates.decay(k, w, key_mask).logs, k)
         summarise = partial(decayed_sums.summarise, k, v, log_decay, key_mask, phi=self.feature_map)
         return Sides(summarise(), summarise(backwards=True))
 
@@ -165,16 +181,18 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         """Outputs of the new tokens, and the sums up to their end."""
         log_decay = gates.decay(k, w, key_mask).logs
         why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=True)
-        why = why or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
+        why = why or decayed_gpu.uneven(log_decay, k) or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
         if not why:
             return decayed_gpu.advance(q, k, v, log_decay, key_mask, state, **self._settings)
         dispatch.unserved(q, why)
+        log_decay = gates.columns(log_decay, k)
         return in_float32(decayed_sums.streamed)(q, k, v, log_decay, key_mask, state, **self._settings)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        return decayed_sums.summarise(k, v, gates.decay(k, w, key_mask).logs, key_mask, phi=self.feature_map)
+        log_decay = gates.columns(gates.decay(k, w, key_mask).logs, k)
+        return decayed_sums.summarise(k, v, log_decay, key_mask, phi=self.feature_map)
 
     def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:
         """The sums over neighbouring tokens."""

@@ -30,6 +30,11 @@ def obstacle(
     return self_check.obstacle(cases.decayed(phi, normalized=normalize), q, v, masked=key_mask is not None)
 
 
+def uneven(log_decay: Tensor, k: Tensor) -> str:
+    """Why kernels cannot take these decays; empty where they can."""
+    return "a decay for every channel" if log_decay.ndim == k.ndim else ""
+
+
 def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """``log_decay`` (..., L), which lets nothing pass where a sequence of ``lengths`` begins."""
     starts = [start for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False) if length > 0]

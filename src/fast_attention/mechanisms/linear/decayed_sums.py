@@ -2,7 +2,8 @@
 
 Blocks of ``BLOCK`` tokens side by side: a masked product inside each, the decayed prefix of the blocks' states across
 them. Every exponent that is taken is at most zero; logarithms are summed in float64, where millions of tokens lose
-nothing. Long sequences go chunk by chunk through ``engine.chunked``.
+nothing. Long sequences go chunk by chunk through ``engine.chunked``. Decays are (..., L, 1), or (..., L, C), one for
+each feature of the keys.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fast_attention.engine.blocks import join, smaller, split, split_row
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
-from fast_attention.mechanisms.linear import in_range, linear_state, reference
+from fast_attention.mechanisms.linear import channel_decays, in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
 
 BLOCK = 64  # tokens whose pairs are taken
@@ -35,7 +36,7 @@ class DecayedState(NamedTuple):
     kv: Float[Tensor, "*batch C values"]
     k: Float[Tensor, "*batch C"]
     log_scale: Float[Tensor, "*batch 1"]
-    log_decay: Float[Tensor, "*batch 1"]
+    log_decay: Float[Tensor, "*batch decays"]
 
 
 class Sides(NamedTuple):
@@ -52,14 +53,14 @@ def attend(
     """Outputs (..., L, Ev); not causal, the sums from the left and those from the right, beginning with ``sides``."""
     directed = partial(_directed, phi=phi, normalize=normalize)
     if is_causal:
-        return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi), eps=eps)[0], normalize)
+        return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi, log_decay), eps=eps)[0], normalize)
     log_scale = in_range.log_scale(_keys(phi, k, key_mask))  # one for both directions
     sides = sides or Sides(None, None)
     log_scale = reduce(torch.maximum, (each.log_scale for each in sides if each is not None), log_scale)
-    empty = replaced(_empty(k, v, phi), log_scale=log_scale)
+    empty = replaced(_empty(k, v, phi, log_decay), log_scale=log_scale)
     first, last = (empty if each is None else combine(each, empty) for each in sides)
     left = directed(q, k, v, log_decay, key_mask, first, eps=eps)[0]
-    to_next = F.pad(log_decay, (0, 1))[..., 1:].flip(-1)
+    to_next = F.pad(log_decay, (0, 0, 0, 1))[..., 1:, :].flip(-2)
     mask = None if key_mask is None else key_mask.flip(-1)
     q, k, v = (x.flip(-2) for x in (q, k, v))
     right = directed(q, k, v, to_next, mask, last, eps=0.0, strict=True)[0]
@@ -72,7 +73,7 @@ def streamed(
     phi: FeatureMap, normalize: bool, eps: float,
 ) -> tuple[Tensor, DecayedState]:  # fmt: skip
     """Outputs of tokens behind ``state``, and the state after them."""
-    state = _empty(k, v, phi) if state is None else state
+    state = _empty(k, v, phi, log_decay) if state is None else state
     sums, after = _directed(q, k, v, log_decay, key_mask, state, phi=phi, normalize=normalize, eps=eps)
     return _finished(*sums, normalize), after
 
@@ -82,10 +83,10 @@ def summarise(
 ) -> DecayedState:
     """The state after some tokens that nothing precedes; ``backwards``: before them, ready for the token there."""
     keys = _keys(phi, k, key_mask)
-    log_scale, reached = in_range.log_scale(keys), log_decay.double().cumsum(-1)
-    rescale = (reached if backwards else reached[..., -1:] - reached).exp().to(v.dtype)[..., None]
+    log_scale, reached = in_range.log_scale(keys), log_decay.double().cumsum(-2)
+    rescale = (reached if backwards else reached[..., -1:, :] - reached).exp().to(v.dtype)
     scaled = keys.values * (-log_scale).exp()[..., None] * rescale
-    return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1:].to(v.dtype))
+    return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1, :].to(v.dtype))
 
 
 def combine(earlier: DecayedState, later: DecayedState) -> DecayedState:
@@ -102,7 +103,7 @@ def _directed(
 ) -> tuple[tuple[Tensor, Tensor], DecayedState]:  # fmt: skip
     """Numerators and denominators (..., L, 1) over the tokens up to each; ``strict``: before each."""
     mask = None if key_mask is None else key_mask.expand(k.shape[:-1])[..., None]
-    tokens, step = [q, k, v, log_decay[..., None], mask], _step(phi, normalize, eps, strict)
+    tokens, step = [q, k, v, log_decay, mask], _step(phi, normalize, eps, strict)
     size, why = max(LEAST, NUMBERS // max(state.k.numel(), 1)), dispatch.obstacle(q, k, v, even=True)
     if why or q.shape[-2] <= size:
         dispatch.record("blocks side by side", why or "short", block=BLOCK)
@@ -116,6 +117,7 @@ def _directed(
 def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
     def step(tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]) -> Any:
         q, k, v, log_decay, mask = tokens
+        advance = _advance if log_decay.shape[-1] == 1 else _advance_by_channel
         before = DecayedState(*state)
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
         queries, log_scale = phi(q), torch.maximum(before.log_scale, in_range.log_scale(keys))
@@ -123,7 +125,7 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
         rescale = (before.log_scale - log_scale).exp()
         before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
         scaled = keys.values * factor[..., None]
-        sums, after = _advance(queries * less, scaled, v, log_decay[..., 0], before, strict=strict)
+        sums, after = advance(queries * less, scaled, v, log_decay, before, strict=strict)
         scale = factor[..., None] * less
         if normalize:
             return (sums.numerator, sums.denominator[..., None] + eps * scale), after
@@ -138,20 +140,41 @@ def _advance(
     """Of features and values in blocks: pairs inside each, the states before them across."""
     length = v.shape[-2]
     size = smaller(BLOCK, length)
-    q, k, v, steps = split(q, size), split(k, size), split(v, size), split_row(log_decay.double(), size)
+    q, k, v, steps = split(q, size), split(k, size), split(v, size), split_row(log_decay[..., 0].double(), size)
     reached = steps.cumsum(-1)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(0 if strict else 1)
     decay = (reached[..., :, None] - reached[..., None, :]).masked_fill(later, float("-inf")).exp().to(v.dtype)
     pairs, total = (q @ k.mT) * decay, reached[..., -1]
     k = k * (total[..., None] - reached).exp().to(v.dtype)[..., None]
     logs = torch.cat([torch.zeros_like(total[..., :1]), -total.cumsum(-1)], -1)
+    return _over_blocks(pairs, q * reached.exp().to(v.dtype)[..., None], k, v, logs, before, length)
+
+
+def _over_blocks(
+    pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, before: DecayedState, length: int
+) -> tuple[Sums, DecayedState]:
+    """The sums of ``pairs`` in blocks, and of all blocks before: queries from a block's start on, keys to its end."""
     kv, z = prefixes(LinearState(*before[:3]), k.mT @ v, k.sum(-2), logs)
-    q = q * reached.exp().to(v.dtype)[..., None]
     numerator = join(pairs @ v + q @ kv[..., :-1, :, :], length)
     before_chunk = (q @ z[..., :-1, :, None])[..., 0]
     denominator = join((pairs.sum(-1) + before_chunk)[..., None], length)[..., 0]
-    log_decay = before.log_decay - logs[..., -1:].to(v.dtype)
+    over_all = logs[..., -1:] if logs.ndim < z.ndim else logs[..., -1, :]
+    log_decay = before.log_decay - over_all.to(v.dtype)
     return Sums(numerator, denominator), DecayedState(kv[..., -1, :, :], z[..., -1, :], before.log_scale, log_decay)
+
+
+def _advance_by_channel(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
+) -> tuple[Sums, DecayedState]:
+    """``_advance`` where every feature decays by itself; blocks of a power of two."""
+    length = v.shape[-2]
+    size = 1 << (smaller(BLOCK, length) - 1).bit_length()
+    q, k, v, steps = split(q, size), split(k, size), split(v, size), split(log_decay.double(), size)
+    reached = steps.cumsum(-2)
+    pairs, total = channel_decays.pairs(q, k, reached, strict=strict), reached[..., -1, :]
+    k = k * (total[..., None, :] - reached).to(v.dtype).exp()
+    logs = torch.cat([torch.zeros_like(total[..., :1, :]), -total.cumsum(-2)], -2)
+    return _over_blocks(pairs, q * reached.to(v.dtype).exp(), k, v, logs, before, length)
 
 
 def _finished(numerator: Tensor, denominator: Tensor, normalize: bool) -> Tensor:
@@ -162,7 +185,7 @@ def _keys(phi: FeatureMap, k: Tensor, key_mask: Tensor | None) -> Features:
     return reference.masked_keys(lambda x: Features(phi(x)), k, key_mask)
 
 
-def _empty(k: Tensor, v: Tensor, phi: FeatureMap) -> DecayedState:
+def _empty(k: Tensor, v: Tensor, phi: FeatureMap, log_decay: Tensor) -> DecayedState:
     z = torch.zeros_like(phi(k[..., :1, :])[..., 0, :])
-    nothing = torch.zeros_like(z[..., :1])
-    return DecayedState(z.new_zeros((*z.shape, v.shape[-1])), z, nothing, nothing.clone())
+    nothing = torch.zeros_like(log_decay[..., 0, :], dtype=z.dtype)
+    return DecayedState(z.new_zeros((*z.shape, v.shape[-1])), z, torch.zeros_like(z[..., :1]), nothing)
