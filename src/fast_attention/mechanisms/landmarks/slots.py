@@ -49,10 +49,10 @@ def advance(
     if state is None:
         state = linear_state.empty(_logits(k[..., :1, :], rows, None), torch.cat([k, v], -1)[..., :1, :])
     tokens = [q, k, v, None if key_mask is None else key_mask[..., None]]
+    dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
     if symbolic() or q.shape[-2] <= BLOCK:
         (out,), after = _step(tokens, [rows], state)
     else:
-        dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
         (out,), after = scan(_step, tokens, [rows], state, size=BLOCK)
     return out, LinearState(*after)
 
