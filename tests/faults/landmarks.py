@@ -15,7 +15,7 @@ FAULTS = [
           ORACLE + "Agent"),
     Fault("agents that stand for nobody are attended to", "mechanisms/landmarks/agent.py", "None if count is None else count > 0", "None",
           LAW + "'shorter and Agent'"),
-    Fault("a block's scale is that of its largest logit", "mechanisms/landmarks/slots.py", "first = torch.maximum(before.log_scale, keys.logs.detach()[..., 0, :])",
+    Fault("a block's scale is that of its largest logit", "mechanisms/landmarks/slots.py", "first = torch.maximum(before.log_scale, logits.detach()[..., 0, :])",
           "first = after.log_scale", "tests/landmarks/test_abc.py -k far_larger"),
     Fault("what was written before a block counts in full", "mechanisms/landmarks/slots.py", "slots * earlier @ values", "slots @ values",
           "tests/landmarks/test_abc.py -k all_pairs"),

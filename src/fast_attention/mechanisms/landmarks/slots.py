@@ -18,7 +18,7 @@ from fast_attention.engine.blocks import join, split
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.chunked import scan
 from fast_attention.engine.scan import FLOOR, cummax
-from fast_attention.engine.tracing import symbolic, traced
+from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Logs
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -48,11 +48,19 @@ def advance(
     """
     if state is None:
         state = linear_state.empty(_logits(k[..., :1, :], rows, None), torch.cat([k, v], -1)[..., :1, :])
+    if not symbolic() and q.shape[-2] == 1:
+        dispatch.record("one token added to the slots", "decoding token by token")
+        state = linear_state.combine(state, summarise(k, v, rows, key_mask))
+        return read(q, state), state
     tokens = [q, k, v, None if key_mask is None else key_mask[..., None]]
-    dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
-    if symbolic() or q.shape[-2] <= BLOCK:
+    if why := dispatch.obstacle(q, k, v):
+        dispatch.record("sums of slots, all blocks at once", why, block=FEW)
+        (out,), after = _many_blocks(*_written(tokens, rows), state)
+    elif q.shape[-2] <= BLOCK:
+        dispatch.record("sums of slots, one block", "few tokens")
         (out,), after = _step(tokens, [rows], state)
     else:
+        dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
         (out,), after = scan(_step, tokens, [rows], state, size=BLOCK)
     return out, LinearState(*after)
 
@@ -60,23 +68,25 @@ def advance(
 def _step(
     tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    q, k, v, mask = tokens
-    before, both = LinearState(*state), torch.cat([k, v], -1)
-    keys = _logits(k, weights[0], None if mask is None else mask[..., 0])
-    if traced() or q.shape[-2] > BLOCK:
-        return _many_blocks(q, both, keys.logs, before)
-    after = linear_state.combine(before, linear_state.summarise(keys, both))
-    if q.shape[-2] == 1:
-        return (read(q, after),), after
-    first = torch.maximum(before.log_scale, keys.logs.detach()[..., 0, :])
+    (q, both, logits), before = _written(tokens, weights[0]), LinearState(*state)
+    if q.shape[-2] > BLOCK:  # a gradient that is differentiated again
+        return _many_blocks(q, both, logits, before)
+    after = linear_state.combine(before, linear_state.summarise(Logs(logits), both))
+    first = torch.maximum(before.log_scale, logits.detach()[..., 0, :])
     far = bool((after.log_scale - first > SLACK).any())
-    return (_block(q, both, keys.logs, before, None if far else first),), after
+    return (_block(q, both, logits, before, None if far else first),), after
+
+
+def _written(tokens: Sequence[Any], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values side by side, and logits."""
+    q, k, v, mask = tokens
+    return q, torch.cat([k, v], -1), _logits(k, rows, None if mask is None else mask[..., 0]).logs
 
 
 def _many_blocks(
     q: Tensor, both: Tensor, logits: Tensor, state: LinearState
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """All blocks at once, without a look at numbers: for traced code, and gradients that are differentiated again."""
+    """All blocks at once, without a look at numbers: for traced code, other devices, second derivatives."""
     length, logits = q.shape[-2], split(logits, FEW, value=float("-inf"))
     q, both = split(q, FEW), split(both, FEW)
     highest = torch.cat([state.log_scale[..., None, :], logits.detach().amax(-2)], -2)
@@ -95,13 +105,13 @@ def _block(q: Tensor, both: Tensor, logits: Tensor, before: LinearState, log_sca
     query has its own, the largest logits up to it, so that no later token makes earlier ones vanish.
     """
     width, size = q.shape[-1], q.shape[-2]
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    pairs = (q @ both[..., :width].mT).masked_fill(later, 0.0)
+    pairs = (q @ both[..., :width].mT).tril()
     if log_scale is not None:
         scale = log_scale[..., None, :]
         weights = (logits - scale).exp()
         total, scores = weights.cumsum(-2), pairs @ weights
     else:
+        later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
         scale = torch.maximum(cummax(logits.detach()), before.log_scale[..., None, :])
         weights = (logits[..., None, :, :] - scale[..., :, None, :]).masked_fill(later[..., None], float("-inf")).exp()
         total, scores = weights.sum(-2), (pairs[..., None] * weights).sum(-2)
@@ -112,7 +122,7 @@ def _block(q: Tensor, both: Tensor, logits: Tensor, before: LinearState, log_sca
     slots = (q @ keys.mT * earlier + scores / total).softmax(-1)
     share = slots / total
     if log_scale is not None:
-        pairs = (share @ weights.mT).masked_fill(later, 0.0)
+        pairs = (share @ weights.mT).tril()
     else:
         pairs = (weights * share[..., None, :]).sum(-1)
     return slots * earlier @ values + pairs @ both[..., width:]
