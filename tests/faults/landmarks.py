@@ -21,6 +21,6 @@ FAULTS = [
           "tests/landmarks/test_abc.py -k all_pairs"),
     Fault("masked tokens are written into slots", "mechanisms/landmarks/slots.py", "logits if key_mask is None else logits.masked_fill(~key_mask[..., None], float(\"-inf\"))",
           "logits", ORACLE + "ABC"),
-    Fault("in traced code a slot forgets the blocks before", "mechanisms/landmarks/slots.py", "k[..., :-1, :], log_scales[..., :-1, :]", "k[..., 1:, :], log_scales[..., 1:, :]",
+    Fault("in traced code a slot forgets the blocks before", "mechanisms/landmarks/slots.py", "total[..., :-1, :], log_scales[..., :-1, :]", "total[..., 1:, :], log_scales[..., 1:, :]",
           "tests/landmarks/test_abc.py -k at_once"),
 ]  # fmt: skip
