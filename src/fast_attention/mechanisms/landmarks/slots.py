@@ -18,7 +18,7 @@ from fast_attention.engine.blocks import join, split
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.chunked import scan
 from fast_attention.engine.scan import FLOOR, cummax
-from fast_attention.engine.tracing import symbolic, traced
+from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Logs
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -48,8 +48,16 @@ def advance(
     """
     if state is None:
         state = linear_state.empty(_logits(k[..., :1, :], rows, None), torch.cat([k, v], -1)[..., :1, :])
+    if not symbolic() and q.shape[-2] == 1:
+        dispatch.record("one token added to the slots", "decoding token by token")
+        state = linear_state.combine(state, summarise(k, v, rows, key_mask))
+        return read(q, state), state
     tokens = [q, k, v, None if key_mask is None else key_mask[..., None]]
-    if symbolic() or q.shape[-2] <= BLOCK:
+    if why := dispatch.obstacle(q, k, v):
+        dispatch.record("sums of slots, all blocks at once", why, block=FEW)
+        (out,), after = _many_blocks(*_written(tokens, rows), state)
+    elif q.shape[-2] <= BLOCK:
+        dispatch.record("sums of slots, one block", "few tokens")
         (out,), after = _step(tokens, [rows], state)
     else:
         dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
@@ -60,62 +68,64 @@ def advance(
 def _step(
     tokens: Sequence[Any], weights: Sequence[Any], state: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    q, k, v, mask = tokens
-    before, both = LinearState(*state), torch.cat([k, v], -1)
-    keys = _logits(k, weights[0], None if mask is None else mask[..., 0])
-    if traced() or q.shape[-2] > BLOCK:
-        return _many_blocks(q, both, keys.logs, before)
-    after = linear_state.combine(before, linear_state.summarise(keys, both))
-    if q.shape[-2] == 1:
-        return (read(q, after),), after
-    first = torch.maximum(before.log_scale, keys.logs.detach()[..., 0, :])
+    (q, k, v, logits), before = _written(tokens, weights[0]), LinearState(*state)
+    if q.shape[-2] > BLOCK:  # a gradient that is differentiated again
+        return _many_blocks(q, k, v, logits, before)
+    after = linear_state.combine(before, linear_state.summarise(Logs(logits), torch.cat([k, v], -1)))
+    first = torch.maximum(before.log_scale, logits.detach()[..., 0, :])
     far = bool((after.log_scale - first > SLACK).any())
-    return (_block(q, both, keys.logs, before, None if far else first),), after
+    return (_block(q, k, v, logits, before, None if far else first),), after
+
+
+def _written(tokens: Sequence[Any], rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and logits."""
+    q, k, v, mask = tokens
+    return q, k, v, _logits(k, rows, None if mask is None else mask[..., 0]).logs
 
 
 def _many_blocks(
-    q: Tensor, both: Tensor, logits: Tensor, state: LinearState
+    q: Tensor, k: Tensor, v: Tensor, logits: Tensor, state: LinearState
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """All blocks at once, without a look at numbers: for traced code, and gradients that are differentiated again."""
+    """All blocks at once, without a look at numbers: for traced code, other devices, second derivatives."""
     length, logits = q.shape[-2], split(logits, FEW, value=float("-inf"))
-    q, both = split(q, FEW), split(both, FEW)
+    q, k, v = (split(x, FEW) for x in (q, k, v))
     highest = torch.cat([state.log_scale[..., None, :], logits.detach().amax(-2)], -2)
     log_scales = cummax(highest.clamp_min(FLOOR))
     written = (logits - log_scales[..., 1:, None, :]).exp()
-    kv, k = linear_state.prefixes(state, written.mT @ both, written.sum(-2), log_scales)
-    before = LinearState(kv[..., :-1, :, :], k[..., :-1, :], log_scales[..., :-1, :])
-    out = join(_block(q, both, logits, before, None), length)
-    return (out,), (kv[..., -1, :, :], k[..., -1, :], log_scales[..., -1, :])
+    sums = written.mT @ torch.cat([k, v], -1), written.sum(-2)
+    kv, total = linear_state.prefixes(state, *sums, log_scales)
+    before = LinearState(kv[..., :-1, :, :], total[..., :-1, :], log_scales[..., :-1, :])
+    out = join(_block(q, k, v, logits, before, None), length)
+    return (out,), (kv[..., -1, :, :], total[..., -1, :], log_scales[..., -1, :])
 
 
-def _block(q: Tensor, both: Tensor, logits: Tensor, before: LinearState, log_scale: Tensor | None) -> Tensor:
+def _block(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, before: LinearState, log_scale: Tensor | None) -> Tensor:
     """Outputs of the tokens (..., n, E) of a block behind a state.
 
     ``log_scale`` (..., m), that of the first token or of those before, serves where no logit is far above. None: every
     query has its own, the largest logits up to it, so that no later token makes earlier ones vanish.
     """
-    width, size = q.shape[-1], q.shape[-2]
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    pairs = (q @ both[..., :width].mT).masked_fill(later, 0.0)
+    pairs = (q @ k.mT).tril()
     if log_scale is not None:
         scale = log_scale[..., None, :]
         weights = (logits - scale).exp()
         total, scores = weights.cumsum(-2), pairs @ weights
     else:
+        later = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scale = torch.maximum(cummax(logits.detach()), before.log_scale[..., None, :])
         weights = (logits[..., None, :, :] - scale[..., :, None, :]).masked_fill(later[..., None], float("-inf")).exp()
         total, scores = weights.sum(-2), (pairs[..., None] * weights).sum(-2)
     earlier = before.k[..., None, :] * (before.log_scale[..., None, :] - scale).exp()
-    total = _nonzero(total + earlier)
-    earlier = earlier / total  # the fraction of a slot that was written before the block
-    keys, values = _means(before, width)
-    slots = (q @ keys.mT * earlier + scores / total).softmax(-1)
-    share = slots / total
+    inverse = _inverse(total + earlier)
+    earlier = earlier * inverse  # the fraction of a slot that was written before the block
+    keys, values = _means(before, q.shape[-1])
+    slots = (q @ keys.mT * earlier + scores * inverse).softmax(-1)
+    share = slots * inverse
     if log_scale is not None:
-        pairs = (share @ weights.mT).masked_fill(later, 0.0)
+        pairs = (share @ weights.mT).tril()
     else:
         pairs = (weights * share[..., None, :]).sum(-1)
-    return slots * earlier @ values + pairs @ both[..., width:]
+    return slots * earlier @ values + pairs @ v
 
 
 def _logits(k: Tensor, rows: Tensor, key_mask: Tensor | None) -> Logs:
@@ -126,9 +136,11 @@ def _logits(k: Tensor, rows: Tensor, key_mask: Tensor | None) -> Logs:
 
 def _means(state: LinearState, width: int) -> tuple[Tensor, Tensor]:
     """The keys and the values of all slots; zeros where nothing was written."""
-    means = state.kv / _nonzero(state.k)[..., None]
-    return means[..., :width], means[..., width:]
+    means = state.kv * _inverse(state.k)[..., None]
+    keys, values = means.split([width, means.shape[-1] - width], -1)
+    return keys, values
 
 
-def _nonzero(total: Tensor) -> Tensor:
-    return total.masked_fill(total == 0.0, 1.0)
+def _inverse(total: Tensor) -> Tensor:
+    """``1 / total``, and 1 where nothing was written."""
+    return total.masked_fill(total == 0.0, 1.0).reciprocal()
