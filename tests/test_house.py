@@ -28,7 +28,7 @@ FLOORS = [
     ["feature_maps"],
     ["gpu"],
     ["checks", "decoding", "traits"],
-    ["biases"],
+    ["biases", "invariance"],
     ["mechanism"],
     ["dense"],
     ["sparse"],
@@ -50,7 +50,7 @@ FLOORS = [
 ]
 
 
-MATHEMATICS = {room for rooms in FLOORS[1:4] + FLOORS[5:6] + FLOORS[7:15] for room in rooms}
+MATHEMATICS = {"biases"} | {room for rooms in FLOORS[1:4] + FLOORS[7:15] for room in rooms}
 
 
 def floor(module: str) -> tuple[int, str]:

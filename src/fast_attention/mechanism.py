@@ -8,21 +8,18 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fast_attention import checks, decoding
+from fast_attention import checks, decoding, invariance
 from fast_attention.decoding import State
 from fast_attention.engine import masks
 from fast_attention.engine.tracing import replaced
 from fast_attention.traits import Memory as Memory
 from fast_attention.traits import Shape as Shape
 from fast_attention.traits import Traits as Traits
+from fast_attention.traits import Unsupported as Unsupported
 from fast_attention.value import Value
 
 W = TypeVar("W")
 S = TypeVar("S")
-
-
-class Unsupported(NotImplementedError):
-    """The mechanism cannot do what was asked. The message names the mechanism, the trait and what would work."""
 
 
 class Mechanism(Value, ABC, Generic[W, S]):
@@ -155,11 +152,8 @@ class Attention(Mechanism[W, S]):
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        if unmasked or not isinstance(self, MaskedAttention):
-            return self.attend(q, k, v, weights, is_causal=is_causal, key_mask=mask)
-        return self.attend_masked(
-            q, k, v, weights, is_causal=is_causal, key_mask=mask, attn_mask=attn_mask, dropout=dropout
-        )
+        scores = {} if unmasked else {"attn_mask": attn_mask, "dropout": dropout}
+        return invariance.attend(self, q, k, v, weights, is_causal=is_causal, key_mask=mask, **scores)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), state: State | None = None, *,
@@ -193,7 +187,7 @@ class Attention(Mechanism[W, S]):
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        out, held = self.advance(q, k, v, weights, held, key_mask=mask)
+        out, held = invariance.advance(self, q, k, v, weights, held, key_mask=mask)
         return out, replaced(new_state, held=held)
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
@@ -291,7 +285,7 @@ class Mixer(Mechanism[W, S]):
         weights = checks.weights(self, w)
         if checks.empty(x):
             return checks.zeros(x.shape, x)
-        return self.mix(masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)
+        return invariance.mix(self, masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)
 
     def check(self, x: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless these are tokens and the traits grant what is asked."""

@@ -11,6 +11,10 @@ from fast_attention.value import typed
 Memory = Literal["constant", "window", "growing"]
 
 
+class Unsupported(NotImplementedError):
+    """The mechanism cannot do what was asked. The message names the mechanism, the trait and what would work."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """What a mechanism can do: read by validation, modules, laws, tables and docs."""

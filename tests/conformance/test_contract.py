@@ -11,7 +11,8 @@ import torch
 from fast_attention import Shape, Unsupported, catalogue, conformance
 from tests.cases import ATTENTIONS, CASES, bind, qkv, uncached
 
-COSTLY = {"torch.compile(fullgraph=True)", "torch.export, dynamic length", "declared order", "threads"}
+COSTLY = {"torch.compile(fullgraph=True)", "torch.export, dynamic length", "declared order", "threads",
+          "same bits in any batch and split"}  # fmt: skip
 
 
 def trials() -> list[Any]:

@@ -3,6 +3,14 @@
 from tests.faults.fault import LAW, Fault
 
 FAULTS = [
+    Fault("causal calls are one pass within batch_invariant()", "invariance.py", "    if is_causal:\n        _check",
+          "    if False:\n        _check", LAW + "'same and Softmax'"),
+    Fault("every sequence has the first one's outputs within batch_invariant()", "invariance.py",
+          "[number : number + 1])", "[:1])", "tests/test_invariance.py -k large"),
+    Fault("tokens that may be seen come with a mask", "invariance.py",
+          "key_mask is None or bool(key_mask[..., at].all())", "key_mask is None", LAW + "'same and FavorPlus'"),
+    Fault("shared keys are folded within batch_invariant()", "grouped.py", " or invariance.asked()", "",
+          "tests/test_invariance.py -k shared"),
     Fault("masked keys and values take part", "checks.py", "    if key_mask is None:\n        return k, v, None",
           "    if key_mask is not None:\n        return k, v, key_mask[..., None, :]", LAW + "'anything and Softmax'"),
     Fault("weights for other heads are taken", "checks.py", "heads != q.shape[-3]:", "heads != heads:",

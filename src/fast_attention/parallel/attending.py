@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fast_attention import checks, packed
+from fast_attention import checks, invariance, packed
 from fast_attention.decoding import State
 from fast_attention.engine import dispatch
 from fast_attention.mechanism import Attention, Mechanism, Mixer, Unsupported
@@ -161,6 +161,7 @@ def _call(
     key_mask: Tensor | None, error: Exception | None, sequences: Described | None,
 ) -> Call:  # fmt: skip
     """The call as every process knows it; raises on all processes what is wrong on any."""
+    invariance.refuse_group(mechanism)
     if isinstance(group, Shards):
         if error is not None:
             raise error
