@@ -74,10 +74,11 @@ def _forward(
     return out, (rows, *kept)
 
 
-def _backward(
+def tile_gradients(
     inputs: tuple[Tensor, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> Tensors:  # fmt: skip
+    """The gradients of queries, keys and values, tile by tile."""
     q, k, v, table, key_mask = inputs
     tiling = _tiling(k, table, start, stop, size=size, is_causal=is_causal)
     if not kept:
@@ -93,7 +94,7 @@ def _backward(
     return dq, dk, dv, None, None
 
 
-_tiled = in_float32(CustomGradient(reference.gathered_softmax, _forward, _backward))
+_tiled = in_float32(CustomGradient(reference.gathered_softmax, _forward, tile_gradients))
 
 
 def _tiling(k: Tensor, table: Tensor, start: int, stop: int, *, size: int, is_causal: bool) -> Tiling:
