@@ -86,8 +86,8 @@ class Selected(Attention[tuple[()], SelectedState]):
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
     Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
-    so that nothing later moves a choice and decoding in any split is one pass. Nothing is learned or drawn: it works on
-    a pretrained model as it is, where a window would leave out what is far and matters.
+    so that nothing later moves a choice and decoding in any split is one pass. Nothing is learned or drawn. What a
+    window leaves out for being far is seen if its mean is near; what is near in position only may be left out in turn.
 
     Args:
         block_size: Tokens per block; the last block may be shorter.
