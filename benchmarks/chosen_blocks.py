@@ -65,8 +65,8 @@ def measured(held: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, 
         took = time.process_time() - started
         sentence = reads.pooled(states[-1], reads.tokens(batch)).float()
         exact = sentence if exact is None else exact
-        cosines = (float(F.cosine_similarity(sentence, each).mean()) for each in (chunks, exact))
-        rows[name] = (*cosines, took)
+        to_chunks, to_exact = (float(F.cosine_similarity(sentence, each).mean()) for each in (chunks, exact))
+        rows[name] = (to_chunks, to_exact, took)
     return rows
 
 

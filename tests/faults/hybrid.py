@@ -7,6 +7,9 @@ BLOCKS = ORACLE + "'Hybrid and BlockLocal'"
 LENGTH = "tests/hybrid/test_by_length.py"
 ROWS, DECODING = "mechanisms/hybrid/by_length_rows.py", "mechanisms/hybrid/by_length_decoding.py"
 FAULTS = [
+    Fault("chosen blocks are estimated as well", ROOM + "chosen.py", "masked_fill(named, float(\"-inf\"))",
+          "masked_fill(named & (numbers > 0), float(\"-inf\"))",
+          ORACLE + "'Hybrid and Selected'"),
     Fault("a sink token counts twice", ROOM + "sink_tokens.py", "position), visible & ~chosen",
           "position), visible", ORACLE + "Hybrid"),
     Fault("a sink token of unmasked keys counts twice", ROOM + "sink_tokens.py", "others[..., end] = False",

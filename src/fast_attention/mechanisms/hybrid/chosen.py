@@ -59,7 +59,7 @@ def _without(blocks: FarSums, table: Tensor) -> FarSums:
     number = blocks.log_scale.shape[-1]
     numbers = torch.arange(number, device=table.device)
     named = (table[..., None] == numbers).any(-2)
-    scales = blocks.log_scale[..., None, :].masked_fill(named, FLOOR)
-    largest = scales.detach().amax(-1)
-    weights = (scales - largest[..., None]).exp().masked_fill(named, 0.0)
+    scales = blocks.log_scale[..., None, :].masked_fill(named, float("-inf"))
+    largest = scales.detach().amax(-1).clamp(min=FLOOR)
+    weights = (scales - largest[..., None]).exp()
     return FarSums((weights @ blocks.sums.flatten(-2)).unflatten(-1, blocks.sums.shape[-2:]), largest)

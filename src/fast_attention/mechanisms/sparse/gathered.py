@@ -88,10 +88,11 @@ def _forward(
     return out, (rows, *kept)
 
 
-def _backward(
+def tile_gradients(
     inputs: tuple[Tensor, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> Tensors:  # fmt: skip
+    """The gradients of queries, keys and values, tile by tile."""
     q, k, v, table, key_mask, numbers, vectors = inputs
     terms, into = offsets.ready(numbers, vectors, q)
     tiling = _tiling(k, table, start, stop, terms, into, size=size, is_causal=is_causal)
@@ -109,7 +110,7 @@ def _backward(
     return dq, dk, dv, None, None, None, None
 
 
-_tiled = in_float32(CustomGradient(reference.gathered_softmax, _forward, _backward))
+_tiled = in_float32(CustomGradient(reference.gathered_softmax, _forward, tile_gradients))
 
 
 def _tiling(

@@ -17,9 +17,8 @@ from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.sparse import choosing
+from fast_attention.mechanisms.sparse import choosing, fast_chosen
 from fast_attention.mechanisms.sparse.fast_past_blocks import chosen_softmax
-from fast_attention.mechanisms.sparse.gathered import gathered_softmax
 from fast_attention.value import at_least
 
 
@@ -63,7 +62,7 @@ def selected_attention(
         means, alive = block_means(k, key_mask, block_size)
         return attend_past(q, k, v, visible, means, alive, size=block_size, topk=topk, start=0, scale=scale)
     table = choosing.of_blocks(q, k, key_mask, size=block_size, topk=topk)
-    return gathered_softmax(q, k, v, table, visible, size=block_size, scale=scale)
+    return fast_chosen.chosen_softmax(q, k, v, table, visible, size=block_size, scale=scale)
 
 
 def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
@@ -87,8 +86,8 @@ class Selected(Attention[tuple[()], SelectedState]):
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
     Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
-    so that nothing later moves a choice and decoding in any split is one pass. Nothing is learned or drawn: it works on
-    a pretrained model as it is, where a window would leave out what is far and matters.
+    so that nothing later moves a choice and decoding in any split is one pass. Nothing is learned or drawn. What a
+    window leaves out for being far is seen if its mean is near; what is near in position only may be left out in turn.
 
     Args:
         block_size: Tokens per block; the last block may be shorter.

@@ -1,0 +1,73 @@
+"""``gathered_softmax`` of noncausal choices on a CPU: torch's flash kernel, some blocks at a time.
+
+The kernel takes one pass over scores where the tiles of ``gathered.py`` take three, forward; backward these are faster.
+They also serve causal choices and blocks that see everything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fast_attention.engine import dispatch
+from fast_attention.engine.blocks import split_mask
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.fused import flash_forward
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tiled import flatten
+from fast_attention.engine.workspace import Workspace
+from fast_attention.mechanisms.sparse import gathered, reference
+
+BLOCKS = 8  # of queries that are computed together
+
+
+def chosen_softmax(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, *, size: int, scale: float | None
+) -> Tensor:
+    """``gathered_softmax``, noncausal, of a ``table`` that names no block twice; keys are as many as queries."""
+    if dispatch.obstacle(q, k) or q.shape[-1] != v.shape[-1]:
+        return gathered.gathered_softmax(q, k, v, table, key_mask, size=size, scale=scale)
+    why = "every block of queries reads a few blocks of keys"
+    dispatch.record("the flash kernel over gathered blocks", why, rows=size, choices=table.shape[-1])
+    settings = {"is_causal": False, "start": 0, "stop": table.shape[-2]}
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return _fast(q, k, v, table, key_mask, None, None, size=size, scale=factor, **settings)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: None, vectors: None,
+    *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    queries, keys, values = (flatten(x, size).view(-1, size, x.shape[-1]) for x in (q, k, v))
+    index = table.clamp(min=0).reshape(-1, *table.shape[-2:])
+    index = (index + torch.arange(len(index))[:, None, None] * table.shape[-2]).flatten(0, 1)
+    visible, out, work = _visible(table, key_mask, index, size), torch.empty_like(queries), Workspace(q)
+    for first in range(0, len(queries), BLOCKS):
+        part, bias = slice(first, first + BLOCKS), None
+        k, v = (_read(x, index[part], work, name) for name, x in (("k", keys), ("v", values)))
+        if visible is not None:
+            bias = torch.zeros_like(visible[None, part, None], dtype=q.dtype)
+            bias.masked_fill_(~visible[part, None], float("-inf"))
+        out[part] = flash_forward(queries[None, part], k, v, bias, keep=False, is_causal=False, scale=scale)[0][0]
+    if visible is not None:
+        out.masked_fill_(~visible.any(-1)[:, None, None], 0.0)
+    out = out.view(*q.shape[:-2], -1, q.shape[-1])
+    return out if out.shape == q.shape else out[..., : q.shape[-2], :].contiguous(), ()
+
+
+def _read(x: Tensor, index: Tensor, work: Workspace, name: str) -> Tensor:
+    """Gathered blocks as the kernel takes them, (1, blocks, span, E)."""
+    rows = work(name, index.numel(), x[0].numel())
+    return torch.index_select(x.flatten(1), 0, index.flatten(), out=rows).view(1, len(index), -1, x.shape[-1])
+
+
+def _visible(table: Tensor, key_mask: Tensor, index: Tensor, size: int) -> Tensor | None:
+    """What each block of queries sees of the keys that it chose, (blocks, span); None: all."""
+    named, inside = table >= 0, split_mask(key_mask, size)
+    if named.all() and inside.all():
+        return None
+    inside = inside.expand(*table.shape[:-1], size).reshape(-1, size)[index]
+    return (inside & named.reshape(*index.shape, 1)).flatten(1)
+
+
+_fast = in_float32(CustomGradient(reference.gathered_softmax, _forward, gathered.tile_gradients))
