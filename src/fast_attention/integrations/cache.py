@@ -53,7 +53,8 @@ class StateLayer(CacheLayerMixin):
                 f"{self.bound.mechanism!r} keeps no state of the packed texts that this cache began with, so that they "
                 "cannot be decoded. What would work: generate from a padded batch, one text in a row"
             )
-        call, outputs = rollback.Call(q, k, v, key_mask), list[Tensor]()
+        outputs: list[Tensor] = []
+        call = rollback.Call(q, k, v, key_mask)
         self.length += call.tokens
         self.sinks = sinks
         if self.record_past and call.tokens > rollback.LONGEST:  # the others cannot be taken back
