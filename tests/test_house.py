@@ -28,6 +28,7 @@ FLOORS = [
     ["feature_maps"],
     ["gpu"],
     ["checks", "decoding", "traits"],
+    ["biases"],
     ["mechanism"],
     ["dense"],
     ["sparse"],
@@ -49,7 +50,7 @@ FLOORS = [
 ]
 
 
-MATHEMATICS = {room for rooms in FLOORS[1:4] + FLOORS[6:14] for room in rooms}
+MATHEMATICS = {room for rooms in FLOORS[1:4] + FLOORS[5:6] + FLOORS[7:15] for room in rooms}
 
 
 def floor(module: str) -> tuple[int, str]:

@@ -18,6 +18,7 @@ from fast_attention.mechanisms import T2R as T2R
 from fast_attention.mechanisms import Linformer as Linformer
 from fast_attention.mechanisms.dense import projections as projections
 from fast_attention.mechanisms import Local as Local, BlockLocal as BlockLocal, BigBird as BigBird, LSH as LSH
+from fast_attention.mechanisms import ALiBi as ALiBi, T5Buckets as T5Buckets, TransformerXL as TransformerXL
 from fast_attention.mechanisms import Sinkhorn as Sinkhorn, SortCut as SortCut
 from fast_attention.mechanisms import DenseSynthesizer as DenseSynthesizer, RandomSynthesizer as RandomSynthesizer
 from fast_attention.mechanisms import FactorizedDenseSynthesizer as FactorizedDenseSynthesizer

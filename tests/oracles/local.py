@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracles.biases import score
 
-def _over(q: Tensor, k: Tensor, v: Tensor, i: int, seen: list[int], scale: float | None) -> Tensor:
+
+def _over(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, i: int, seen: list[int], head: int) -> Tensor:
     if not seen:
         return torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum()
-    factor = 1 / math.sqrt(q.shape[1]) if scale is None else scale
-    scores = [factor * (q[i] * k[j]).sum() for j in seen]
+    scale = 1 / math.sqrt(q.shape[1]) if m.scale is None else m.scale
+    here = i + len(k) - len(q)
+    scores = [score(m.bias, w, q[i], k[j], j - here, head=head, scale=scale) for j in seen]
     top = max(float(s.detach()) for s in scores)
     weights = [(s - top).exp() for s in scores]
     return sum((a * v[j] for a, j in zip(weights, seen, strict=True)), torch.zeros_like(v[0])) / sum(weights)
@@ -37,7 +40,7 @@ def local(
             near = between == 0 and -left <= steps <= right
             if near and not (is_causal and j > here) and (key_mask is None or bool(key_mask[j])):
                 seen.append(j)
-        rows.append(_over(q, k, v, i, seen, m.scale))
+        rows.append(_over(m, q, k, v, w, i, seen, head))
     return torch.stack(rows)
 
 
@@ -55,7 +58,7 @@ def block_local(
             near = block - m.before <= other <= block + m.after
             if near and not (is_causal and j > here) and (key_mask is None or bool(key_mask[j])):
                 seen.append(j)
-        rows.append(_over(q, k, v, i, seen, m.scale))
+        rows.append(_over(m, q, k, v, w, i, seen, head))
     return torch.stack(rows)
 
 
@@ -67,8 +70,11 @@ VARIANTS = [
     "Local(window=2, dilation=3)",
     "Local(window=(1, 2), scale=0.5, dilation=2)",
     "Local(window=2, dilation=(1, 3))",
+    "Local(window=3, bias=T5Buckets(num_buckets=8, max_distance=16))",
+    "Local(window=2, bias=TransformerXL())",
     "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)",
     "BlockLocal(block_size=4, before=0, after=2, scale=1.0)",
     "BlockLocal(block_size=5, before=0, after=0)",
+    "BlockLocal(block_size=3, bias=ALiBi())",
 ]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracles.biases import score
+
 
 def softmax(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
@@ -24,7 +26,8 @@ def softmax(
         if not seen:
             rows.append(torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum())
             continue
-        scores = [scale * (q[i] * k[j]).sum() for j in seen]
+        here = i + keys - length
+        scores = [score(m.bias, w, q[i], k[j], j - here, head=head, scale=scale) for j in seen]
         top = max(float(s.detach()) for s in scores)
         weights = [(s - top).exp() for s in scores]
         total = sum(weights)
@@ -33,4 +36,4 @@ def softmax(
 
 
 ORACLES = {"Softmax": softmax}
-VARIANTS = ["Softmax(scale=1.0)"]
+VARIANTS = ["Softmax(scale=1.0)", "Softmax(bias=ALiBi())"]

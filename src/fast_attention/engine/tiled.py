@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from fast_attention.engine.blocks import pad_length
-from fast_attention.engine.tiling import Tile, Tiling
+from fast_attention.engine.tiling import Bias, Tile, Tiling
 from fast_attention.engine.workspace import Workspace
 
 SCORES = 2**18  # of a tile: 1 MiB in float32, what two cores keep in their second-level caches
@@ -84,6 +84,8 @@ def gradients(
         rows, d_keys = tile.queries.read(dq[group]), work("dk", *keys.shape)
         written = rows if rows.is_contiguous() else work("dq", *rows.shape)
         torch.baddbmm(written, dS, keys, beta=0, alpha=scale, out=written)
+        if not (tile.bias is None or isinstance(tile.bias, Tensor)):
+            tile.bias.add(dS, queries, written, work, scale=scale)
         torch.baddbmm(d_keys, dS.mT, queries, beta=0, alpha=scale, out=d_keys)
         if written is not rows:
             rows.copy_(written)
@@ -96,7 +98,7 @@ def gradients(
 def weights(
     q: Float[Tensor, "heads rows width"],
     k: Float[Tensor, "heads span width"],
-    bias: Float[Tensor, "*#some span"] | None,
+    bias: Float[Tensor, "*#some span"] | Bias | None,
     masked: Bool[Tensor, "*#some span"] | None,
     *,
     scale: float,
@@ -106,8 +108,11 @@ def weights(
     scores = work("scores", *q.shape[:2], k.shape[1])
     if bias is None:
         torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
-    else:
+    elif isinstance(bias, Tensor):
         torch.baddbmm(bias, q, k.mT, alpha=scale, out=scores)
+    else:
+        bias.write(q, scores, work, scale=scale)
+        torch.baddbmm(scores, q, k.mT, alpha=scale, out=scores)
     if masked is not None:
         scores.masked_fill_(masked, torch.finfo(scores.dtype).min)
     torch.softmax(scores, -1, out=scores)

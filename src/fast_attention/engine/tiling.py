@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from fast_attention.engine.workspace import Workspace
+
 Memory = Callable[..., Tensor]  # uninitialised memory of a shape
 
 
@@ -63,15 +65,29 @@ class Blocks(NamedTuple):
         rows.index_add_(0, self.indices, gradient.view(-1, rows.shape[1]))
 
 
+@runtime_checkable
+class Bias(Protocol):
+    """What is added to the scores of a tile, by head: minus infinity where a key is not visible."""
+
+    def write(self, q: Float[Tensor, "tiles rows width"], scores: Tensor, work: Workspace, *, scale: float) -> None:
+        """Write it into ``scores`` (tiles, rows, span), to which products, ``scale`` times, are added."""
+        ...
+
+    def add(self, d_scores: Tensor, q: Tensor, dq: Tensor, work: Workspace, *, scale: float) -> None:
+        """Add the gradients of what it was made of, given that of the scores; to ``dq`` that of the queries."""
+        ...
+
+
 class Tile(NamedTuple):
     """Queries and the keys that they see.
 
-    ``bias`` (rows, span) is 0 or -inf, and finite somewhere in every row; what may leave a row empty is ``masked``.
+    ``bias`` is finite somewhere in every row; what may leave a row empty is ``masked``. One tensor (rows, span) for all
+    heads is 0 or -inf.
     """
 
     queries: Span
     keys: Keys
-    bias: Float[Tensor, "*#some span"] | None = None
+    bias: Float[Tensor, "*#some span"] | Bias | None = None
     masked: Bool[Tensor, "*#some span"] | None = None
 
     @staticmethod

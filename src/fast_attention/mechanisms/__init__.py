@@ -36,6 +36,9 @@ from fast_attention.mechanisms.hybrid.by_length import ByLength as ByLength
 from fast_attention.mechanisms.hybrid.adapted import Adapted as Adapted
 
 # Settings that are mathematics are values of their own.
+from fast_attention.biases.alibi import ALiBi as ALiBi
+from fast_attention.biases.t5_buckets import T5Buckets as T5Buckets
+from fast_attention.biases.transformer_xl import TransformerXL as TransformerXL
 from fast_attention.mechanisms.dense.synthesizer import DotProduct as DotProduct
 from fast_attention.feature_maps.positive import PositiveElu as PositiveElu
 from fast_attention.feature_maps.positive import PositiveExp as PositiveExp
@@ -43,12 +46,12 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "Adapted", "BigBird", "BlockLocal", "ByLength",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "BigBird", "BlockLocal", "ByLength",
     "DecayedLinearAttention",
     "DenseSynthesizer", "DotProduct", "FNet", "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor",
     "FavorPlus", "FavorPlusPlus", "GMLP", "Hybrid", "LSH",
     "LearnedFeatures", "LinearAttention", "Linformer", "Local",
     "LogAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "PositiveElu",
     "PositiveExp", "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Sinkhorn", "Softmax",
-    "SortCut", "T2R",
+    "SortCut", "T2R", "T5Buckets", "TransformerXL",
 ]  # fmt: skip

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.biases.bias import Bias, Biased
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.offsets import Positions
 from fast_attention.gpu import patterns
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rows
+from fast_attention.mechanisms.dense.relative import relative_attention
 from fast_attention.mechanisms.dense.scores import Scores
 
 
@@ -27,12 +31,18 @@ def softmax_attention(
     attn_mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    bias: Positions | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """``softmax(Q K^T scale + mask) V`` (arXiv 1706.03762, Eq. 1); ``scale`` is 1/sqrt(width) unless given.
 
     Runs torch's fused kernel, which never holds the score matrix, and where it would want a mask of every query for
-    every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros.
+    every key, a block of queries at a time (on a CPU). A query that sees nothing gets zeros. ``bias`` gives what scores
+    gain by offsets j - i, as ``engine.offsets`` has them, head by head: q, k and v are then (..., H, L, E).
     """
+    if bias is not None:
+        return relative_attention(
+            q, k, v, bias, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
+        )
     if q.is_cpu and q.dtype == torch.float16:  # torch's kernel is slower there than both casts
         out = softmax_attention(
             q.float(), k.float(), v.float(), is_causal=is_causal, key_mask=key_mask,
@@ -68,17 +78,18 @@ def _needed(q: Tensor, is_causal: bool, key_mask: Tensor | None) -> tuple[bool, 
 
 
 @dataclass(frozen=True, repr=False)
-class Softmax(MaskedAttention[tuple[()], KVCache]):
+class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """Exact attention: the reference that every other mechanism is measured against.
 
     Args:
         scale: Factor on the dot products; None means 1/sqrt(width).
+        bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
     """
 
     scale: float | None = None
+    bias: Bias | None = None
 
-    unordered = True
-    traits = Traits(
+    unbiased = Traits(
         paper="Vaswani et al. 2017, arXiv 1706.03762",
         formula="softmax(q k^T / sqrt(d)) v",
         cost="n^2 d",
@@ -91,27 +102,34 @@ class Softmax(MaskedAttention[tuple[()], KVCache]):
         memory="growing",
     )
 
+    @property
+    def unordered(self) -> bool:  # type: ignore[override]
+        """Whether positions do not count."""
+        return self.bias is None
+
     def attend_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *,
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, *,
         is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Attend exactly under any mask."""
+        q, bias = self.positions(q, w, self.scale)
         return softmax_attention(
-            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale
-        )
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
+            bias=bias,
+        )  # fmt: skip
 
     def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU, where lengths differ; equal ones are a batch for torch's fused attention."""
-        if len({*lengths}) == 1:
+        if self.bias is not None or len({*lengths}) == 1:
             return None
         right = 0 if is_causal else None
         return patterns.attend_packed(q, k, v, lengths, None, right, key_mask, scale=self.scale)
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Append the new tokens to the cached keys and values and attend to all of them."""
         state = append(state, k, v, key_mask)

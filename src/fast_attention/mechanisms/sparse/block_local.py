@@ -6,13 +6,16 @@ The blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.biases.bias import Bias, Biased
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention
@@ -35,19 +38,22 @@ def block_local_attention(
     attn_mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    bias: Positions | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys of the query's block, of ``before`` blocks before it and of ``after`` blocks after it.
 
     Blocks are counted from the first key, and query i stands at i + S - L. Causal: later keys are masked and ``after``
     is 0. No block has itself or a wrapped one for its missing neighbour (trax wraps the first round to the last).
+    ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them.
     """
     length, keys, open_length = q.shape[-2], k.shape[-2], symbolic()
     if not open_length and BlockLocal(block_size, before, after).covers(length, keys, is_causal=is_causal):
         return softmax_attention(
-            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
-        )
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
+            bias=bias,
+        )  # fmt: skip
     before, after = smaller(before, keys // block_size), 0 if is_causal else smaller(after, length // block_size + 1)
-    if not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+    if bias is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
         near = patterns.blocks(q, k, block_size, before=before, after=after, is_causal=is_causal)
         return flex.attend(q, k, v, near, key_mask, scale=scale)
     several = 1 if open_length else max(SMALLEST_BLOCK // block_size, 1)  # small blocks share one slice of keys
@@ -59,11 +65,12 @@ def block_local_attention(
     if several > 1 and rows > block_size:
         near = masks.band(several, before, after, left=before, right=after, device=q.device)
         band = band & near.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
-    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=behind, front=front, dropout=dropout, scale=scale)
+    sizes = {"behind": behind, "front": front}
+    return banded_softmax(q, k, v, band, key_mask, attn_mask, **sizes, dropout=dropout, scale=scale, bias=bias)
 
 
 @dataclass(frozen=True, repr=False)
-class BlockLocal(MaskedAttention[tuple[()], KVCache]):
+class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """Neighbouring blocks: a query sees its own block, ``before`` blocks before it and ``after`` blocks after it.
 
     Args:
@@ -71,14 +78,16 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
         before: Blocks seen before the own one.
         after: Blocks seen after the own one; none with is_causal=True (the Reformer's local layers have 1 and 0).
         scale: Factor on the dot products; None means 1/sqrt(width).
+        bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
     """
 
     block_size: int = 64
     before: int = 1
     after: int = 1
     scale: float | None = None
+    bias: Bias | None = None
 
-    traits = TRAITS
+    unbiased = TRAITS
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -96,27 +105,30 @@ class BlockLocal(MaskedAttention[tuple[()], KVCache]):
         return max(keys // self.block_size - self.before, 0) * self.block_size
 
     def attend_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any,
         *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Softmax over the neighbouring blocks under any mask."""
+        q, bias = self.positions(q, w, self.scale)
         return block_local_attention(
             q, k, v, block_size=self.block_size, before=self.before, after=self.after, is_causal=is_causal,
-            key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale,
+            key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias,
         )  # fmt: skip
 
     def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU; blocks are counted from every sequence's first token."""
+        if self.bias is not None:
+            return None
         after = patterns.CAUSAL if is_causal else self.after
         return patterns.attend_packed(
             q, k, v, lengths, self.before, after, key_mask, scale=self.scale, size=self.block_size
         )
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend to the blocks before the new tokens and to these; keep what the next token's block may see."""
         near = append(state, k, v, key_mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fast_attention.engine.blocks import join, split, split_mask, split_row
+from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.tracing import symbolic
 
 Attend = Callable[..., Tensor]  # (q, k, v, key_mask=, attn_mask=), queries ending where keys end; by heads: dilation=
@@ -53,8 +55,9 @@ def by_heads(
     dilations: tuple[int, ...],
     key_mask: Bool[Tensor, "*#batch2 1 keys"] | None,
     attn_mask: Tensor | None,
+    bias: Positions | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
-    """``attend`` with ``dilation``, for head h the one at h modulo their number."""
+    """``attend`` with ``dilation``, for head h the one at h modulo their number, and with its ``bias``."""
     number, heads, parts = len(dilations), q.shape[-3], []
     for first, dilation in enumerate(dilations[:heads]):
         every = slice(first, None, number)
@@ -62,10 +65,15 @@ def by_heads(
         if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
             mask = mask[..., every, :, :]
         turn = (x[..., every, :, :] for x in (q, k, v))
-        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation))
+        own = None if bias is None else partial(_of_heads, bias, every)
+        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=own))
     order = [h for first in range(number) for h in range(first, heads, number)]  # the heads of the parts
     places = sorted(range(heads), key=order.__getitem__)
     return torch.cat(parts, -3)[..., places, :, :]
+
+
+def _of_heads(bias: Positions, chosen: slice, offsets: Tensor) -> Terms:
+    return bias(offsets).of_heads(chosen)
 
 
 def _strided(x: Shaped[Tensor, "*batch heads length E"], dilation: int) -> Shaped[Tensor, "*batch dilation heads n E"]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.biases.bias import Bias, Biased
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import MaskedAttention, Traits
@@ -38,29 +41,34 @@ def local_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     block: int | None = None,
+    bias: Positions | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys j with ``i - left <= j <= i + right``, both ends included; causal: ``right = 0``.
 
     ``window`` is (left, right), or one number for both. With S keys and L queries, i counts from S - L. O(n w d) time,
     O(n w) memory; a window over everything is softmax attention. ``block``, queries to a slice of keys, is speed only.
     With ``dilation`` the keys are ``i + m dilation`` for ``-left <= m <= right`` (arXiv 2004.05150, section 3.1); of
-    several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E).
+    several, head h takes the one at h modulo their number, and q, k and v are (..., H, L, E). ``bias`` gives what
+    scores gain by offsets j - i, as ``engine.offsets`` has them.
     """
     m, length, keys = Local(window, dilation=dilation), q.shape[-2], k.shape[-2]
     if dilation != 1:
         run = partial(local_attention, window=window, is_causal=is_causal, dropout=dropout, scale=scale, block=block)
         if isinstance(dilation, tuple):
-            return by_heads(run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask)
+            return by_heads(run, q, k, v, dilations=dilation, key_mask=key_mask, attn_mask=attn_mask, bias=bias)
+        run = run if bias is None else partial(run, bias=lambda steps: bias(steps * dilation))
         return dilated(run, q, k, v, dilation=dilation, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask)
     left, right = m.sides
     if not symbolic() and m.covers(length, keys, is_causal=is_causal):
         return softmax_attention(
-            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale
-        )
+            q, k, v, is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout, scale=scale,
+            bias=bias,
+        )  # fmt: skip
     left, right = smaller(left, keys - 1), 0 if is_causal else smaller(right, length - 1)
-    if not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
+    if bias is None and not patterns.obstacle(q, k, v, key_mask, attn_mask, dropout):
         return flex.attend(q, k, v, patterns.window(q, k, left=left, right=right), key_mask, scale=scale)
-    if block is None and attn_mask is None and dropout == 0.0 and covers_most(q, keys, left + right + 1):
+    plain = bias is None and attn_mask is None and dropout == 0.0
+    if plain and block is None and covers_most(q, keys, left + right + 1):
         dispatch.record(
             "exact attention with the window as mask", "the window covers most keys, and tiles would leave out few"
         )
@@ -68,7 +76,7 @@ def local_attention(
         return softmax_attention(q, k, v, key_mask=key_mask, attn_mask=visible, scale=scale)
     block = block or smaller(min(max(left, right, SMALLEST_BLOCK), LARGEST_BLOCK), length)
     band = masks.band(block, left, right, left=left, right=right, device=q.device)
-    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale)
+    return banded_softmax(q, k, v, band, key_mask, attn_mask, behind=left, dropout=dropout, scale=scale, bias=bias)
 
 
 TRAITS = Traits(
@@ -87,7 +95,7 @@ TRAITS = Traits(
 
 
 @dataclass(frozen=True, repr=False)
-class Local(MaskedAttention[tuple[()], KVCache]):
+class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncompatibleVariableOverride]
     """A sliding window: query i sees the keys from i - left to i + right.
 
     Args:
@@ -96,13 +104,15 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         scale: Factor on the dot products; None means 1/sqrt(width).
         dilation: Steps between the positions that are seen: with 4 every fourth one, and as many keys reach four times
             as far. Several, such as (1, 4), for as many heads in turn: head 0 takes the first, head 1 the second.
+        bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
     """
 
     window: int | tuple[int, int] = 128
     scale: float | None = None
     dilation: int | tuple[int, ...] = 1
+    bias: Bias | None = None
 
-    traits = TRAITS
+    unbiased = TRAITS
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -139,28 +149,29 @@ class Local(MaskedAttention[tuple[()], KVCache]):
         return replace(self, dilation=self.dilation[first:] + self.dilation[:first])
 
     def attend_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()],
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any,
         *, is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
         """Softmax inside the window under any mask."""
+        q, bias = self.positions(q, w, self.scale)
         return local_attention(
             q, k, v, window=self.window, dilation=self.dilation, is_causal=is_causal, key_mask=key_mask,
-            attn_mask=attn_mask, dropout=dropout, scale=self.scale,
+            attn_mask=attn_mask, dropout=dropout, scale=self.scale, bias=bias,
         )  # fmt: skip
 
     def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """By FlexAttention, on a GPU, where every position of the window is seen."""
-        if self.dilation != 1:
+        if self.dilation != 1 or self.bias is not None:
             return None
         left, right = self.sides
         right = 0 if is_causal else right
         return patterns.attend_packed(q, k, v, lengths, left, right, key_mask, scale=self.scale)
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: KVCache | None, *, key_mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: KVCache | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         """Attend to the window before the new tokens and to these; keep the tokens that later ones may see."""
         near = append(state, k, v, key_mask)

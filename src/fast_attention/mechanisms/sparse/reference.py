@@ -6,14 +6,17 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fast_attention.engine import masks
+from fast_attention.engine import dispatch, masks, offsets
 from fast_attention.engine.blocks import count, join, positions, slices, split, split_mask
 from fast_attention.engine.fused import fused_attention, open_attention
+from fast_attention.engine.offsets import Terms
+from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
 
 
 def banded_softmax(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, numbers: Tensor | None = None,
+    vectors: Tensor | None = None, attn_mask: Tensor | None = None,
     *, behind: int, front: int, scale: float, dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Softmax attention inside a band, under any mask; arguments as in ``banded.py``."""
@@ -32,8 +35,16 @@ def banded_softmax(
         full = attn_mask.expand(*attn_mask.shape[:-2], length, keys)
         mask = masks.merge(full[..., rows[:, :, None], columns[:, None, :]], mask, q.dtype)
     queries = slices(q, block=block, behind=0, ahead=0, number=number, start=-front)
-    out = blockwise_softmax(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
+    if numbers is not None:
+        terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
+        bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
+        mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
+    attend = blockwise_softmax if numbers is None or dispatch.on_gpu(q) else open_attention  # a mask with a gradient
+    out = attend(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
     return join(out, front + length)[..., front:, :]
+
+
+biased_softmax = in_float32(banded_softmax)  # numbers of thousands are no numbers of low precision
 
 
 def gathered_softmax(
