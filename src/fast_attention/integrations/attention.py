@@ -16,11 +16,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from fast_attention.engine import masks
 from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, packed_rows, visible
+from fast_attention.integrations import calls, packed_rows, relative, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Unsupported
-from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
 
 NAME = "fast_attention"
@@ -53,11 +52,12 @@ class Swapped(nn.Module):
     Args:
         bound: The mechanism.
         kept: Whether this is exact attention because nothing else was asked for, or nothing else would do.
+        positions: What the model's positions add to the layer's scores, where that is known.
     """
 
-    def __init__(self, bound: Bound, *, kept: bool = False) -> None:
+    def __init__(self, bound: Bound, *, kept: bool = False, positions: relative.Positions | None = None) -> None:
         super().__init__()
-        self.bound, self.kept = bound, kept
+        self.bound, self.kept, self.positions = bound, kept, positions
         self.hooks: tuple[Any, ...] = ()
 
     def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
@@ -67,6 +67,28 @@ class Swapped(nn.Module):
         if not keeps or module.training or not getattr(module, "is_causal", False) or None in (cache, index):
             return None
         return layer_of(cache, int(index or 0), self.bound)
+
+    def serves(self, visibility: Any) -> bool:
+        """Whether the mechanism makes what positions add to the scores, so that the model need not, for all pairs."""
+        is_served = isinstance(visibility, Visibility) and visibility.complete
+        return is_served and relative.serves(self.bound.mechanism, self.positions)
+
+    def added(self, position_bias: Tensor, visibility: Visibility, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """What the mechanism must be given of the model's ``position_bias``, as the arguments that change scores."""
+        positions, tokens = self.positions, visibility.tokens
+        if self.serves(visibility):
+            assert positions is not None
+            if not positions.by_token or tokens is None:
+                return {}
+            if torch.compiler.is_compiling():
+                visible.assert_contiguous(tokens)
+                return {}
+            if bool(visible.contiguous(tokens)):
+                return {}
+        if position_bias.ndim == 0:
+            assert positions is not None
+            position_bias = positions.dense(q, k)
+        return {"position_bias": position_bias}
 
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""
@@ -166,6 +188,8 @@ def attention(
     cached = key.shape[-2] - query.shape[-2] if visibility.is_causal else 0
     texts = packed_rows.declared(query, key, extra, visibility, cached if cache is None else cache.length)
     visibility = visibility if texts is None else replace(visibility, packing=texts)
+    if "position_bias" in changes:
+        changes |= swapped.added(changes.pop("position_bias"), visibility, query, key)
     default_scale = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
@@ -226,21 +250,23 @@ def _run(
             return _run_masked(bound, q, k, v, visibility, changes, dropout)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
-    if changes or not visibility.complete or not within_window(mechanism, visibility.back, visibility.ahead):
+    if changes or not visibility.complete or not visible.within_window(mechanism, visibility.back, visibility.ahead):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
             return packed_rows.run(bound, q, k, v, visibility, texts, dropout, windowed=True)
+        if cache is not None:
+            cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
             return _run_masked(bound, q, k, v, visibility, changes, dropout)
         if changes:
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
             raise mechanism.refuse("a mask of the model's own", "mask")
-        raise Unsupported(window_refusal(mechanism, visibility.back, visibility.ahead))
+        raise Unsupported(visible.window_refusal(mechanism, visibility.back, visibility.ahead))
     if texts is None and visibility.sequences is not None:
         texts = packed_rows.numbered(visibility.sequences)
     if texts is not None:
         if cache is not None:
-            cache.pass_packed(q.shape[-2])
+            cache.pass_over(q.shape[-2], "packed texts")
         return packed_rows.run(bound, q, k, v, visibility, texts, dropout)
     if cache is not None:
         k, v = repeated(q.shape[1], k=k, v=v)
@@ -260,27 +286,10 @@ def _run_masked(
     if "position_bias" in changes:
         bias = changes["position_bias"].to(q.dtype)
         mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
+        if relative.carries(bound.mechanism):  # which is in the mask already
+            unbiased = relative.with_bias(bound.mechanism, None)
+            return unbiased(q, k, v, attn_mask=mask, dropout=dropout)
     return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True)
-
-
-def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:
-    """Whether the mechanism sees no more than the model's window of ``back`` and ``ahead`` keys."""
-    if back is None and ahead is None:
-        return True
-    if not isinstance(mechanism, Local):
-        return False
-    left, right = mechanism.sides
-    return (back is None or left <= back) and (ahead is None or right <= ahead)
-
-
-def window_refusal(mechanism: Any, back: int | None, ahead: int | None) -> str:
-    """The message that a mechanism cannot serve a layer with a window."""
-    sides = [f"{n} tokens {where}" for n, where in ((back, "back"), (ahead, "ahead")) if n is not None]
-    least = min(n for n in (back, ahead) if n is not None)
-    return (
-        f"the layer sees {' and '.join(sides)} only, and {mechanism!r} would see more. What would work: "
-        f"Local(window={least}) or less, Softmax(), or keeping the layer"
-    )
 
 
 AttentionInterface.register(NAME, attention)  # a swapped model that was pickled finds them in any process

@@ -23,7 +23,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, bound: Bound) -> None:
         super().__init__()
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
-        self.packed = False
+        self.stateless = ""  # what the cache began with, if no state is kept of that
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the state comes with the first tokens."""
@@ -39,26 +39,26 @@ class StateLayer(CacheLayerMixin):
         """Decode the new tokens (B, H, N, E): their outputs. The state then includes them.
 
         Raises:
-            Unsupported: The tokens before were several packed texts.
+            Unsupported: The tokens before were several packed texts, or under a mask of every pair.
         """
-        if self.packed:
+        if self.stateless:
             raise Unsupported(
-                f"{self.bound.mechanism!r} keeps no state of the packed texts that this cache began with, so that they "
-                "cannot be decoded. What would work: generate from a padded batch, one text in a row"
+                f"{self.bound.mechanism!r} keeps no state of the {self.stateless} that this cache began with, so that "
+                "they cannot be decoded. What would work: generate from a padded batch, one text in a row"
             )
         out, self.state = self.bound.decode(q, k, v, self.state, key_mask=key_mask)
         self.length += q.shape[-2]
         return out
 
-    def pass_packed(self, tokens: int) -> None:
-        """Count the tokens of several packed texts, of which no state is kept: ``advance`` refuses from then on.
+    def pass_over(self, tokens: int, what: str) -> None:
+        """Count tokens of which no state is kept, ``what`` in words: ``advance`` refuses from then on.
 
         Raises:
             Unsupported: There are tokens before them.
         """
         if self.length:
-            raise Unsupported(f"packed texts behind {self.length} tokens in a cache: pass use_cache=False")
-        self.packed, self.length = True, tokens
+            raise Unsupported(f"{what} behind {self.length} tokens in a cache: pass use_cache=False")
+        self.stateless, self.length = what, tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys in a mask: the new tokens only, after all before."""
@@ -76,7 +76,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.length, self.packed = None, 0, False
+        self.state, self.length, self.stateless = None, 0, ""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences of the batch, for beam search."""
