@@ -12,9 +12,10 @@ from torch import Tensor
 from fast_attention.engine import dispatch, masks, offsets, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import open_attention
-from fast_attention.engine.offsets import Grouped, Positions, Terms
+from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.relative import Grouped
 from fast_attention.engine.tiling import Span, Tile, Tiling
 
 ROWS = 64  # queries of a tile

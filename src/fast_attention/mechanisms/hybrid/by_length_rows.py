@@ -85,11 +85,18 @@ def covered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, short: Part, *
     if mask is None:
         return short(q, k, v, is_causal=is_causal, key_mask=None)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not isinstance(short.mechanism, Softmax) or traced() or wanted or bool(mask.all()):
+    exact = _unordered(short)
+    if exact is None or traced() or wanted or bool(mask.all()):
         return short(q, k, v, is_causal=is_causal, key_mask=mask)
     length, keys = q.shape[-2], k.shape[-2]
     visible = masks.visible(length, keys, is_causal=is_causal and length > 1, key_mask=mask, device=q.device)
-    return softmax_attention(q, k, v, attn_mask=visible, scale=short.mechanism.scale)
+    return softmax_attention(q, k, v, attn_mask=visible, scale=exact.scale)
+
+
+def _unordered(short: Part) -> Softmax | None:
+    """Exact attention that does not ask where keys stand; None if it is another mechanism."""
+    mechanism = short.mechanism
+    return mechanism if isinstance(mechanism, Softmax) and mechanism.bias is None else None
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, short: Part, long: Part, *, above: int, is_causal: bool) -> Tensor:
@@ -134,8 +141,8 @@ def _both(
     """All rows of both, one of which is taken: in operations that do not depend on how many keys are visible."""
     mask = torch.ones_like(k[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
     number = counts(mask, q.shape[-2]) if is_causal else mask.sum(-1, keepdim=True)
-    if isinstance(short.mechanism, Softmax):
-        early = _exact(q, k, v, mask, short.mechanism, above, is_causal=is_causal)
+    if (exact := _unordered(short)) is not None:
+        early = _exact(q, k, v, mask, exact, above, is_causal=is_causal)
     else:
         early = short(q, k, v, is_causal=is_causal, key_mask=key_mask)
     return torch.where((number <= above)[..., None], early, long(q, k, v, is_causal=is_causal, key_mask=key_mask))

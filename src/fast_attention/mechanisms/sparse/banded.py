@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, offsets, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.offsets import Grouped, Positions, Relative, Terms
+from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.relative import Grouped, Relative
 from fast_attention.engine.tiling import Bias, Span, Tile, Tiling, bias_of
 from fast_attention.mechanisms.sparse import reference
 

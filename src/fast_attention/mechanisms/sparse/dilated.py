@@ -65,8 +65,8 @@ def by_heads(
         if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
             mask = mask[..., every, :, :]
         turn = (x[..., every, :, :] for x in (q, k, v))
-        own = None if bias is None else partial(_of_heads, bias, every)
-        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=own))
+        part = None if bias is None else partial(_of_heads, bias, every)
+        parts.append(attend(*turn, key_mask=key_mask, attn_mask=mask, dilation=dilation, bias=part))
     order = [h for first in range(number) for h in range(first, heads, number)]  # the heads of the parts
     places = sorted(range(heads), key=order.__getitem__)
     return torch.cat(parts, -3)[..., places, :, :]
