@@ -203,7 +203,7 @@ def test_the_report_says_what_runs_and_whose_bias_it_is() -> None:
     encoder, decoder, cross = (report.layers[i] for i in (0, 2, 3))
     assert encoder.mechanism == "Local(window=4, bias=T5Buckets(num_buckets=8, max_distance=12))"
     assert decoder.mechanism.endswith("bias=T5Buckets(num_buckets=8, max_distance=12, bidirectional=False))")
-    assert encoder.why == "the bias is the model's own: encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
+    assert encoder.why == "the bias is the model's own: encoder.block.0.layer.0.SelfAttention relative_attention_bias"
     assert (cross.replaced, cross.mechanism) == (False, "Softmax()")
     assert cross.why == "the layer attends to another sequence, in which Local(window=4) has no place to begin"
     assert swap(build("Bloom"), "Local(window=4)").layers[0].mechanism == "Local(window=4, bias=ALiBi())"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from fast_attention.engine import masks
 from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, packed_rows, relative, visible
@@ -95,6 +94,12 @@ class Swapped(nn.Module):
         return "kept" if self.kept else ""
 
 
+def served(module: nn.Module, visibility: Any) -> bool:
+    """Whether a module's mechanism makes what positions add to its scores, under a mask."""
+    swapped = module._modules.get(CHILD)
+    return isinstance(swapped, Swapped) and swapped.serves(visibility)
+
+
 def layers_of(model: nn.Module) -> dict[str, Swapped]:
     """The mechanisms in a swapped model, by the names of their attention modules."""
     end = f".{CHILD}"
@@ -166,7 +171,7 @@ def attention(
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
-    visibility = _visibility(module, query, key, attention_mask, is_causal)
+    visibility = visible.given(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
     recording = None if torch.compiler.is_compiling() else _calls.get()
     if recording is not None:
@@ -196,25 +201,6 @@ def attention(
     arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
     out, weights = _run_with_matrices(*arguments) if calls.shows(swapped) else (_run(*arguments), None)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _visibility(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
-    """The model's mask argument, of whatever form, as a ``Visibility``."""
-    if isinstance(mask, Visibility):
-        return mask
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    causal = causal and q.shape[-2] > 1
-
-    def dense() -> Tensor:
-        causal_mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=causal, key_mask=None, device=q.device)
-        full_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-        return (full_mask if causal_mask is None else causal_mask).expand(len(q), 1, -1, -1)
-
-    if mask is None:
-        return Visibility(dense, is_causal=causal)
-    if mask.ndim == 2:
-        return Visibility(dense, mask.bool(), is_causal=causal)
-    return Visibility(lambda: mask, complete=False)
 
 
 def _run_with_matrices(

@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from fast_attention.biases.alibi import ALiBi, alibi_slopes
 from fast_attention.biases.bias import Bias, Biased
 from fast_attention.biases.t5_buckets import BucketWeights, T5Buckets
+from fast_attention.biases.transformer_xl import RelativeWeights, TransformerXL
 from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
 
 T5_LIKE = ("T5Attention", "MT5Attention", "UMT5Attention", "SwitchTransformersAttention", "Pop2PianoAttention")
+CONFORMERS = {  # kinds of attention modules, and their u, their v and the map of their sinusoids
+    "Wav2Vec2ConformerSelfAttention": ("pos_bias_u", "pos_bias_v", "linear_pos"),
+    "Wav2Vec2BertSelfAttention": ("pos_bias_u", "pos_bias_v", "linear_pos"),
+    "ParakeetEncoderAttention": ("bias_u", "bias_v", "relative_k_proj"),
+}
+DROPPED = "dropout_positions"  # of a config: how many of the sinusoids' numbers are dropped in training
 NOTHING = torch.zeros(())  # in place of a position bias that need not be computed
 
 
@@ -77,6 +84,8 @@ def of(model: nn.Module, name: str) -> Positions | None:
         first = re.sub(r"\bblock\.\d+\.", "block.0.", name)  # whose table all layers share
         first = name if module.has_relative_attention_bias else first
         return _buckets(model.get_submodule(first), first)
+    if (parts := CONFORMERS.get(type(module).__name__)) is not None and _has_distances(module, parts):
+        return Positions(TransformerXL(), f"its {', '.join(parts)}", module, _distances)
     if (read := getattr(module, "slopes", None)) is not None:
         slopes = tuple(read(torch.device("cpu")).tolist())
         paper = alibi_slopes(len(slopes))
@@ -92,11 +101,25 @@ def _buckets(holder: Any, name: str) -> Positions:
         holder.relative_attention_num_buckets, holder.relative_attention_max_distance,
         bidirectional=not holder.is_decoder,
     )  # fmt: skip
-    return Positions(bias, f"{name}.relative_attention_bias", holder, _table)
+    whose = "its" if type(holder).__name__ == "UMT5Attention" else name  # which shares none among layers
+    return Positions(bias, f"{whose} relative_attention_bias", holder, _table)
 
 
 def _table(holder: Any) -> BucketWeights:
     return BucketWeights(holder.relative_attention_bias.weight.T)
+
+
+def _has_distances(module: Any, parts: tuple[str, ...]) -> bool:
+    """Whether a Conformer's module has relative positions, which are read as they are, for as many heads of keys."""
+    is_plain = getattr(module, "num_key_value_groups", 1) == 1
+    return is_plain and getattr(module, parts[0], None) is not None and not getattr(module.config, DROPPED, 0.0)
+
+
+def _distances(holder: Any) -> RelativeWeights:
+    """The weights of a Conformer's layer. Its sines and cosines alternate; ours are sines, then cosines."""
+    u, v, project = (getattr(holder, part) for part in CONFORMERS[type(holder).__name__])
+    by_head = project.weight.unflatten(0, (len(u), -1)).unflatten(-1, (-1, 2))
+    return RelativeWeights(u, v, by_head.permute(0, 3, 2, 1).flatten(1, 2))
 
 
 def carries(mechanism: Any) -> bool:
@@ -125,19 +148,19 @@ def given(mechanism: Any, positions: Positions | None) -> Any:
 
 def obstacle(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer whose scores get these extra arguments; empty if it can."""
-    if positions is not None and positions.bias is not None:
+    added = [name for name in extra if name != "position_bias"]
+    if positions is None:
+        added = [*extra]
+    elif positions.bias is not None:
         if carries(mechanism):
             return f"the layer has positions of its own in its scores, {positions.bias!r}: leave the bias out"
-        if with_bias(mechanism, positions.bias) is not None:
-            return ""
-    elif positions is not None:
-        extra = tuple(name for name in extra if name != "position_bias")
-    if not extra or (extra == ("position_bias",) and mechanism.traits.mask):
+        added += [repr(positions.bias)] if with_bias(mechanism, positions.bias) is None else []
+    if not added or (mechanism.traits.mask and {*extra} <= {"position_bias"}):
         return ""
-    added = ", ".join(extra) if positions is None or positions.bias is None else repr(positions.bias)
+    takers = ", ".join(f"{kind.__name__}()" for kind in Biased.__subclasses__())
     return (
-        f"the layer adds {added} to its scores, which {mechanism!r} does not form (traits.mask). What would "
-        "work: Softmax(), Local(), BlockLocal(), BigBird()"
+        f"the layer adds {', '.join(added)} to its scores, which {mechanism!r} does not form (traits.mask). What would "
+        f"work: {takers}"
     )
 
 
@@ -145,7 +168,8 @@ def notes(mechanism: Any, extra: tuple[str, ...], positions: Positions | None) -
     """Remarks on a layer for the report: whose the bias is, or that it is a mask of every pair."""
     if positions is not None and (positions.bias is None or carries(mechanism)):
         return [f"the bias is the model's own: {positions.whose}"] if positions.bias is not None else []
-    return ["it takes the position_bias as a mask of every pair"] if "position_bias" in extra else []
+    is_masked = "position_bias" in extra or positions is not None
+    return ["it takes the position_bias as a mask of every pair"] if is_masked else []
 
 
 def serves(mechanism: Any, positions: Positions | None) -> bool:

@@ -12,6 +12,9 @@ TAUGHT = {
     "transformers.models.bloom.modeling_bloom": "alibi",
     "transformers.models.mpt.modeling_mpt": "alibi",
     "transformers.models.umt5.modeling_umt5": "umt5",
+    "transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer": "conformers",
+    "transformers.models.wav2vec2_bert.modeling_wav2vec2_bert": "conformers",
+    "transformers.models.parakeet.modeling_parakeet": "parakeet",
 }
 PACKAGE = __name__.rpartition(".")[0]
 ALIBI = ("bloom", "mpt")  # kinds of models which do not call transformers' interface before they are taught to

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fast_attention.engine import masks
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
@@ -65,6 +66,25 @@ class Positions:
     def rows(self) -> Int[Tensor, "queries"]:
         """The positions of all queries."""
         return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
+
+
+def given(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
+    """The model's mask argument, of whatever form, as a ``Visibility``."""
+    if isinstance(mask, Visibility):
+        return mask
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    causal = causal and q.shape[-2] > 1
+
+    def dense() -> Tensor:
+        causal_mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=causal, key_mask=None, device=q.device)
+        full_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        return (full_mask if causal_mask is None else causal_mask).expand(len(q), 1, -1, -1)
+
+    if mask is None:
+        return Visibility(dense, is_causal=causal)
+    if mask.ndim == 2:
+        return Visibility(dense, mask.bool(), is_causal=causal)
+    return Visibility(lambda: mask, complete=False)
 
 
 def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
