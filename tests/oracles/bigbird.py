@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracles.biases import score
+
 WORD = 2**32
 
 
@@ -66,7 +68,8 @@ def bigbird(
         if not keys:
             rows.append(torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum())
             continue
-        scores = torch.stack([scale * (q[i] * k[j]).sum() for j in keys])
+        terms = [score(m.bias, w.bias, q[i], k[j], j - i, head=head, scale=scale) for j in keys]
+        scores = torch.stack(terms)
         weights = (scores - scores.max().detach()).exp()
         rows.append(sum(weights[n] * v[j] for n, j in enumerate(keys)) / weights.sum())
     return torch.stack(rows)
@@ -81,4 +84,5 @@ VARIANTS = [
     "BigBird(block_size=1, window_blocks=1, num_random_blocks=2, num_global_blocks=5)",
     "BigBird(block_size=2, window_blocks=1, num_random_blocks=1, num_global_blocks=0, num_global_tokens=3)",
     "BigBird(block_size=2, num_random_blocks=0, num_global_tokens=1, scale=1.0)",
+    "BigBird(block_size=2, num_random_blocks=1, bias=T5Buckets(num_buckets=6, max_distance=8))",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracles.biases import score
 from tests.oracles.favor import damped, positive
 from tests.oracles.linear import average, kernel, visible
 
@@ -40,9 +41,10 @@ def hybrid(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Exact inside the window, or in the neighbouring blocks, and at the sink tokens, which are counted among the keys
-    that may be seen at all.
+    that may be seen at all. A bias acts on the former, unless they are sink tokens.
     """
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
+    w, biases = w if type(m.near.bias).__name__ == "T5Buckets" else (w, ())
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
     sinks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
     rows = []
@@ -51,7 +53,8 @@ def hybrid(
         seen = visible(i, len(q), len(k), is_causal, key_mask)
         for j in seen:
             if near(m.near, here, j) or j in sinks:
-                weights.append((scale * (q[i] @ k[j])).exp())
+                bias = None if j in sinks else m.near.bias
+                weights.append(score(bias, biases, q[i], k[j], j - here, head=head, scale=scale).exp())
             else:
                 weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))
         rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
@@ -71,4 +74,5 @@ VARIANTS = [
     "Hybrid(near=BlockLocal(block_size=3, before=0, after=1), far=FavorPlus(num_features=5), first=2, last=3)",
     "Hybrid(near=BlockLocal(block_size=2, before=2, after=0, scale=0.5), far=LinearAttention(), first=0, last=0)",
     "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=FavorPlusPlus(num_features=6), last=0)",
+    "Hybrid(near=Local(window=2, bias=T5Buckets(num_buckets=8, max_distance=16)), far=FavorPlus(num_features=5))",
 ]

@@ -71,7 +71,7 @@ VARIANTS = [
     "Local(window=(1, 2), scale=0.5, dilation=2)",
     "Local(window=2, dilation=(1, 3))",
     "Local(window=3, bias=T5Buckets(num_buckets=8, max_distance=16))",
-    "Local(window=2, bias=TransformerXL())",
+    "Local(window=2, bias=TransformerXL(width=6))",
     "BlockLocal(block_size=4)",
     "BlockLocal(block_size=3, before=2, after=0)",
     "BlockLocal(block_size=4, before=0, after=2, scale=1.0)",

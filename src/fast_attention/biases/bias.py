@@ -36,6 +36,10 @@ class Bias(Value, ABC):
         """The queries (..., H, L, E) that keys and vectors meet."""
         return q
 
+    def of_heads(self, first: int, number: int, heads: int) -> Bias:
+        """The bias of ``number`` heads from ``first`` on, of ``heads``, whose weights are these heads' own."""
+        return self
+
     @abstractmethod
     def terms(self, offsets: Int[Tensor, "offsets"], w: Any, like: Tensor, *, scale: float) -> Terms:
         """The terms (H, offsets) of these offsets for the heads of ``like`` (..., H, L, E), differentiable."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fast_attention.biases.bias import Bias, dtype_of
 from fast_attention.engine.offsets import Terms
 from fast_attention.traits import Shape
+from fast_attention.value import at_least
 
 
 class RelativeWeights(NamedTuple):
@@ -35,19 +36,28 @@ def sinusoids(distance: Int[Tensor, "n"], width: int, dtype: torch.dtype) -> Flo
 class TransformerXL(Bias):
     """Scores ``((q_i + u) . k_j + (q_i + v) . R_{i-j}) / sqrt(d)`` (arXiv 1901.02860, section 3.3).
 
-    ``R_{i-j}`` is a vector of sinusoids of the distance, as wide as a token, mapped to each head by a matrix that is
-    learned, and so are u and v of each head. The products of a query with the distances of a window are as many as the
-    window has keys. Rotary positions would turn the queries away from R: give none.
+    ``R_{i-j}`` is a vector of sinusoids of the distance, mapped to each head by a matrix that is learned, and so are u
+    and v of each head. In a window a query meets as many of these vectors as keys. Rotary positions would turn queries
+    away from them: give none.
+
+    Args:
+        width: Sinusoids of a distance; in the paper as many as a token is wide.
     """
+
+    width: int = 256
 
     paper = "Dai et al. 2019, arXiv 1901.02860"
     formula = "(u . k_j + (q_i + v) . R_{i-j}) / sqrt(d)"
     learned = True
     rotary = False
 
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        at_least(self, "width", self.width, 1)
+
     def weights(self, shape: Shape) -> RelativeWeights:
         """Zeros for u and v, and a random projection that keeps lengths."""
-        projection = torch.randn(shape.heads, shape.width, shape.head_dim) * shape.width**-0.5
+        projection = torch.randn(shape.heads, self.width, shape.head_dim) * self.width**-0.5
         u, v = (nn.Parameter(torch.zeros(shape.heads, shape.head_dim)) for _ in range(2))
         return RelativeWeights(u, v, nn.Parameter(projection))
 
@@ -59,5 +69,5 @@ class TransformerXL(Bias):
         """R as vectors that ``q + u`` meets, and as numbers what ``v - u`` gives with them."""
         dtype = dtype_of(like)
         u, v, projection = (x.to(dtype) for x in w)
-        vectors = sinusoids(-offsets, projection.shape[1], dtype) @ projection
+        vectors = sinusoids(-offsets, self.width, dtype) @ projection
         return Terms(scale * (vectors @ (v - u)[..., None])[..., 0], vectors)

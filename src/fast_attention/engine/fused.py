@@ -88,6 +88,16 @@ def open_attention(
     return (F.dropout(weights, dropout) if dropout else weights) @ v
 
 
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Float[Tensor, "*#batch length keys"],
+    *, dropout: float = 0.0, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same function with an additive mask that may want a gradient, which torch's kernels for CPUs do not give."""
+    if not dispatch.on_gpu(q):
+        return open_attention(q, k, v, bias, dropout=dropout, scale=scale)
+    return fused_attention(q, k, v, bias.expand(*q.shape[:-1], k.shape[-2]), dropout=dropout, scale=scale)
+
+
 def takes_flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
 ) -> bool:

@@ -66,6 +66,19 @@ def scores(
     return numbers + products.gather(-1, index.expand(*products.shape[:-2], *index.shape))
 
 
+def gathered(
+    q: Float[Tensor, "*batch heads blocks rows width"], terms: Terms, index: Int[Tensor, "*#batch heads blocks rows n"],
+    *, scale: float,
+) -> Float[Tensor, "*batch heads blocks rows n"]:  # fmt: skip
+    """What positions add to the scores of blocks of queries and keys, whose offsets are numbers ``index`` of terms."""
+    head = torch.arange(index.shape[-4], device=q.device)[:, None, None, None]
+    numbers = terms.numbers[head, index]
+    if terms.vectors is None:
+        return numbers
+    products = q @ terms.vectors[:, None].mT * scale
+    return numbers + products.gather(-1, index.expand(*products.shape[:-1], index.shape[-1]))
+
+
 def toeplitz(x: Float[Tensor, "*lead n"], rows: int) -> Float[Tensor, "*lead rows span"]:
     """Row r holds in column c the number ``c - r + rows - 1`` of ``n = rows + span - 1``."""
     return x.unfold(-1, x.shape[-1] - rows + 1, 1).flip(-2)

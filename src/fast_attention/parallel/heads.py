@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast_attention.biases.bias import Bias
 from fast_attention.engine.precision import rebuild
 from fast_attention.mechanism import Attention, Shape, Unsupported
 from fast_attention.mechanisms.sparse.local import Local
@@ -75,15 +76,20 @@ def of_heads(call: Call, heads: int, shards: Shards) -> Call:
     """The call with the mechanism and the weights of this process's heads only."""
     share = heads // shards.world
     w = _weights(call.mechanism, call.w, heads, shards)
-    return call._replace(mechanism=_from_head(call.mechanism, shards.rank * share), w=w)
+    return call._replace(mechanism=_of_heads(call.mechanism, shards.rank * share, share, heads), w=w)
 
 
-def _from_head(mechanism: Attention[Any, Any], first: int) -> Attention[Any, Any]:
-    """The mechanism that does with heads from 0 on what this one does with those from ``first`` on."""
+def _of_heads(mechanism: Attention[Any, Any], first: int, share: int, heads: int) -> Attention[Any, Any]:
+    """The mechanism that does with ``share`` heads what this one does with those from ``first`` on, of ``heads``."""
     if isinstance(mechanism, Local):
-        return mechanism.from_head(first)
-    settings = {each.name: getattr(mechanism, each.name) for each in fields(mechanism)}  # type: ignore[arg-type]
-    inner = {name: _from_head(part, first) for name, part in settings.items() if isinstance(part, Attention)}
+        mechanism = mechanism.from_head(first)
+    inner: dict[str, Any] = {}
+    for each in fields(mechanism):  # type: ignore[arg-type]
+        part = getattr(mechanism, each.name)
+        if isinstance(part, Attention):
+            inner[each.name] = _of_heads(part, first, share, heads)
+        elif isinstance(part, Bias):
+            inner[each.name] = part.of_heads(first, share, heads)
     return replace(mechanism, **inner) if inner else mechanism  # type: ignore[type-var]
 
 

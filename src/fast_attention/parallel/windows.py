@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention import checks
 from fast_attention.mechanisms.hybrid.ranges import near_range
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
@@ -35,9 +36,8 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     near_k, near_v, key_mask, fetched = fetch_near(call, k, v, needed)
     length, end = q.shape[-2], shards.start + q.shape[-2] + shards.num_keys - shards.length
     behind = max(needed[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
-    out = mechanism(
-        F.pad(q, (0, 0, 0, behind)), near_k, near_v, is_causal=call.is_causal, key_mask=key_mask
-    )  # fmt: skip
+    queries, weights = F.pad(q, (0, 0, 0, behind)), checks.weights(mechanism, call.w, q)
+    out = mechanism(queries, near_k, near_v, weights, is_causal=call.is_causal, key_mask=key_mask)
     return collectives.with_gradient(out[..., :length, :], fetched)
 
 

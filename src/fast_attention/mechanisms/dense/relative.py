@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, masks, offsets, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.fused import open_attention
+from fast_attention.engine.fused import biased_attention
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
@@ -71,7 +71,7 @@ def _plain(
         mask = masks.merge(attn_mask, mask, q.dtype)
     if mask is not None:
         bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
-    return open_attention(q, k, v, bias, dropout=dropout, scale=scale)
+    return biased_attention(q, k, v, bias, dropout=dropout, scale=scale)
 
 
 def _forward(

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
 from fast_attention.mechanisms.hybrid.reference import Arguments, Maps
-from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens, hidden
+from fast_attention.mechanisms.hybrid.sink_tokens import MISSING, SinkTokens, hidden
 from fast_attention.mechanisms.hybrid.token_maps import FEW, TokenMaps
 
 
@@ -53,6 +53,7 @@ class Call(NamedTuple):
     summed: Bool[Tensor, "#heads keys"]  # the visible keys without the sink tokens
     sinks: SinkTokens
     earlier: FarSums
+    apart: bool  # whether sink tokens are none of the near keys, which have a bias, wherever they stand
 
     @staticmethod
     def of(tensors: tuple[Any, ...], maps: Maps, plan: Plan) -> Call:
@@ -60,13 +61,13 @@ class Call(NamedTuple):
         x = Arguments.of(tensors)
         lead, widths = x.q.shape[:-2], (x.q.shape[-1], x.v.shape[-1])
         summed, position = _rows(x.visible, lead), _rows(x.sinks.position, lead)
-        masked = _masked(summed, position)
+        masked = _masked(summed, position) if x.numbers is None else ~summed
         token_maps = TokenMaps(maps, x.weights, (x.q, x.k), None if masked is None else x.visible)
         q, k, v = (_wide(t, max(widths)) for t in x[:3])
         tokens = Tokens(q, k, v, masked)
         sinks = SinkTokens(_wide(x.sinks.k, max(widths)), _wide(x.sinks.v, max(widths)), position)
         earlier = FarSums(x.earlier.sums.flatten(0, -4), x.earlier.log_scale.flatten(0, -2))
-        return Call(lead, widths, plan, token_maps, tokens, summed, sinks, earlier)
+        return Call(lead, widths, plan, token_maps, tokens, summed, sinks, earlier, x.numbers is not None)
 
     @property
     def scale(self) -> float:
@@ -98,10 +99,11 @@ class Call(NamedTuple):
         """Two rows for the near and the far keys, yet minus infinity, and the logits of the sink tokens for a chunk of
         queries, minus infinity where they are hidden.
         """
-        q, sinks = self.tokens.q[:, chunk.queries], self.sinks.k
+        q, sinks, plan = self.tokens.q[:, chunk.queries], self.sinks.k, self.plan
+        plan = plan._replace(left=-MISSING, right=-MISSING) if self.apart else plan
         logits = q.new_full((len(q), 2 + sinks.shape[1], q.shape[1]), float("-inf"))
         torch.mul(torch.bmm(sinks, q.mT), self.scale, out=logits[:, 2:])
-        logits[:, 2:].masked_fill_(hidden(self.plan, self.sinks, chunk.queries), float("-inf"))
+        logits[:, 2:].masked_fill_(hidden(plan, self.sinks, chunk.queries), float("-inf"))
         return logits
 
 

@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import dispatch, offsets
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.hybrid import far, key_sums, near, reference
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
@@ -38,9 +39,10 @@ def near_far_attention(
     plan: Plan,
     *,
     earlier: LinearState | None = None,
+    bias: Positions | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Outputs over the ``visible`` keys, the sink tokens and the sums of all ``earlier`` keys; ``w`` are the weights of
-    ``far``.
+    ``far``, and ``bias`` is what near keys' scores gain by offsets.
     """
     leaves, layout = tree_flatten(w)
 
@@ -50,17 +52,23 @@ def near_far_attention(
     pair = maps(*(x if x is None else x.detach() for x in leaves))
     probes = [phi(k[..., :1, :].detach()) for phi in pair[0 if torch.is_grad_enabled() else 1 :]]
     sums, log_scale = FarSums.of(earlier or empty(probes[-1], v))
-    tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), *leaves)
+    numbers = offsets.between(bias, 1 - plan.behind - plan.block, plan.block + plan.span - 1, q)[0]
+    trained = numbers is not None and torch.is_grad_enabled() and numbers.requires_grad
+    tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), numbers, *leaves)
     in_a_users_map = any(x.requires_grad for features in probes for x in features if x is not None)
-    if dispatch.obstacle(q, k, v) or in_a_users_map:
+    if dispatch.obstacle(q, k, v) or in_a_users_map or trained:  # the fused kernel gives a bias no gradient
         return reference.near_far(*tensors, maps=maps, plan=plan)
     if plan.is_causal and q.shape[-2] == 1 and plan.start <= plan.left:
-        return reference.attend_near(q, k, v, visible, sinks, maps(*leaves)[0](q), FarSums(sums, log_scale))
+        if numbers is not None:  # of the offsets of these keys
+            first = plan.behind + plan.block - 1 - plan.start
+            numbers = numbers[:, first : first + k.shape[-2]]
+        return reference.attend_near(q, k, v, visible, sinks, maps(*leaves)[0](q), FarSums(sums, log_scale), numbers)
     return _TILES(*tensors, maps=maps, plan=plan)
 
 
 def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    call, sight = Call.of(tensors, maps, plan), near.Sight.of(plan, tensors[0].device)
+    call = Call.of(tensors, maps, plan)
+    sight = near.Sight.of(plan, call.tokens.q, tensors[9])
     if call.few and plan.mixed:
         keys = call.maps.features(1, slice(0, tensors[1].shape[-2]))
         call = call._replace(maps=call.maps.holding(keys))
@@ -113,8 +121,9 @@ def _backward(
 ) -> Tensors:
     if not kept:
         return _of_reference(inputs, grad_out[0], maps, plan)
-    call, sight = Call.of(inputs, maps, plan), near.Sight.of(plan, grad_out[0].device)
-    d, pull, d_keys = call.zeros(inputs[9:]), None, ()
+    call = Call.of(inputs, maps, plan)
+    sight = near.Sight.of(plan, call.tokens.q, inputs[9])
+    d, pull, d_keys = call.zeros(inputs[10:]), None, ()
     if call.few and plan.mixed:
         keys, pull = call.maps.differentiable(1, slice(0, d.k.shape[-2]), d.k, d.weights)
         d_keys = torch.zeros_like(keys.values), torch.zeros_like(keys.values[..., 0])
@@ -134,7 +143,7 @@ def _backward(
         pull(*d_keys)
     d_sinks = call.unflattened(d.sinks.k, 0), call.unflattened(d.sinks.v, 1)
     d_earlier = None if d_earlier is None else d_earlier.view(inputs[7].shape)
-    return d.q, d.k, d.v, None, *d_sinks, None, d_earlier, None, *d.weights
+    return d.q, d.k, d.v, None, *d_sinks, None, d_earlier, None, None, *d.weights
 
 
 def _add_gradients(

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fast_attention.biases.transformer_xl import TransformerXL
 from fast_attention.engine import dispatch
-from fast_attention.engine.blocks import smaller
 from fast_attention.engine.kv_cache import KVCache, append, last
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced, symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
-from fast_attention.mechanisms.hybrid.positions import SHORT, Plan
-from fast_attention.mechanisms.hybrid.ranges import far_state
+from fast_attention.mechanisms.hybrid.ranges import far_state, plan_of
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
+from fast_attention.mechanisms.hybrid.weights import HybridWeights
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
@@ -54,7 +55,7 @@ class Hybrid(Attention[Any, HybridState]):
 
     Args:
         near: The window, or the neighbouring blocks: with ``BlockLocal`` the far keys are whole blocks, which takes
-            less time. Its ``scale`` serves both parts.
+            less time. Its ``scale`` serves both parts; its ``bias`` acts on near keys that are no sink tokens.
         far: The linear attention whose maps estimate the rest; its ``eps`` is not used. Its weights are those of this
             mechanism.
         first: Visible keys at the beginning that every query weighs exactly.
@@ -81,8 +82,8 @@ class Hybrid(Attention[Any, HybridState]):
             rotary=far.rotary,
             memory="window",
             random=far.random,
-            learned=far.learned,
-            approximates=far.approximates,
+            learned=far.learned or self.near.needs_weights,
+            approximates=far.approximates if self.near.bias is None else None,
         )
 
     def __post_init__(self) -> None:
@@ -96,6 +97,8 @@ class Hybrid(Attention[Any, HybridState]):
             raise ValueError(f"{message}: near must be a window such as Local(window=64), or BlockLocal()")
         if isinstance(self.near, Local) and self.near.dilation != 1:
             raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
+        if isinstance(self.near.bias, TransformerXL):
+            raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
         if not isinstance(self.far, Kernelised):
             raise ValueError(f"{message}: far must be linear: LinearAttention, FavorPlus or LearnedFeatures")
         if self.far.signed:
@@ -108,30 +111,28 @@ class Hybrid(Attention[Any, HybridState]):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether ``far`` needs weights."""
-        return self.far.needs_weights
+        """Whether ``far`` or the bias of ``near`` needs weights."""
+        return self.far.needs_weights or self.near.needs_weights
 
     def weights(self, shape: Shape) -> Any:
-        """The weights of ``far``."""
-        return self.far.weights(shape)
+        """The weights of ``far``; with a learned bias those of both parts."""
+        far = self.far.weights(shape)
+        return HybridWeights(far, self.near.weights(shape)) if self.near.needs_weights else far
+
+    def heads_of(self, w: Any) -> int | None:
+        """The heads that a learned bias, or else ``far``, has weights for."""
+        return self.near.heads_of(w.near) if self.near.needs_weights else self.far.heads_of(w)
+
+    def _parts(self, w: Any, q: Tensor) -> tuple[Any, Positions | None]:
+        """The weights of ``far`` and the bias of ``near``."""
+        far, near = w if self.near.needs_weights else (w, ())
+        return far, self.near.positions(q, near, self.near.scale)[1]
 
     def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
         """The weights of ``far`` suited to these queries and keys."""
         scaled = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
-        return self.far.calibrated(scaled, k, w, key_mask=key_mask)
-
-    def _plan(self, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
-        """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
-        end, rest = start + length if symbolic() else max(start + length, 1), keys - start
-        if isinstance(self.near, BlockLocal):
-            size = self.near.block_size
-            before, after = smaller(self.near.before, end // size), smaller(self.near.after, rest // size + 1)
-            return Plan.of_blocks(length, size, before, after, is_causal, start)
-        left, right = self.near.sides
-        left, right = smaller(left, end - 1), smaller(right, rest - 1)
-        if not symbolic() and start + length == keys <= SHORT:
-            return Plan.dense(length, left, right, is_causal, start)
-        return Plan.of(length, left, right, is_causal, start)
+        far = self.far.calibrated(scaled, k, self._parts(w, q)[0], key_mask=key_mask)
+        return w._replace(far=far) if self.near.needs_weights else far
 
     def _reads(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
@@ -143,8 +144,9 @@ class Hybrid(Attention[Any, HybridState]):
         q = q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
         if symbolic() or front:
             q = pad(q, (0, 0, front, 0))
-        plan = self._plan(length + front, keys, start - front, is_causal=is_causal)
-        out = near_far_attention(q, *near, sinks, self.far, w, plan, earlier=far)
+        plan = plan_of(self.near, length + front, keys, start - front, is_causal=is_causal)
+        far_w, bias = self._parts(w, q)
+        out = near_far_attention(q, *near, sinks, self.far, far_w, plan, earlier=far, bias=bias)
         return out[..., front:, :] if symbolic() or front else out
 
     @in_float32
@@ -163,7 +165,8 @@ class Hybrid(Attention[Any, HybridState]):
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``near_far_attention``, or exact attention where the near part covers everything."""
-        if not symbolic() and self.near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal):
+        covers = self.near.bias is None and self.near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal)
+        if covers and not symbolic():
             dispatch.record("exact attention", f"{self.near!r} covers everything")
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
         dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
@@ -176,7 +179,7 @@ class Hybrid(Attention[Any, HybridState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HybridState]:
         """Attend to sink tokens, sums of far keys, near and new tokens; keys that leave ``near`` join the sums."""
-        phi = self.far.per_token(w)[1]
+        phi = self.far.per_token(self._parts(w, q)[0])[1]
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)

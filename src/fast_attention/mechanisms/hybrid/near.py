@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from fast_attention.engine import masks
+from fast_attention.engine.offsets import toeplitz
 from fast_attention.engine.tiling import bias_of
 from fast_attention.mechanisms.hybrid.call import Tokens
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
@@ -56,17 +57,21 @@ class Sight(NamedTuple):
 
     near: Bool[Tensor, "block span"] | None  # None: all of it
     far: Bool[Tensor, "block span"] | None  # None: nothing
+    numbers: Float[Tensor, "heads block span"] | None = None  # what scores of near keys gain
 
     @staticmethod
-    def of(plan: Plan, device: torch.device) -> Sight:
-        """From where the blocks lie."""
+    def of(plan: Plan, q: Tensor, numbers: Tensor | None) -> Sight:
+        """From where the blocks lie, for the flattened heads of ``q``; ``numbers`` are of one sequence's heads."""
+        device = q.device
+        if numbers is not None:
+            numbers = toeplitz(numbers.to(q.dtype), plan.block).repeat(len(q) // len(numbers), 1, 1)
         if not plan.mixed and not plan.is_causal:
-            return Sight(None, None)
+            return Sight(None, None, numbers)
         sides = plan.block, plan.behind, plan.ahead
         right = 0 if plan.is_causal else None
         near = masks.band(*sides, left=plan.left, right=plan.right, device=device)
         visible = masks.band(*sides, left=None, right=right, device=device)
-        return Sight(near & visible, visible & ~near)
+        return Sight(near & visible, visible & ~near, numbers)
 
 
 def groups(plan: Plan, sight: Sight, chunk: Chunk, tokens: Tokens) -> Iterator[Group]:
@@ -83,7 +88,11 @@ def groups(plan: Plan, sight: Sight, chunk: Chunk, tokens: Tokens) -> Iterator[G
         if number > 0 and right > left:
             queries, span_keys = Rows(n * block, rows, number, block), Rows(begin + left, right - left, number, block)
             near = None if sight.near is None else sight.near[:rows, left:right]
-            yield _group(queries, span_keys, near, tokens.masked)
+            group = _group(queries, span_keys, near, tokens.masked)
+            if sight.numbers is not None:
+                numbers = sight.numbers[:, None, :rows, left:right]
+                group = group._replace(bias=numbers if group.bias is None else numbers + group.bias)
+            yield group
 
 
 def _group(queries: Rows, keys: Rows, visible: Tensor | None, masked: Tensor | None) -> Group:

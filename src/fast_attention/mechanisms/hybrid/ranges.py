@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine import dispatch
+from fast_attention.engine.blocks import smaller
 from fast_attention.engine.chunked import State, scan
-from fast_attention.mechanisms.hybrid.positions import BLOCK, CHUNK_TOKENS
+from fast_attention.engine.tracing import symbolic
+from fast_attention.mechanisms.hybrid.positions import BLOCK, CHUNK_TOKENS, SHORT, Plan
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -33,6 +35,20 @@ def near_range(near: Local | BlockLocal, queries: tuple[int, int], keys: int, *,
         low, high = first - near.sides[0], end + near.sides[1]
     low = min(max(low if end > first else first, 0), keys)
     return low, max(min(end if is_causal or end == first else high, keys), low)
+
+
+def plan_of(near: Local | BlockLocal, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
+    """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
+    end, rest = start + length if symbolic() else max(start + length, 1), keys - start
+    if isinstance(near, BlockLocal):
+        size = near.block_size
+        before, after = smaller(near.before, end // size), smaller(near.after, rest // size + 1)
+        return Plan.of_blocks(length, size, before, after, is_causal, start)
+    left, right = near.sides
+    left, right = smaller(left, end - 1), smaller(right, rest - 1)
+    if not symbolic() and start + length == keys <= SHORT:
+        return Plan.dense(length, left, right, is_causal, start)
+    return Plan.of(length, left, right, is_causal, start)
 
 
 def far_state(

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fast_attention.engine import masks
+from fast_attention.engine import masks, offsets
 from fast_attention.engine.blocks import join, slices, split
 from fast_attention.engine.bounds import no_less
 from fast_attention.engine.custom_gradient import Tensors
@@ -42,13 +42,14 @@ class Arguments(NamedTuple):
     visible: Bool[Tensor, "*#batch keys"]
     sinks: SinkTokens
     earlier: FarSums  # over all keys before these
+    numbers: Float[Tensor, "heads offsets"] | None  # what near keys' scores gain by the offsets of a block's span
     weights: Tensors  # of the far part
 
     @staticmethod
     def of(tensors: tuple[Any, ...]) -> Arguments:
         """From a flat tuple."""
         q, k, v, visible = tensors[:4]
-        return Arguments(q, k, v, visible, SinkTokens(*tensors[4:7]), FarSums(*tensors[7:9]), tensors[9:])
+        return Arguments(q, k, v, visible, SinkTokens(*tensors[4:7]), FarSums(*tensors[7:9]), tensors[9], tensors[10:])
 
 
 class Inputs(NamedTuple):
@@ -62,18 +63,20 @@ class Inputs(NamedTuple):
     queries: Features
     keys: Features
     outside: FarSums
+    numbers: Float[Tensor, "heads offsets"] | None  # as in ``Arguments``
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """All tensors in a flat tuple."""
-        return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside)
+        return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside, self.numbers)
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *t: Any) -> Inputs:
         """From a flat tuple."""
-        return Inputs(q, k, v, visible, SinkTokens(*t[:3]), Features(*t[3:5]), Features(*t[5:7]), FarSums(*t[7:]))
+        features = Features(*t[3:5]), Features(*t[5:7])
+        return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), t[9])
 
 
-INPUTS = 13  # tensors of ``Inputs``
+INPUTS = 14  # tensors of ``Inputs``
 
 
 class Sight(NamedTuple):
@@ -98,7 +101,7 @@ def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch len
     x = Arguments.of(tensors)
     queries, keys = maps(*x.weights)
     features = queries(x.q), masked_keys(keys, x.k, x.visible)
-    return _OPAQUE(*Inputs(*x[:5], *features, x.earlier).flat(), *plan)[0]
+    return _OPAQUE(*Inputs(*x[:5], *features, x.earlier, x.numbers).flat(), *plan)[0]
 
 
 def _near_and_far(*arguments: Any) -> tuple[Tensor]:
@@ -136,6 +139,8 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
     queries = Features(split(x.queries.values, block), row(x.queries.log_scale, lambda t: split(t, block)))
     keys = Features(around(x.keys.values), row(x.keys.log_scale, around))
     exact, logits = split(q, block) @ around(x.k).mT, []
+    if x.numbers is not None:
+        exact = exact + offsets.toeplitz(x.numbers, block)[:, None]
     ends = sorted({0, span, *(end for columns in plan.mixed for end in (columns.start, columns.stop))})
     for columns in (slice(*pair) for pair in pairwise(ends)):
         part = exact[..., columns]
@@ -148,12 +153,14 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
 
 
 def attend_near(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums
-) -> Float[Tensor, "*batch length values"]:
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums,
+    numbers: Float[Tensor, "heads keys"] | None,
+) -> Float[Tensor, "*batch length values"]:  # fmt: skip
     """``attend_spans`` where all keys are near and no sink token comes later: a step of decoding."""
     q = q * q.shape[-1] ** -0.5
-    pairs = ((k, visible), (sinks.k, sinks.present))
-    logits = [torch.where(visible[..., None, :], q @ keys.mT, float("-inf")) for keys, visible in pairs]
+    near = q @ k.mT if numbers is None else q @ k.mT + numbers[:, None]
+    pairs = ((near, visible), (q @ sinks.k.mT, sinks.present))
+    logits = [torch.where(visible[..., None, :], scores, float("-inf")) for scores, visible in pairs]
     out, weights = _softmax(logits, v, queries, outside)
     return out + weights @ sinks.v
 

@@ -7,19 +7,22 @@ and random blocks from the past only, so that what comes later, or whether anyth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast_attention.biases.bias import Bias, Biased
 from fast_attention.engine.blocks import count, join, split
 from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
+from fast_attention.mechanisms.sparse.gathered_bias import biased_rows
 from fast_attention.mechanisms.sparse.pattern import pattern
 from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.value import at_least
@@ -39,6 +42,7 @@ def bigbird_attention(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
     scale: float | None = None,
+    bias: Positions | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """Softmax over the union of window, random and global keys (arXiv 2007.14062, section 2 and appendix D).
 
@@ -49,6 +53,7 @@ def bigbird_attention(
     from the token after them. A key counts once however often it is reached, as in the dense masked softmax.
 
     A sequence ends at its last key that may be seen, so padding moves neither the last block nor the random ones.
+    ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them.
     """
     length, half = q.shape[-2], window_blocks // 2
     front, first, last = global_blocks(block_size, num_global_blocks, num_global_tokens, is_causal=is_causal)
@@ -56,7 +61,7 @@ def bigbird_attention(
         blocks = (length + front + block_size - 1) // block_size
         left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
         if left - last <= num_random_blocks:
-            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
+            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale, bias=bias)
     visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if front > 0:
         q, k, v = (F.pad(x, (0, 0, front, 0)) for x in (q, k, v))
@@ -67,14 +72,15 @@ def bigbird_attention(
     settings = {"first": first, "last": last, "half": half, "draws": num_random_blocks, "is_causal": is_causal}
     blocks = pattern(seeds[:, None], total, number=number, **settings)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
-    if key_mask is None and front == 0 and not is_causal and not symbolic():
+    if key_mask is None and front == 0 and not is_causal and bias is None and not symbolic():
         return gathered_softmax(
             q, k, v, table, visible, size=block_size, start=first, stop=number - last, scale=scale
         )  # fmt: skip
-    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, scale=scale)
+    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, scale=scale, bias=bias)
     if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
-        out = _with_global_rows(out, q, k, v, torch.cat(ids, -1)[..., 0, :], visible, size=block_size, scale=scale)
+        ids = torch.cat(ids, -1)[..., 0, :]
+        out = _with_global_rows(out, q, k, v, ids, visible, size=block_size, scale=scale, bias=bias)
     return out[..., front:, :]
 
 
@@ -85,14 +91,19 @@ def global_blocks(size: int, num_blocks: int, num_tokens: int, *, is_causal: boo
 
 
 def _with_global_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, *, size: int, scale: float | None
-) -> Tensor:
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor,
+    *, size: int, scale: float | None, bias: Positions | None,
+) -> Tensor:  # fmt: skip
     """``out`` with the rows of the global blocks ``ids`` (..., 1, G) computed over all keys."""
     length, blocks = q.shape[-2], split(q, size)
     ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
     rows = take(blocks, ids).flatten(-3, -2)
     mask = visible[..., None, :].expand(*rows.shape[:-1], length)
-    rows = fused_attention(rows, k, v, mask, scale=scale).unflatten(-2, (-1, size))
+    if bias is None:
+        rows = fused_attention(rows, k, v, mask, scale=scale)
+    else:
+        rows = biased_rows(rows, k, v, ids, mask, bias, size=size, scale=scale)
+    rows = rows.unflatten(-2, (-1, size))
     numbers = torch.arange(blocks.shape[-3], device=q.device)
     parts = split(out, size)
     for i in range(ids.shape[-1]):
@@ -102,13 +113,14 @@ def _with_global_rows(
 
 
 class Seeds(NamedTuple):
-    """One number per head (H,), from which the random blocks follow at any length."""
+    """One number per head (H,), from which the random blocks follow at any length, and the weights of a bias."""
 
     seeds: Tensor
+    bias: Any = None
 
 
 @dataclass(frozen=True, repr=False)
-class BigBird(Attention[Seeds, None]):
+class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibleVariableOverride]
     """Window, random and global blocks: the paper's ITC by default, its ETC with ``num_global_tokens``.
 
     Random blocks differ from head to head. They follow from the weights, and only ``Bound.redraw`` draws them anew.
@@ -122,6 +134,7 @@ class BigBird(Attention[Seeds, None]):
         num_global_tokens: The first so many tokens see everything and are seen by all (ETC's g extra tokens, to be
             prepended by the caller). Blocks are counted from the token after them.
         scale: Factor on the dot products; None means 1/sqrt(width).
+        bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
     """
 
     block_size: int = 64
@@ -130,8 +143,9 @@ class BigBird(Attention[Seeds, None]):
     num_global_blocks: int = 2
     num_global_tokens: int = 0
     scale: float | None = None
+    bias: Bias | None = None
 
-    traits = Traits(
+    unbiased = Traits(
         paper="Zaheer et al. 2020, arXiv 2007.14062",
         formula="softmax over window, random and global blocks of q_i k_j^T / sqrt(d), times v",
         cost="n b (w + r + g) d",
@@ -152,14 +166,22 @@ class BigBird(Attention[Seeds, None]):
         if self.window_blocks % 2 == 0:
             raise ValueError(f"BigBird(window_blocks={self.window_blocks}): window_blocks must be odd (1, 3, 5, ...)")
 
+    @property
+    def needs_weights(self) -> bool:
+        """Always: the seeds."""
+        return True
+
     def weights(self, shape: Shape) -> Seeds:
-        """A random seed per head."""
-        return Seeds(torch.randint(2**31, (shape.heads,)))
+        """A random seed per head, and the weights of the bias."""
+        learned = self.bias is not None and self.bias.learned
+        return Seeds(torch.randint(2**31, (shape.heads,)), super().weights(shape) if learned else None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Seeds, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Softmax over the pattern of each block."""
+        q, bias = self.positions(q, w.bias, self.scale)
         return bigbird_attention(
             q, k, v, w.seeds, block_size=self.block_size, window_blocks=self.window_blocks,
             num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks,
             num_global_tokens=self.num_global_tokens, is_causal=is_causal, key_mask=key_mask, scale=self.scale,
+            bias=bias,
         )  # fmt: skip

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fast_attention.engine import dispatch, masks, offsets
+from fast_attention.engine import masks, offsets
 from fast_attention.engine.blocks import count, join, positions, slices, split, split_mask
-from fast_attention.engine.fused import fused_attention, open_attention
+from fast_attention.engine.fused import biased_attention, fused_attention, open_attention
 from fast_attention.engine.offsets import Terms
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting
@@ -39,7 +39,7 @@ def banded_softmax(
         terms = Terms(numbers[:, None], None if vectors is None else vectors[:, None])
         bias = offsets.scores(queries, terms, span, scale=scale).to(q.dtype)
         mask = masks.merge(bias, mask, q.dtype) if mask.dtype == torch.bool else bias + mask
-    attend = blockwise_softmax if numbers is None or dispatch.on_gpu(q) else open_attention  # a mask with a gradient
+    attend = blockwise_softmax if numbers is None else biased_attention
     out = attend(queries, around(k), around(v), mask, dropout=dropout, scale=scale)
     return join(out, front + length)[..., front:, :]
 
@@ -48,7 +48,7 @@ biased_softmax = in_float32(banded_softmax)  # numbers of thousands are no numbe
 
 
 def gathered_softmax(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
     *, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the blocks of keys that a table names; arguments as in ``gathered.py``."""
@@ -57,11 +57,16 @@ def gathered_softmax(
     chosen = table.clamp(min=0)
     visible = split_mask(key_mask, size).expand(*table.shape[:-2], number, size)[..., None]
     mask = (first_named(table)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)[..., None, :]
+    queries = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
     if is_causal:
-        queries = torch.arange(number, device=q.device)[:, None] * size + torch.arange(size, device=q.device)
         mask = mask & (position[..., None, :] <= queries[..., None])
+    blocks, attend = split(q, size), blockwise_softmax
+    if numbers is not None:
+        index = (position[..., None, :] - queries[..., None] + (length - 1)).clamp(0, 2 * length - 2)
+        bias = offsets.gathered(blocks, Terms(numbers, vectors), index, scale=scale)
+        mask, attend = masks.merge(bias, mask, q.dtype), biased_attention
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
-    out = join(blockwise_softmax(split(q, size), keys, values, mask, scale=scale), length)
+    out = join(attend(blocks, keys, values, mask, scale=scale), length)
     return out if start == 0 and stop == number else with_ends(out, q, k, v, start * size, stop * size, scale=scale)
 
 
