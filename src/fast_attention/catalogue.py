@@ -56,7 +56,7 @@ def elsewhere(text: str) -> str:
     """A message that says what to write for a name that papers or libraries use; empty for an unknown name."""
     head = text.split("(")[0].strip()
     for name in (head, *re.findall(r"(\w+)\s*\(", text)):
-        if entry := known(name):
+        if name not in _PARSER.values and (entry := known(name)):
             return f"{name!r} is not a name of ours. {entry}. Write {entry.write}."
     own_names = [each for each in names() if simple(each) == simple(head) and each.lower() != head.lower()]
     return f"{head!r} is spelt {own_names[0]}() here." if own_names else ""

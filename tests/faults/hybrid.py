@@ -27,8 +27,8 @@ FAULTS = [
           LAW + "'decode and BlockLocal'"),
     Fault("masked keys stand in the sums", ROOM + "key_sums.py", ".exp_().masked_fill_(~summed, 0.0)", ".exp_()",
           ORACLE + "Hybrid"),
-    Fault("near keys are estimated as well", ROOM + "near.py", "Sight(near & visible, visible & ~near)",
-          "Sight(near & visible, visible)", f"{TESTS} -k dense_definition"),
+    Fault("near keys are estimated as well", ROOM + "near.py", "Sight(near & visible, visible & ~near, numbers)",
+          "Sight(near & visible, visible, numbers)", f"{TESTS} -k dense_definition"),
     Fault("what is near is estimated where all keys are one span", ROOM + "positions.py", "return [slice(0, self.span)]",
           "return [slice(0, 64)]", f"{TESTS} -k dense_definition"),
     Fault("a query without near keys weighs them", ROOM + "near.py",
@@ -104,4 +104,6 @@ FAULTS = [
           'traits.memory in ("constant", "window")', f"{LENGTH} -k any_split"),
     Fault("calibration leaves the long mechanism out", "mechanisms/hybrid/by_length.py",
           "part.mechanism.calibrated(q, k, part.w, key_mask=key_mask)", "part.w", f"{LENGTH} -k weights_are"),
+    Fault("a sink token near a query has the bias of the near keys", ROOM + "call.py",
+          "if x.numbers is None else ~summed", "if True else ~summed", "tests/biases/test_biases.py -k 'fast and Hybrid'"),
 ]  # fmt: skip

@@ -44,8 +44,8 @@ FAULTS = [
           STRATEGIES),
     Fault("whether neighbours' keys are visible is not looked at", "parallel/windows.py", "0, :, 0].detach() > 0.5",
           "0, :, 0].detach() > -0.5", STRATEGIES),
-    Fault("every process's first head has the first dilation", "parallel/heads.py", "return mechanism.from_head(first)",
-          "return mechanism", "tests/parallel/test_packed.py -k one_process"),
+    Fault("every process's first head has the first dilation", "parallel/heads.py", "mechanism = mechanism.from_head(first)",
+          "pass", "tests/parallel/test_packed.py -k one_process"),
     Fault("an AFT window fetches one token too few", "parallel/aft.py", "max(first - reach, 0)", "max(first - reach + 1, 0)",
           STRATEGIES),
     Fault("AFT's far keys weigh as one", "mechanisms/aft/reference.py", "total.masked_fill(total == 0, 1.0).log()",
@@ -74,4 +74,6 @@ FAULTS = [
           STRATEGIES),
     Fault("the gradient of a state under way is not summed", "parallel/collectives.py", "view(-1, *grads[0].shape).sum(0), None",
           "view(-1, *grads[0].shape)[0], None", STRATEGIES),
+    Fault("every process has the slopes of the first heads", "parallel/heads.py", "part.of_heads(first, share, heads)",
+          "part.of_heads(0, share, heads)", STRATEGIES),
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from tests.faults.fault import LAW, ORACLE, Fault
 
+BIASES = "tests/biases/test_biases.py -k "
+
 FAULTS = [
     Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, self.sides[0])",
@@ -35,4 +37,12 @@ FAULTS = [
     Fault("what the compiler takes as one operation is refused while it records", "mechanisms/sparse/banded.py",
           "    if attn_mask is None and dropout == 0.0:", "    if attn_mask is None and dropout == 0.0 and not dispatch.obstacle(q):",
           "tests/engine/test_dispatch.py -k 'one_operation and Local'"),
+    Fault("a tile of offsets stands on its head", "engine/offsets.py", "rows + 1, 1).flip(-2)", "rows + 1, 1)",
+          BIASES + "'fast and Softmax'"),
+    Fault("a window's whole tiles give a learned bias no gradient", "engine/relative.py",
+          "numbers[:, offsets].add_(_by_head(band.sum(1), numbers))", "pass", BIASES + "'fast and Local and T5Buckets'"),
+    Fault("a dilated window's offsets count its own steps", "mechanisms/sparse/local.py", "bias(steps * dilation)",
+          "bias(steps)", BIASES + "any_mask"),
+    Fault("gathered blocks stand one position further off", "mechanisms/sparse/gathered.py",
+          "* size + (self.length - 1)", "* size + self.length", BIASES + "'fast and BigBird'"),
 ]  # fmt: skip

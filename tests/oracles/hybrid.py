@@ -67,6 +67,7 @@ VARIANTS = [
     "Hybrid(near=Local(window=(1, 3)), far=LearnedFeatures(num_features=5), first=2, last=2)",
     "Hybrid(near=Local(window=0), far=FavorPlus(num_features=6, features='hyperbolic'), first=0, last=0)",
     "Hybrid(near=Local(window=1), far=FavorPlusPlus(num_features=6))",
+    "Hybrid(near=Local(window=2, bias=T5Buckets(num_buckets=8, max_distance=16)), far=FavorPlus(num_features=5))",
     "Hybrid(near=Local(window=(3, 0), scale=0.5), far=LinearAttention(), first=1, last=0)",
     "Hybrid(near=Local(window=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
     "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
@@ -74,5 +75,4 @@ VARIANTS = [
     "Hybrid(near=BlockLocal(block_size=3, before=0, after=1), far=FavorPlus(num_features=5), first=2, last=3)",
     "Hybrid(near=BlockLocal(block_size=2, before=2, after=0, scale=0.5), far=LinearAttention(), first=0, last=0)",
     "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=FavorPlusPlus(num_features=6), last=0)",
-    "Hybrid(near=Local(window=2, bias=T5Buckets(num_buckets=8, max_distance=16)), far=FavorPlus(num_features=5))",
 ]

@@ -20,7 +20,9 @@ NAMES = (
     "Linformer(rank=5, projection=MeanPool())", "Linformer(rank=7, projection=Convolution())",
     "BigBird(block_size=2)", "BigBird(block_size=2, num_global_blocks=0, num_global_tokens=3)",
     "ByLength(long=Local(window=4), above=8)", "AFTFull()", "AFTLocal(window=3)",
-    "AFTConv(kernel_size=3)", "Local(window=2, dilation=(3, 1))", "Adapted(mechanism=Local(window=3), rank=2)",
+    "AFTConv(kernel_size=3)", "Softmax(bias=ALiBi())", "Local(window=3, bias=TransformerXL(width=4))",
+    "Hybrid(near=Local(window=2, bias=T5Buckets()), far=FavorPlus(num_features=5))",
+    "Local(window=2, dilation=(3, 1))", "Adapted(mechanism=Local(window=3), rank=2)",
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Tests of biases: what scores gain by positions."""
