@@ -25,7 +25,7 @@ WAVES = {
 }  # fmt: skip
 FEATURES = {"feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 3, "mask_time_prob": 0.0}
 MELS = {
-    "num_mel_bins": 16, "conv_kernel_size": 3, "subsampling_conv_channels": 8, "max_position_embeddings": 99,
+    "num_mel_bins": 16, "conv_kernel_size": 3, "subsampling_conv_channels": 8, "max_position_embeddings": 1024,
     "dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
@@ -45,6 +45,10 @@ def build(name: str, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
         model = getattr(transformers, kind)(getattr(transformers, config)(**{**SIZES, **sizes, **settings})).eval()
     except AttributeError:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    if not model._can_set_attn_implementation():
+        with pytest.raises(Unsupported, match="does not call its attention through transformers' attention interface"):
+            swap(model, "Softmax()")
+        pytest.skip(f"transformers {transformers.__version__} calls {name}'s attention directly: refused by name")
     for parameter, weight in model.named_parameters():
         if "bias_u" in parameter or "bias_v" in parameter:
             torch.nn.init.normal_(weight)
@@ -76,7 +80,7 @@ def test_the_models_own_distances(name: str, mechanism: str, monkeypatch: pytest
         expected = outputs(model, given)
         slopes = gradients(model, expected)
     report = swap(model, mechanism, probe=given)
-    assert all(layer.mechanism.endswith("bias=TransformerXL())") for layer in report.layers)
+    assert all(layer.mechanism.endswith("bias=TransformerXL(width=32))") for layer in report.layers)
     assert (len(report.kept), report.parameters) == (0, 0)
     actual = outputs(model, given)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
@@ -126,5 +130,7 @@ def test_positions_of_another_kind_are_a_mask_of_every_pair() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_takes_no_bias_is_refused_with_what_would_work(name: str) -> None:
     model, given = build(name)
-    with pytest.raises(Unsupported, match=r"adds TransformerXL\(\) to its scores, which FavorPlus\(\) does not form"):
+    with pytest.raises(
+        Unsupported, match=r"adds TransformerXL\(width=32\) to its scores, which FavorPlus\(\) does not form"
+    ):
         swap(model, "FavorPlus()", probe=given)

@@ -85,7 +85,8 @@ def of(model: nn.Module, name: str) -> Positions | None:
         first = name if module.has_relative_attention_bias else first
         return _buckets(model.get_submodule(first), first)
     if (parts := CONFORMERS.get(type(module).__name__)) is not None and _has_distances(module, parts):
-        return Positions(TransformerXL(), f"its {', '.join(parts)}", module, _distances)
+        width = getattr(module, parts[-1]).in_features
+        return Positions(TransformerXL(width), f"its {', '.join(parts)}", module, _distances)
     if (read := getattr(module, "slopes", None)) is not None:
         slopes = tuple(read(torch.device("cpu")).tolist())
         paper = alibi_slopes(len(slopes))
