@@ -17,8 +17,8 @@ def forward(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """As transformers' module; where the layer's mechanism makes the scores of distances, without them."""
     if not attention.served(self, attention_mask):
-        own: Any = type(self).__bases__[0]
-        return own.forward(self, hidden_states, attention_mask, relative_position_embeddings, **settings)
+        base: Any = type(self).__bases__[0]
+        return base.forward(self, hidden_states, attention_mask, relative_position_embeddings, **settings)
     q, k, v = (
         project(hidden_states).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         for project in (self.linear_q, self.linear_k, self.linear_v)
