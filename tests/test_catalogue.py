@@ -29,7 +29,7 @@ def test_names_values_and_instances_are_accepted() -> None:
         ("Sofmax", "Did you mean Softmax"),
         ("softmax", "Did you mean Softmax"),
         ("Softmax(sale=1)", "no setting 'sale'; its settings are: scale"),
-        ("Softmax(1, 2)", "has 1 settings and got 2 values"),
+        ("Softmax(1, None, 2)", "has 2 settings and got 3 values"),
         ("Softmax(", "write a name, or a call"),
         ("Softmax(scale=open('x'))", "no mechanism or value is called 'open'"),
         ("Softmax(scale=1 + 1)", "settings are numbers"),
