@@ -279,11 +279,6 @@ def test_what_cannot_be_swapped_is_refused_by_name(kind: str, config: str, sizes
     assert not swap_back(model)
 
 
-def test_position_bias_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match=r"adds position_bias to its scores, which FavorPlus\(.*\) does not form"):
-        swap(build("T5"), "FavorPlus(num_features=8)")
-
-
 def test_causal_layers_keep_what_is_not_causal_out() -> None:
     model = build("Bart")
     report = swap(model, "Linformer(rank=4)")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
@@ -20,10 +19,11 @@ class BloomAttention(modeling_bloom.BloomAttention):
     """BLOOM's attention module with the same parts; its softmax is the attention function of the swap."""
 
     is_causal = True
+    by_token = True  # positions are counted over the tokens that are there
 
-    def slopes(self) -> Tensor:
+    def slopes(self, device: torch.device) -> Tensor:
         """The slope of each head (H,), read from the model's own function."""
-        ones = torch.ones(1, 2, dtype=torch.long, device=self.dense.weight.device)
+        ones = torch.ones(1, 2, dtype=torch.long, device=device)
         return modeling_bloom.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
 
     def forward(
@@ -37,7 +37,7 @@ class BloomAttention(modeling_bloom.BloomAttention):
         tokens = attention_mask.tokens if isinstance(attention_mask, Visibility) else None
         out, weights = attention.attention(
             self, q, k, v, attention_mask, dropout=self.attention_dropout.p if self.training else 0.0,
-            scaling=self.inv_norm_factor, position_bias=by_key(self.slopes(), k.shape[-2], tokens),
+            scaling=self.inv_norm_factor, position_bias=by_key(self.slopes(q.device), k.shape[-2], tokens),
         )  # fmt: skip
         out = F.dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training)
         return residual + out, weights
@@ -46,11 +46,11 @@ class BloomAttention(modeling_bloom.BloomAttention):
 class MptAttention(modeling_mpt.MptAttention):
     """MPT's attention module with the same parts; its softmax is the attention function of the swap."""
 
-    is_causal = True
+    is_causal, by_token = True, False
 
-    def slopes(self) -> Tensor:
+    def slopes(self, device: torch.device) -> Tensor:
         """The slope of each head (H,), read from the model's own function."""
-        return -modeling_mpt.build_mpt_alibi_tensor(self.n_heads, 2, device=self.out_proj.weight.device)[:, 0, 0]
+        return -modeling_mpt.build_mpt_alibi_tensor(self.n_heads, 2, device=device)[:, 0, 0]
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, cache: Any = None,
@@ -74,12 +74,9 @@ class MptAttention(modeling_mpt.MptAttention):
             k, v = cache.update(k, v, self.layer_idx)
         out, weights = attention.attention(
             self, q, k, v, attention_mask, dropout=self.attn_dropout_p if self.training else 0.0,
-            scaling=self.softmax_scale, position_bias=by_key(self.slopes(), k.shape[-2]),
+            scaling=self.softmax_scale, position_bias=by_key(self.slopes(q.device), k.shape[-2]),
         )  # fmt: skip
         return self.out_proj(out.flatten(2)), weights
-
-
-KINDS = {modeling_bloom.BloomAttention: BloomAttention, modeling_mpt.MptAttention: MptAttention}
 
 
 def by_key(slopes: Tensor, keys: int, tokens: Tensor | None = None) -> Tensor:
@@ -97,11 +94,4 @@ def by_key(slopes: Tensor, keys: int, tokens: Tensor | None = None) -> Tensor:
     return slopes[:, None, None] * positions[:, None, None]
 
 
-def set_implementation(model: PreTrainedModel, name: str) -> None:
-    """Let the attention modules of a BLOOM or an MPT call the attention function of that name, or their own again."""
-    ours = name == attention.NAME
-    for old, new in KINDS.items():
-        for module in model.modules():
-            if type(module) is (old if ours else new):
-                module.__class__ = new if ours else old
-    model.config._attn_implementation = name
+KINDS: dict[type, type] = {modeling_bloom.BloomAttention: BloomAttention, modeling_mpt.MptAttention: MptAttention}

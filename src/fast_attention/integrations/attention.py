@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from fast_attention.engine import masks
 from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, packed_rows, visible
+from fast_attention.integrations import calls, packed_rows, relative, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Positions, Visibility
 from fast_attention.mechanism import Unsupported
-from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
 
 NAME = "fast_attention"
@@ -54,11 +52,12 @@ class Swapped(nn.Module):
     Args:
         bound: The mechanism.
         kept: Whether this is exact attention because nothing else was asked for, or nothing else would do.
+        positions: What the model's positions add to the layer's scores, where that is known.
     """
 
-    def __init__(self, bound: Bound, *, kept: bool = False) -> None:
+    def __init__(self, bound: Bound, *, kept: bool = False, positions: relative.Positions | None = None) -> None:
         super().__init__()
-        self.bound, self.kept = bound, kept
+        self.bound, self.kept, self.positions = bound, kept, positions
         self.hooks: tuple[Any, ...] = ()
 
     def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
@@ -69,9 +68,37 @@ class Swapped(nn.Module):
             return None
         return layer_of(cache, int(index or 0), self.bound)
 
+    def serves(self, visibility: Any) -> bool:
+        """Whether the mechanism makes what positions add to the scores, so that the model need not, for all pairs."""
+        is_served = isinstance(visibility, Visibility) and visibility.complete
+        return is_served and relative.serves(self.bound.mechanism, self.positions)
+
+    def added(self, position_bias: Tensor, visibility: Visibility, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """What the mechanism must be given of the model's ``position_bias``, as the arguments that change scores."""
+        positions, tokens = self.positions, visibility.tokens
+        if self.serves(visibility):
+            assert positions is not None
+            if not positions.by_token or tokens is None:
+                return {}
+            if torch.compiler.is_compiling():
+                visible.assert_contiguous(tokens)
+                return {}
+            if bool(visible.contiguous(tokens)):
+                return {}
+        if position_bias.ndim == 0:
+            assert positions is not None
+            position_bias = positions.dense(q, k)
+        return {"position_bias": position_bias}
+
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""
         return "kept" if self.kept else ""
+
+
+def served(module: nn.Module, visibility: Any) -> bool:
+    """Whether a module's mechanism makes what positions add to its scores, under a mask."""
+    swapped = module._modules.get(CHILD)
+    return isinstance(swapped, Swapped) and swapped.serves(visibility)
 
 
 def layers_of(model: nn.Module) -> dict[str, Swapped]:
@@ -145,7 +172,7 @@ def attention(
     Raises:
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
-    visibility = _visibility(module, query, key, attention_mask, is_causal)
+    visibility = visible.given(module, query, key, attention_mask, is_causal)
     changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
     recording = None if torch.compiler.is_compiling() else _calls.get()
     if recording is not None:
@@ -167,31 +194,14 @@ def attention(
     cached = key.shape[-2] - query.shape[-2] if visibility.is_causal else 0
     texts = packed_rows.declared(query, key, extra, visibility, cached if cache is None else cache.length)
     visibility = visibility if texts is None else replace(visibility, packing=texts)
+    if "position_bias" in changes:
+        changes |= swapped.added(changes.pop("position_bias"), visibility, query, key)
     default_scale = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
     arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
     out, weights = _run_with_matrices(*arguments) if calls.shows(swapped) else (_run(*arguments), None)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _visibility(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
-    """The model's mask argument, of whatever form, as a ``Visibility``."""
-    if isinstance(mask, Visibility):
-        return mask
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    causal = causal and q.shape[-2] > 1
-
-    def dense() -> Tensor:
-        causal_mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=causal, key_mask=None, device=q.device)
-        full_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-        return (full_mask if causal_mask is None else causal_mask).expand(len(q), 1, -1, -1)
-
-    if mask is None:
-        return Visibility(dense, is_causal=causal)
-    if mask.ndim == 2:
-        return Visibility(dense, mask.bool(), is_causal=causal)
-    return Visibility(lambda: mask, complete=False)
 
 
 def _run_with_matrices(
@@ -229,21 +239,23 @@ def _run(
             return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
-    if changes or not visibility.complete or not within_window(mechanism, visibility.back, visibility.ahead):
+    if changes or not visibility.complete or not visible.within_window(mechanism, visibility.back, visibility.ahead):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
             return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks, windowed=True)
+        if cache is not None:
+            cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
             return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
         if changes:
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
             raise mechanism.refuse("a mask of the model's own", "mask")
-        raise Unsupported(window_refusal(mechanism, visibility.back, visibility.ahead))
+        raise Unsupported(visible.window_refusal(mechanism, visibility.back, visibility.ahead))
     if texts is None and visibility.sequences is not None:
         texts = packed_rows.numbered(visibility.sequences)
     if texts is not None:
         if cache is not None:
-            cache.pass_packed(q.shape[-2])
+            cache.pass_over(q.shape[-2], "packed texts")
         return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
     if cache is not None:
         k, v = repeated(q.shape[1], k=k, v=v)
@@ -265,27 +277,9 @@ def _run_masked(
     if "position_bias" in changes:
         bias = changes["position_bias"].to(q.dtype)
         mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, float("-inf"))
+        if relative.carries(bound.mechanism):  # which is in the mask already
+            return relative.with_bias(bound.mechanism, None)(q, k, v, attn_mask=mask, dropout=dropout)
     return bound(q, k, v, attn_mask=mask, dropout=dropout, enable_gqa=True, sinks=sinks)
-
-
-def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:
-    """Whether the mechanism sees no more than the model's window of ``back`` and ``ahead`` keys."""
-    if back is None and ahead is None:
-        return True
-    if not isinstance(mechanism, Local):
-        return False
-    left, right = mechanism.sides
-    return (back is None or left <= back) and (ahead is None or right <= ahead)
-
-
-def window_refusal(mechanism: Any, back: int | None, ahead: int | None) -> str:
-    """The message that a mechanism cannot serve a layer with a window."""
-    sides = [f"{n} tokens {where}" for n, where in ((back, "back"), (ahead, "ahead")) if n is not None]
-    least = min(n for n in (back, ahead) if n is not None)
-    return (
-        f"the layer sees {' and '.join(sides)} only, and {mechanism!r} would see more. What would work: "
-        f"Local(window={least}) or less, Softmax(), or keeping the layer"
-    )
 
 
 AttentionInterface.register(NAME, attention)  # a swapped model that was pickled finds them in any process

@@ -28,7 +28,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, bound: Bound, *, record_past: bool = False) -> None:
         super().__init__()
         self.bound, self.state, self.length, self.batch = bound, None, 0, 0
-        self.packed, self.record_past = False, record_past
+        self.stateless, self.record_past = "", record_past  # what the cache began with, if no state is kept of that
         self.record: rollback.Record = ()
         self.sinks: Tensor | None = None  # of the attention module
 
@@ -46,12 +46,12 @@ class StateLayer(CacheLayerMixin):
         """Decode the new tokens (B, H, N, E): their outputs. The state then includes them.
 
         Raises:
-            Unsupported: The tokens before were several packed texts.
+            Unsupported: The tokens before were several packed texts, or under a mask of every pair.
         """
-        if self.packed:
+        if self.stateless:
             raise Unsupported(
-                f"{self.bound.mechanism!r} keeps no state of the packed texts that this cache began with, so that they "
-                "cannot be decoded. What would work: generate from a padded batch, one text in a row"
+                f"{self.bound.mechanism!r} keeps no state of the {self.stateless} that this cache began with, so that "
+                "they cannot be decoded. What would work: generate from a padded batch, one text in a row"
             )
         outputs: list[Tensor] = []
         call = rollback.Call(q, k, v, key_mask)
@@ -69,15 +69,15 @@ class StateLayer(CacheLayerMixin):
     def _decode(self, call: rollback.Call, state: Any) -> tuple[Tensor, Any]:
         return self.bound.decode(call.q, call.k, call.v, state, key_mask=call.key_mask, sinks=self.sinks)
 
-    def pass_packed(self, tokens: int) -> None:
-        """Count the tokens of several packed texts, of which no state is kept: ``advance`` refuses from then on.
+    def pass_over(self, tokens: int, what: str) -> None:
+        """Count tokens of which no state is kept, ``what`` in words: ``advance`` refuses from then on.
 
         Raises:
             Unsupported: There are tokens before them.
         """
         if self.length:
-            raise Unsupported(f"packed texts behind {self.length} tokens in a cache: pass use_cache=False")
-        self.packed, self.length = True, tokens
+            raise Unsupported(f"{what} behind {self.length} tokens in a cache: pass use_cache=False")
+        self.stateless, self.length = what, tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys in a mask: the new tokens only, after all before."""
@@ -95,7 +95,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.length, self.packed, self.record = None, 0, False, ()
+        self.state, self.length, self.stateless, self.record = None, 0, "", ()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences of the batch, for beam search."""

@@ -25,6 +25,7 @@ class ActiveCall:
     position_ids: Tensor | None = None  # of a model: as it was given them; they may begin anew within a row
     packed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # of a model: the borders of a packed row
     cache: Any = None  # of an attention module: where its state is kept
+    served: bool = False  # of an attention module: whether its mechanism makes what positions add to the scores
     attended: bool = False  # of an attention module: whether its attention function was called
 
 
@@ -38,12 +39,12 @@ _thread = _Thread()
 
 def begin(
     module: nn.Module, *, shown: tuple[nn.Module, ...] = (), position_ids: Tensor | None = None,
-    packed: dict[str, Tensor] | None = None, cache: Any = None,
+    packed: dict[str, Tensor] | None = None, cache: Any = None, served: bool = False,
 ) -> None:  # fmt: skip
     """Push a call of ``module``. An earlier one that an interrupt left open is removed, with all inside it."""
     interrupted = _find(module)
     outer = _thread.innermost if interrupted is None else interrupted.outer
-    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, cache)
+    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, cache, served)
 
 
 def end(module: nn.Module) -> ActiveCall | None:

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
 from fast_attention.biases.bias import Biased
-from fast_attention.integrations import attention, calls, probing, unpadding, weights
-from fast_attention.integrations.attention import CHILD, NAME, Call, Swapped, layers_of
+from fast_attention.integrations import calls, probing, relative, teaching, unpadding, visible, weights
+from fast_attention.integrations.attention import CHILD, NAME, SINKS, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -23,7 +23,6 @@ from fast_attention.nn.bound import Bound
 
 BEFORE = "_fast_attention_before"  # the implementation that the model had
 EXACT = "_fast_attention_exact"  # the name of the exact model
-ALIBI = ("bloom", "mpt")  # models that compute attention themselves, and are taught here to call it
 
 
 def swap(
@@ -48,10 +47,11 @@ def swap(
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
             raise Unsupported(nothing_swapped(model, [layer for layer, _ in layers]))
-        uncalled = [_uncalled(name, *sizes) for name, sizes in probing.uncalled(model, called).items()]
+        uncalled = [_uncalled(model, name, *sizes) for name, sizes in probing.uncalled(model, called).items()]
         for layer, bound in (*layers, *uncalled):
             if bound is not None:
-                _install(model.get_submodule(layer.name), Swapped(bound, kept=not layer.replaced))
+                swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
+                _install(model.get_submodule(layer.name), swapped)
         _check_called(model, [layer.name for layer, _ in layers], forward)
         settle(model, before, model.name_or_path)
         if skip_padding:
@@ -84,32 +84,24 @@ def settle(model: PreTrainedModel, before: str, name: str | None) -> None:
 
 def swap_back(model: PreTrainedModel) -> bool:
     """Restore the model's own attention; whether it had been swapped."""
-    before = removed(model)
+    before = model.__dict__.pop(BEFORE, None)
     if before is not None:
+        _remove(model)
         _set_implementation(model, before)
     return before is not None
 
 
-def removed(model: PreTrainedModel) -> str | None:
-    """Remove the mechanisms from a model and return its former implementation; None if it was not swapped."""
-    before = model.__dict__.pop(BEFORE, None)
-    if before is not None:
-        _remove(model)
-    return before
-
-
 def _set_implementation(model: PreTrainedModel, name: str) -> None:
     """Set the attention function that a model calls, and all models in it."""
-    if model.config.model_type in ALIBI:
-        from fast_attention.integrations import alibi  # which imports the code of both
-
-        alibi.set_implementation(model, name)
+    teaching.teach(model) if name == NAME else teaching.undo(model)
+    if model.config.model_type in teaching.ALIBI:
+        model.config._attn_implementation = name
     else:
         model.set_attn_implementation(name)
 
 
 def _check(model: PreTrainedModel) -> None:
-    if model.config.model_type not in ALIBI and not model._can_set_attn_implementation():
+    if model.config.model_type not in teaching.ALIBI and not model._can_set_attn_implementation():
         raise Unsupported(
             f"{type(model).__name__} does not call its attention through transformers' attention interface, so that "
             "nothing can be put in its place. What would work: BERT, RoBERTa, ESM, ModernBERT, ViT, BART, T5, GPT-2, "
@@ -136,37 +128,40 @@ def own_config(model: PreTrainedModel) -> None:
                 setattr(module, name, copies[id(value)])
 
 
-def _uncalled(name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound | None]:
+def _uncalled(model: nn.Module, name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound | None]:
     """The report of a layer that the probe did not call, and exact attention for it; None where it keeps its own."""
     bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
+    positions = relative.of(model, name)
+    exact = relative.given(Softmax(), positions)
     if getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
         parameter = next(module.parameters())
         why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = Bound(Softmax(), Shape(heads, head_dim)).to(device=parameter.device, dtype=parameter.dtype)
+        bound = relative.bound(exact, Shape(heads, head_dim), positions)
+        bound = bound.to(device=parameter.device, dtype=parameter.dtype)
     causal = bool(getattr(module, "is_causal", False))
-    return Layer(name, type(module).__name__, heads, head_dim, causal, "Softmax()", why, replaced=False), bound
+    return Layer(name, type(module).__name__, heads, head_dim, causal, repr(exact), why, replaced=False), bound
 
 
 def _plan(
     name: str, call: Call, mechanism: Mechanism[Any, Any] | None, model: PreTrainedModel, max_len: int | None
 ) -> tuple[Layer, Bound]:
     """The report of a layer, and its mechanism: the wanted one, or exact attention where that cannot serve."""
-    reason = UNNAMED if mechanism is None else _obstacle(mechanism, call)
-    chosen_mechanism: Any = Softmax() if mechanism is None or reason else mechanism
+    module, positions = model.get_submodule(name), relative.of(model, name)
+    reason = UNNAMED if mechanism is None else _obstacle(mechanism, call, positions)
+    chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.bounded else 0)
-    parameter = next(model.get_submodule(name).parameters())
-    bound = Bound(chosen_mechanism, shape).to(device=parameter.device, dtype=parameter.dtype)
+    parameter = next(module.parameters())
+    bound = relative.bound(chosen_mechanism, shape, positions).to(device=parameter.device, dtype=parameter.dtype)
     learned = sum(p.numel() for p in bound.parameters())
-    notes = [] if reason else _notes(chosen_mechanism, call, _dropout(model.get_submodule(name)))
-    kind = type(model.get_submodule(name)).__name__
+    notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
     why = reason or "; ".join(notes)
     sizes = (call.heads, call.head_dim, call.is_causal)
-    layer = Layer(name, kind, *sizes, repr(chosen_mechanism), why, not reason, learned)
+    layer = Layer(name, type(module).__name__, *sizes, repr(chosen_mechanism), why, not reason, learned)
     return layer, bound
 
 
-def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
+def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Positions | None) -> str:
     """The reason why a mechanism cannot serve a layer; empty if it can."""
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
@@ -177,25 +172,27 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call) -> str:
         return f"the layer sees later tokens, and {mechanism!r} is causal only (traits.bidirectional)"
     if call.crosses and not traits.cross:
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    sunk = isinstance(mechanism, Biased) and mechanism.sinks is False
-    if attention.SINKS in call.extra and not sunk:
+    if call.crosses and visible.counts_from_the_query(mechanism):
+        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if SINKS in call.extra and not (isinstance(mechanism, Biased) and mechanism.sinks is False):
         return f"the layer has sinks (s_aux), which {mechanism!r} does not take: Softmax(), Local() and BlockLocal() do"
-    added = tuple(name for name in call.extra if name != attention.SINKS)
-    if added and not (added == ("position_bias",) and traits.mask):
-        return f"the layer adds {', '.join(added)} to its scores, which {mechanism!r} does not form (traits.mask)"
+    if reason := relative.obstacle(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
+        return reason
     if not traits.padding:
         return f"{mechanism!r} takes no padded batches (traits.padding)"
-    if not (traits.mask or attention.within_window(mechanism, call.back, call.ahead)):
-        return attention.window_refusal(mechanism, call.back, call.ahead)
+    if not (traits.mask or visible.within_window(mechanism, call.back, call.ahead)):
+        return visible.window_refusal(mechanism, call.back, call.ahead)
     return ""
 
 
-def _notes(mechanism: Mechanism[Any, Any], call: Call, dropout: float) -> list[str]:
+def _notes(
+    mechanism: Mechanism[Any, Any], call: Call, dropout: float, positions: relative.Positions | None
+) -> list[str]:
     """Remarks on a layer that was swapped, for the report."""
-    notes, takes_masks = [], mechanism.traits.mask
+    notes, takes_masks = relative.notes(mechanism, call.extra, positions), mechanism.traits.mask
     if dropout and not takes_masks:
         notes.append(dropout_note(dropout))
-    if call.window and not attention.within_window(mechanism, call.window - 1, call.window - 1):
+    if call.window and not visible.within_window(mechanism, call.window - 1, call.window - 1):
         outcome = "takes a mask of every pair" if takes_masks else "refuses"
         notes.append(f"beyond {call.window:,} tokens, the layer's window, it {outcome}")
     return notes
@@ -220,13 +217,17 @@ def _install(module: nn.Module, swapped: Swapped) -> None:
     )
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Note transformers' cache for the attention function, which does not get it."""
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Note transformers' cache for the attention function, which does not get it; spare T5 the bias of all pairs."""
     caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
     cache = caches[0] if caches else cache_argument.given(kwargs)
     swapped = module._modules.get(CHILD)
-    if isinstance(swapped, Swapped):
-        calls.begin(module, cache=swapped.state_in(cache, module))
+    if not isinstance(swapped, Swapped):
+        return None
+    served = any(swapped.serves(x) for x in (*args, *kwargs.values()))
+    calls.begin(module, cache=swapped.state_in(cache, module), served=served)
+    needs_bias = served and kwargs.get("position_bias", relative) is None
+    return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:

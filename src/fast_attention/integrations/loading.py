@@ -19,7 +19,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fast_attention import catalogue, files
 from fast_attention.mechanism import Shape
-from fast_attention.nn.bound import Bound
 
 NAME = "fast_attention"
 
@@ -66,7 +65,7 @@ class Restoring(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
     ) -> None:
         """Compare the files with their hashes, and put the mechanisms in."""
-        from fast_attention.integrations import hugging_face
+        from fast_attention.integrations import hugging_face, teaching
 
         implementation = model.config._attn_implementation
         if implementation != NAME:
@@ -76,6 +75,7 @@ class Restoring(HfQuantizer):
                 "fast_attention.swap_back(model) for exact attention"
             )
         verify(checkpoint_files or (), self.quantization_config.sha256)
+        teaching.teach(model)
         hugging_face.restore(model, _mechanisms(model, self.quantization_config.layers))
         self.sizes = {name: x.shape for name, x in model.state_dict().items()}
 
@@ -125,18 +125,20 @@ def _mechanisms(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
     best = max(candidates, key=lambda names: len(modules.intersection(names)))
     if not modules.intersection(best):
         raise ValueError(f"{type(model).__name__} has none of the layers that config.json names: {', '.join(layers)}")
-    return {name: _layer(model.get_submodule(name), **settings) for name, settings in best.items() if name in modules}
+    return {name: _layer(model, name, **settings) for name, settings in best.items() if name in modules}
 
 
-def _layer(module: nn.Module, *, mechanism: str, kept: bool, **shape: int) -> Any:
+def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: int) -> Any:
     """A layer's mechanism, its weights drawn on the CPU in float32: transformers loads on "meta" in another dtype."""
+    from fast_attention.integrations import relative
     from fast_attention.integrations.attention import Swapped
 
-    parameter, default_dtype = next(module.parameters()), torch.get_default_dtype()
+    parameter, default_dtype = next(model.get_submodule(name).parameters()), torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            bound = Bound(catalogue.parse(mechanism), Shape(**shape))
+            positions = relative.of(model, name)
+            bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
     finally:
         torch.set_default_dtype(default_dtype)
-    return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), kept=kept)
+    return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), kept=kept, positions=positions)

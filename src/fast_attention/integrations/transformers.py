@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fast_attention.integrations.attention import NAME
-from fast_attention.integrations.hugging_face import removed
+from fast_attention.integrations.hugging_face import swap_back
 from fast_attention.integrations.saving import save_pretrained as save_pretrained
 from fast_attention.integrations.swapping import from_pretrained as from_pretrained
 from fast_attention.integrations.swapping import swap
@@ -30,7 +30,7 @@ def register() -> None:
             swap(self, attn_implementation.removeprefix(PREFIX))
             return
         if attn_implementation != NAME:
-            removed(self)
+            swap_back(self)
         original(self, attn_implementation, *args, **settings)
 
     set_attn_implementation.swaps = True  # type: ignore[attr-defined]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fast_attention.engine import masks
 from fast_attention.mechanism import Unsupported
+from fast_attention.mechanisms.hybrid.by_length import ByLength
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.packed import Packing
 
 Sees = Callable[..., Tensor]  # (batch, head, query, key), positions that broadcast -> may the query see the key?
@@ -61,6 +66,25 @@ class Positions:
     def rows(self) -> Int[Tensor, "queries"]:
         """The positions of all queries."""
         return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
+
+
+def given(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | None) -> Visibility:
+    """The model's mask argument, of whatever form, as a ``Visibility``."""
+    if isinstance(mask, Visibility):
+        return mask
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    causal = causal and q.shape[-2] > 1
+
+    def dense() -> Tensor:
+        causal_mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=causal, key_mask=None, device=q.device)
+        full_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        return (full_mask if causal_mask is None else causal_mask).expand(len(q), 1, -1, -1)
+
+    if mask is None:
+        return Visibility(dense, is_causal=causal)
+    if mask.ndim == 2:
+        return Visibility(dense, mask.bool(), is_causal=causal)
+    return Visibility(lambda: mask, complete=False)
 
 
 def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
@@ -197,3 +221,46 @@ def _predicted(visibility: Visibility, distance: Tensor, row: int) -> Tensor:
 def _leading(side: Tensor) -> int | None:
     """How many keys of a row are visible before the first that is not; None: all of them."""
     return None if bool(side.all()) else int((~side).int().argmax())
+
+
+def assert_contiguous(tokens: Bool[Tensor, "batch all"]) -> None:
+    """Let a compiled graph fail at run time where there is something else between the tokens of a row."""
+    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+        contiguous(tokens),
+        "an attention_mask with something between the tokens of a row, in a compiled swapped model that counts "
+        "positions by tokens. What would work: padding on one side, or the model uncompiled",
+    )
+
+
+def contiguous(tokens: Bool[Tensor, "batch all"]) -> Bool[Tensor, ""]:
+    """Whether the tokens of every row stand beside one another."""
+    tokens = tokens.bool()
+    begins = tokens[:, 1:] & ~tokens[:, :-1]
+    return (begins.sum(-1) + tokens[:, 0] <= 1).all()
+
+
+def within_window(mechanism: Any, back: int | None, ahead: int | None) -> bool:
+    """Whether the mechanism sees no more than the model's window of ``back`` and ``ahead`` keys."""
+    if back is None and ahead is None:
+        return True
+    if not isinstance(mechanism, Local):
+        return False
+    left, right = mechanism.sides
+    return (back is None or left <= back) and (ahead is None or right <= ahead)
+
+
+def window_refusal(mechanism: Any, back: int | None, ahead: int | None) -> str:
+    """The message that a mechanism cannot serve a layer with a window."""
+    sides = [f"{n} tokens {where}" for n, where in ((back, "back"), (ahead, "ahead")) if n is not None]
+    least = min(n for n in (back, ahead) if n is not None)
+    return (
+        f"the layer sees {' and '.join(sides)} only, and {mechanism!r} would see more. What would work: "
+        f"Local(window={least}) or less, Softmax(), or keeping the layer"
+    )
+
+
+def counts_from_the_query(mechanism: Any) -> bool:
+    """Whether a mechanism's keys are those near the query's own position, which has no meaning in another sequence."""
+    if isinstance(mechanism, ByLength):
+        return counts_from_the_query(mechanism.short) or counts_from_the_query(mechanism.long)
+    return isinstance(mechanism, Local | BlockLocal)
