@@ -116,11 +116,11 @@ def _rotated(x: Tensor, rope: Tensor, prefix: int, *, halves: bool) -> Tensor:
     grid = x[:, :, prefix:]
     if halves:
         first, second = grid.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
+        partners = torch.cat((-second, first), -1)
     else:
-        turned = torch.stack((-grid[..., 1::2], grid[..., ::2]), -1).flatten(-2)
+        partners = torch.stack((-grid[..., 1::2], grid[..., ::2]), -1).flatten(-2)
     sines, cosines = rope.chunk(2, -1)
-    return torch.cat((x[:, :, :prefix], (grid * cosines + turned * sines).to(x.dtype)), 2)
+    return torch.cat((x[:, :, :prefix], (grid * cosines + partners * sines).to(x.dtype)), 2)
 
 
 def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
@@ -139,8 +139,8 @@ def swap_back(model: nn.Module) -> bool:
     swapped = [(name, module) for name, module in model.named_modules() if isinstance(module, VisionAttention)]
     for name, module in swapped:
         old = module.__dict__[BEFORE]
-        for mine, its in zip(_contents(module), _contents(old), strict=True):
-            its.update({child: part for child, part in mine.items() if child in its})
+        for present, its in zip(_contents(module), _contents(old), strict=True):
+            its.update({child: part for child, part in present.items() if child in its})
         old.training = module.training
         replace_module(model, name, old)
     return bool(swapped)
@@ -158,7 +158,7 @@ def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 def _is_known(module: nn.Module) -> bool:
     """Whether ``VisionAttention`` computes what the module does."""
-    kinds = [getattr(sys.modules.get(place), name, None) for place, name in ATTENTIONS]
+    kinds = [getattr(sys.modules.get(module_name), name, None) for module_name, name in ATTENTIONS]
     return type(module) in kinds
 
 
