@@ -154,7 +154,8 @@ def test_one_operation_for_the_compiler_asks_where_it_runs(name: str) -> None:
 
 
 FOR_CPUS = """LogAttention Manhattan LinearAttention Favor FavorPlus FavorPlusPlus LearnedFeatures Local BlockLocal
-    BigBird LSH DenseSynthesizer RandomSynthesizer FactorizedDenseSynthesizer MixtureSynthesizer""".split()  # noqa: SIM905
+    Local2d BlockLocal2d BigBird LSH DenseSynthesizer RandomSynthesizer FactorizedDenseSynthesizer
+    MixtureSynthesizer""".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("name", FOR_CPUS)

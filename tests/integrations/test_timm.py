@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fast_attention import swap, swap_back
+from fast_attention import Local2d, swap, swap_back
 from fast_attention.conformance.threads import difference_in_step
 from fast_attention.mechanism import Unsupported
-from tests.integrations.vision import PLACES, Attention, Beit, VisionTransformer
+from tests.integrations.vision import PLACES, Attention, AttentionRope, Beit, EvaAttention, VisionTransformer
+from tests.sparse.test_local2d import visible_keys
 
 WIDTH, PIXELS = 32, (2, 3, 16, 16)
 
@@ -132,6 +133,76 @@ def test_what_a_mechanism_needs_and_what_stays() -> None:
     report = swap(both, "LinearAttention")
     assert [layer.name for layer in report.kept] == ["b.blocks.0.attn"]
     assert len(report.replaced) == 2
+
+
+ROTARY = {
+    "EVA": (EvaAttention, {"qk_norm": True}),
+    "EVA-02": (EvaAttention, {"qkv_fused": False, "gated": True}),
+    "DINOv3": (EvaAttention, {"qkv_bias": False, "rotate_half": True, "num_prefix_tokens": 5, "scale_norm": False}),
+    "a ViT": (AttentionRope, {"num_prefix_tokens": 0}),
+    "grouped": (AttentionRope, {"qkv_fused": False, "num_kv_heads": 2, "gated": True, "rotate_half": True}),
+}
+
+
+def rotary(name: str) -> tuple[nn.ModuleDict, Tensor, Tensor, int]:
+    """An attention, tokens and sines and cosines of 20 patches behind the prefix, and its length."""
+    torch.manual_seed(0)
+    kind, how = ROTARY[name]
+    block = nn.ModuleDict({"attn": kind(WIDTH, 4, **({"norm_layer": nn.LayerNorm} | how))}).eval()
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    attention: Any = block["attn"]
+    prefix = attention.num_prefix_tokens
+    angles = torch.randn(20, WIDTH // 8)
+    angles = torch.cat((angles, angles), -1) if "rotate_half" in how else angles.repeat_interleave(2, -1)
+    return block, torch.randn(2, prefix + 20, WIDTH), torch.cat((angles.sin(), angles.cos()), -1), prefix
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_positions(name: str) -> None:
+    """The modules of EVA and DINOv3: exact attention as before, masked or not, windows of the grid, and back."""
+    block, x, rope, prefix = rotary(name)
+    seen = torch.rand(2, 1, x.shape[1], x.shape[1]) < 0.6
+    seen[..., 0] = True
+    asked: list[dict[str, Any]] = [{"rope": rope}, {}, {"rope": rope[None, None], "attn_mask": seen}]
+    asked += [{"rope": rope, "is_causal": True}]
+    old, names = block["attn"], list(block.state_dict())
+    before = [old(x, **how) for how in asked]
+    slopes = [gradients(block, out) for out in before]
+    swap(block, "Softmax")
+    assert block["attn"] is not old
+    assert list(block.state_dict()) == names
+    for how, wanted, slope in zip(asked, before, slopes, strict=True):
+        out = block["attn"](x, **how)
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+        for a, b in zip(gradients(block, out), slope, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+    swap_back(block)
+    assert block["attn"] is old
+    window = Local2d(4, 5, window=3, num_prefix_tokens=prefix)
+    wanted = old(x, rope=rope, attn_mask=visible_keys(window, x.shape[1]))
+    swap(block, window)
+    torch.testing.assert_close(block["attn"](x, rope=rope), wanted, atol=1e-5, rtol=1e-4)
+    block.load_state_dict({key: value / 3 for key, value in block.state_dict().items()}, assign=True)
+    present = dict(block.named_parameters())
+    swap_back(block)
+    assert all(weight is present[f"attn.{key}"] for key, weight in old.named_parameters())
+    assert not torch.allclose(old(x, rope=rope), before[0], atol=1e-3)
+
+
+def test_windows_of_a_vision_transformer() -> None:
+    """The class token outside the grid; a grid that is not the model's is refused before anything runs."""
+    model, x = build(), torch.randn(PIXELS)
+    swap(model, "Local2d(4, 4, window=5, num_prefix_tokens=1)")
+    torch.testing.assert_close(model(x), build()(x), atol=1e-5, rtol=1e-4)
+    swap_back(model)
+    swap(model, "Local2d(4, 4, window=3, num_prefix_tokens=1)")
+    assert not torch.allclose(model(x), build()(x), atol=1e-4)
+    swap_back(model)
+    for wrong in ("Local2d(4, 5, num_prefix_tokens=1)", "Local2d(4, 4)", "BlockLocal2d()"):
+        with pytest.raises(Unsupported, match="a grid of height=4, width=4, num_prefix_tokens=1"):
+            swap(model, wrong)
 
 
 @pytest.mark.parametrize("mechanism", ["Softmax", "FavorPlus(num_features=16)"])

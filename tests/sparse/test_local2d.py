@@ -28,7 +28,7 @@ GRIDS = [
 ]
 
 
-def seen(m: Any, length: int) -> Tensor:
+def visible_keys(m: Any, length: int) -> Tensor:
     """Which keys the oracle lets every query see (length, length)."""
     prefix, mask = m.num_prefix_tokens, torch.zeros(length, length, dtype=torch.bool)
     height = -(-(length - prefix) // m.width)
@@ -48,7 +48,7 @@ def seen(m: Any, length: int) -> Tensor:
 def test_tiles_are_the_dense_masked_softmax(m: Any, length: int) -> None:
     """Outputs and gradients, with and without a mask of keys, many heads and one; and the reference's."""
     torch.manual_seed(3)
-    mask = seen(m, length)
+    mask = visible_keys(m, length)
     for lead, masked in (((2, 3), True), ((1, 1), False), ((1, 18), False)):
         tensors = inputs(lead, length, length)
         keys = torch.rand(lead[0], length) > 0.3 if masked else None
@@ -69,7 +69,7 @@ def test_few_keys_are_exact_attention_with_a_mask() -> None:
     with dispatch.recorded() as steps:
         out = m(*tensors, key_mask=keys)
     assert steps[0].path == "exact attention with the window as mask"
-    visible = (seen(m, 197) & keys[:, None, None]).expand(2, 3, 197, 197)
+    visible = (visible_keys(m, 197) & keys[:, None, None]).expand(2, 3, 197, 197)
     agree(out, F.scaled_dot_product_attention(*tensors, visible), tensors)
     q, k, v = (x[..., :49, :] for x in tensors)
     torch.testing.assert_close(Local2d(7, 7)(q, k, v), F.scaled_dot_product_attention(q, k, v))
@@ -104,7 +104,7 @@ def test_second_derivatives_and_low_precision() -> None:
     m, tensors = Local2d(20, 12, window=3, num_prefix_tokens=1), inputs((1, 2), 241, 241)
     q, k, v = (x.bfloat16() for x in tensors)
     ours = torch.autograd.grad(m(*tensors).sin().sum(), tensors, create_graph=True)
-    mask = seen(m, 241).expand(1, 2, 241, 241)
+    mask = visible_keys(m, 241).expand(1, 2, 241, 241)
     scores = (tensors[0] @ tensors[1].mT * 8**-0.5).masked_fill(~mask, float("-inf"))
     theirs = torch.autograd.grad((scores.softmax(-1) @ tensors[2]).sin().sum(), tensors, create_graph=True)
     for which in range(3):

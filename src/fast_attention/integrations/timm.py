@@ -1,4 +1,4 @@
-"""Swaps the attention of timm's vision transformers: ViT, DeiT and all others that are made of its ``Attention``."""
+"""Swaps the attention of timm's vision transformers: ViT, DeiT, EVA, DINOv3 and all others made of the same modules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from torch import Tensor, nn
 from fast_attention.integrations.modules import exchange, replace_module
 from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
 from fast_attention.mechanism import Attention, Mechanism, Shape
+from fast_attention.mechanisms.sparse.in_grid import InGrid
 from fast_attention.nn.bound import Bound
 
 BEFORE = "_before_swap"  # where a swapped layer keeps timm's module, which shares its parts
 PARTS = ("norm", "gate")  # that only newer releases of timm have
+BIASES = ("q_bias", "k_bias", "v_bias")  # of EVA's, parameters and a buffer beside one projection
+ATTENTIONS = (  # whose arithmetic is that of ``VisionAttention``
+    ("timm.models.vision_transformer", "Attention"),
+    ("timm.layers.attention", "AttentionRope"),
+    ("timm.models.eva", "EvaAttention"),
+)
 
 
 class VisionAttention(nn.Module):
-    """timm's ``Attention`` with any mechanism: the same submodules under the same names, and ``attention``.
+    """timm's ``Attention``, ``EvaAttention`` or ``AttentionRope`` with any mechanism, ``attention``.
+
+    The submodules are the same under the same names.
 
     Args:
         old: timm's module; its submodules are shared, not copied.
@@ -26,7 +35,6 @@ class VisionAttention(nn.Module):
         max_len: The longest sequence, for mechanisms with ``traits.bounded``.
     """
 
-    qkv: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
     attn_drop: nn.Dropout
@@ -35,28 +43,35 @@ class VisionAttention(nn.Module):
 
     def __init__(self, old: Any, mechanism: Mechanism[Any, Any], max_len: int) -> None:
         super().__init__()
-        for name, child in old.named_children():
-            self.add_module(name, child)
+        _share(old, self)
         shape = Shape(old.num_heads, old.head_dim, max_len if mechanism.traits.bounded else 0)
-        self.attention = Bound(mechanism, shape).to(old.qkv.weight).train(old.training)
+        self.attention = Bound(mechanism, shape).to(old.proj.weight).train(old.training)
         # timm's fused attention has a scale of its own and does not read the module's
         self.factor = 1.0 if old.fused_attn else old.scale * old.head_dim**0.5
+        self.prefix, self.halves = getattr(old, "num_prefix_tokens", 0), getattr(old, "rotate_half", False)
         self.training = old.training
         self.__dict__[BEFORE] = old
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *, rope: Tensor | None = None
+    ) -> Tensor:
         """Tokens (B, N, E) to tokens (B, N, E), as timm's module.
 
         Args:
             x: Tokens.
             attn_mask: Boolean (True = may be seen) or additive, broadcastable to (B, H, N, N).
             is_causal: Token i sees tokens up to i.
+            rope: Sines and cosines (..., N - prefix, 2 * head_dim) by which queries and keys behind the prefix tokens
+                are rotated; the modules without rotary positions have none.
 
         Raises:
             Unsupported: The mechanism cannot do what was asked, such as a mask that is none of whole tokens.
         """
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.attention.shape.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self._projected(x)
         q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = (_rotated(t, rope, self.prefix, halves=self.halves).to(v.dtype) for t in (q, k))
+        k, v = (t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         q = q if abs(self.factor - 1) < 1e-6 else q * self.factor
         takes_masks = self.attention.mechanism.traits.mask
         dropout = self.attn_drop.p if self.training and takes_masks else 0.0
@@ -71,6 +86,42 @@ class VisionAttention(nn.Module):
         out = out if norm is None else norm(out)
         return self.proj_drop(self.proj(out if gate is None else out * gate(x).sigmoid()))
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, heads, N, head_dim); of keys and values there may be fewer heads."""
+        if (qkv := self._modules.get("qkv")) is not None:
+            projected = qkv(x)
+            biases = [getattr(self, name, None) for name in BIASES]
+            if biases[0] is not None:
+                projected = projected + torch.cat([b for b in biases if b is not None])
+            q, k, v = projected.chunk(3, -1)
+        else:
+            q, k, v = (self.get_submodule(name)(x) for name in ("q_proj", "k_proj", "v_proj"))
+        width = self.attention.shape.head_dim
+        q, k, v = (t.unflatten(-1, (-1, width)).transpose(1, 2) for t in (q, k, v))
+        return q, k, v
+
+
+def _share(old: nn.Module, new: nn.Module) -> None:
+    """Make the submodules, parameters and buffers of ``old`` those of ``new`` too."""
+    for name, child in old._modules.items():
+        new.add_module(name, child)
+    for name, parameter in old._parameters.items():
+        new.register_parameter(name, parameter)
+    for name, buffer in old._buffers.items():
+        new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
+
+
+def _rotated(x: Tensor, rope: Tensor, prefix: int, *, halves: bool) -> Tensor:
+    """Queries or keys (B, H, N, E) behind the prefix rotated by ``rope``: pairs of neighbours, or of the two halves."""
+    grid = x[:, :, prefix:]
+    if halves:
+        first, second = grid.chunk(2, -1)
+        partners = torch.cat((-second, first), -1)
+    else:
+        partners = torch.stack((-grid[..., 1::2], grid[..., ::2]), -1).flatten(-2)
+    sines, cosines = rope.chunk(2, -1)
+    return torch.cat((x[:, :, :prefix], (grid * cosines + partners * sines).to(x.dtype)), 2)
+
 
 def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
     """Replace every attention of timm's that ``wanted`` names; weights are shared, names stay.
@@ -79,7 +130,7 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
         Unsupported: No layer can be swapped.
     """
     return exchange(
-        model, wanted, _is_attention, lambda name, module, mechanism: _plan(name, module, mechanism, max_len)
+        model, wanted, _is_attention, lambda name, module, mechanism: _plan(model, name, module, mechanism, max_len)
     )
 
 
@@ -88,9 +139,8 @@ def swap_back(model: nn.Module) -> bool:
     swapped = [(name, module) for name, module in model.named_modules() if isinstance(module, VisionAttention)]
     for name, module in swapped:
         old = module.__dict__[BEFORE]
-        for child, part in module.named_children():
-            if child in old._modules:
-                setattr(old, child, part)
+        for present, its in zip(_contents(module), _contents(old), strict=True):
+            its.update({child: part for child, part in present.items() if child in its})
         old.training = module.training
         replace_module(model, name, old)
     return bool(swapped)
@@ -101,28 +151,56 @@ def _is_attention(module: nn.Module) -> bool:
     return type(module).__module__.startswith("timm.") and isinstance(getattr(module, "fused_attn", None), bool)
 
 
+def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Its submodules, parameters and buffers by name."""
+    return module._modules, module._parameters, module._buffers
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether ``VisionAttention`` computes what the module does."""
+    kinds = [getattr(sys.modules.get(module_name), name, None) for module_name, name in ATTENTIONS]
+    return type(module) in kinds
+
+
 def _plan(
-    name: str, module: Any, mechanism: Mechanism[Any, Any] | None, max_len: int | None
+    model: nn.Module, name: str, module: Any, mechanism: Mechanism[Any, Any] | None, max_len: int | None
 ) -> tuple[Layer, VisionAttention | None]:
     """The report of a layer, and its new module; None where it stays."""
     kind, heads = type(module).__name__, getattr(module, "num_heads", 1)
-    library = sys.modules.get("timm.models.vision_transformer")
-    is_plain = library is not None and type(module) is library.Attention
-    width = module.head_dim if is_plain else 0
+    is_known = _is_known(module)
+    width = module.head_dim if is_known else 0
     reason = UNNAMED if mechanism is None else ""
     if mechanism is not None and not isinstance(mechanism, Attention):
         reason = no_queries(mechanism)
-    elif not is_plain:
-        reason = f"{type(module).__module__}.{kind} is not the attention of timm's plain vision transformer"
+    elif not is_known:
+        reason = (
+            f"{type(module).__module__}.{kind} is not the attention of timm's plain vision transformer, EVA or DINOv3"
+        )
+    elif isinstance(mechanism, InGrid):
+        reason = _other_grid(model, name, mechanism)
     if mechanism is None or reason:
         return Layer(
-            name, kind, heads, width, False, "Softmax()" if is_plain else "its own", reason, replaced=False
+            name, kind, heads, width, False, "Softmax()" if is_known else "its own", reason, replaced=False
         ), None
     new, note = VisionAttention(module, mechanism, max_len or 0), ""
     if module.attn_drop.p and not mechanism.traits.mask:
         note = dropout_note(module.attn_drop.p)
     learned = sum(p.numel() for p in new.attention.parameters())
     return Layer(name, kind, heads, width, False, repr(mechanism), note, True, learned), new
+
+
+def _other_grid(model: nn.Module, name: str, mechanism: InGrid) -> str:
+    """How the tokens of a layer's model, where it says which, are laid out otherwise than the mechanism has them."""
+    while name:
+        name = name.rpartition(".")[0]
+        owner: Any = model.get_submodule(name)
+        grid = getattr(getattr(owner, "patch_embed", None), "grid_size", None)
+        if isinstance(grid, tuple):
+            prefix, is_open = getattr(owner, "num_prefix_tokens", 0), getattr(owner, "dynamic_img_size", False)
+            fits = is_open or (mechanism.height in (None, grid[0]) and mechanism.width == grid[1])
+            sizes = f"height={grid[0]}, width={grid[1]}, num_prefix_tokens={prefix}"
+            return "" if fits and mechanism.num_prefix_tokens == prefix else f"the model's tokens are a grid of {sizes}"
+    return ""
 
 
 def _tokens(mask: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor] | None:

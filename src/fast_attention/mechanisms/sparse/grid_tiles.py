@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     tiling: Tiling
 
 
-@cache
+@lru_cache(maxsize=32)
 def _batches(
     height: int, width: int, down: Axis, across: Axis, leading: int, number: int, dtype: torch.dtype
 ) -> list[Batch]:
