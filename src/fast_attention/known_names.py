@@ -97,6 +97,7 @@ KNOWN = (
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),
+    Known("linear randomized attention", "LARA()", note="proposals at means, weighed by the balance heuristic alone"),
     Known("Agent Attention, Agent Transformer", "Agent()", note="without the biases and the convolution for images"),
     Known("Attention with Bounded-memory Control, ABC-MLP", "ABC()",
           note="what is written where follows from a token's key instead of the token"),

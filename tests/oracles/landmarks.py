@@ -91,8 +91,37 @@ def bounded_memory(
     return torch.stack(rows)
 
 
-ORACLES = {"Nystrom": nystrom, "Agent": agent, "ABC": bounded_memory}
+def lara(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """arXiv 2204.04667: draws from a mixture of Gaussians, weighed by the density that each query wants."""
+
+    def xi(x: Tensor, at: Tensor) -> Tensor:
+        return ((at * x).sum() - (x * x).sum() / 2).exp()
+
+    def normal(at: Tensor, centre: Any) -> Tensor:
+        return (-((at - centre) ** 2).sum() / 2).exp()
+
+    seen, width = visible(len(k), key_mask), q.shape[1]
+    q, k = q / width**0.25, k / width**0.25
+    inside = [{(r * m.num_landmarks) // len(seen) for r in range(len(seen))}] if seen else [set()]
+    centres = [a + b for a, b in zip(means(q, seen, m.num_landmarks), means(k, seen, m.num_landmarks), strict=True)]
+    draws = [mu + w.noise[head, c] for mu, c in zip(centres, sorted(inside[0]), strict=True)]
+    rows = []
+    for query in q:
+        weights, features = [], []
+        for at in draws:
+            keys = [xi(k[j], at) for j in seen]
+            features.append(sum(a * v[j] for a, j in zip(keys, seen, strict=True)) / sum(keys))
+            density = normal(at, 0.0) * xi(query, at) * sum(keys)
+            weights.append(density / sum(normal(at, mu) for mu in centres))
+        rows.append(sum(a * f for a, f in zip(weights, features, strict=True)) / sum(weights))
+    return torch.stack(rows)
+
+
+ORACLES = {"Nystrom": nystrom, "LARA": lara, "Agent": agent, "ABC": bounded_memory}
 VARIANTS = [
+    "LARA(num_landmarks=5)",
     "ABC(num_slots=3)",
     "Agent(num_agents=5)",
     "Nystrom(num_landmarks=5)",

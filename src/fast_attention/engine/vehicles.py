@@ -28,6 +28,7 @@ VEHICLES = {
     "CosFormer": KERNELS,
     "Linformer": FUSED,
     "Nystrom": FUSED,
+    "LARA": SCORES,
     "Agent": FUSED,
     "ABC": PLAIN,
     "Local": FLEX,

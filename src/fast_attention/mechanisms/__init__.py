@@ -16,6 +16,7 @@ from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.linear.cosformer import CosFormer as CosFormer
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
 from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
+from fast_attention.mechanisms.landmarks.lara import LARA as LARA
 from fast_attention.mechanisms.landmarks.agent import Agent as Agent
 from fast_attention.mechanisms.landmarks.abc import ABC as ABC
 from fast_attention.mechanisms.sparse.local import Local as Local
@@ -58,7 +59,7 @@ __all__ = [
     "ABC", "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal",
     "BlockLocal2d", "ByLength", "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet",
     "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP",
-    "Hybrid", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d", "LogAttention",
+    "Hybrid", "LARA", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d", "LogAttention",
     "LogLinearAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu", "PositiveExp",
     "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Selected", "Sinkhorn", "Softmax",
     "SortCut", "T2R", "T5Buckets", "TransformerXL", "WKV",
