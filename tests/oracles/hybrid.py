@@ -75,10 +75,10 @@ VARIANTS = [
     "Hybrid(near=Local(window=(3, 0), scale=0.5), far=LinearAttention(), first=1, last=0)",
     "Hybrid(near=Local(window=1), far=LinearAttention(feature_map=Exp()), first=0, last=3)",
     "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
+    "Hybrid(near=Selected(block_size=3, topk=2), far=FavorPlus(num_features=5))",
+    "Hybrid(near=Selected(block_size=2, topk=1, scale=0.5), far=LinearAttention(), first=0, last=2)",
     "Hybrid(near=BlockLocal(block_size=2), far=LearnedFeatures(num_features=5))",
     "Hybrid(near=BlockLocal(block_size=3, before=0, after=1), far=FavorPlus(num_features=5), first=2, last=3)",
     "Hybrid(near=BlockLocal(block_size=2, before=2, after=0, scale=0.5), far=LinearAttention(), first=0, last=0)",
     "Hybrid(near=BlockLocal(block_size=1, before=0, after=0), far=FavorPlusPlus(num_features=6), last=0)",
-    "Hybrid(near=Selected(block_size=3, topk=2), far=FavorPlus(num_features=5))",
-    "Hybrid(near=Selected(block_size=2, topk=1, scale=0.5), far=LinearAttention(), first=0, last=2)",
 ]
