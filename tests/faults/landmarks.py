@@ -14,7 +14,7 @@ FAULTS = [
     Fault("draws are weighed as if there were one proposal", "mechanisms/landmarks/lara.py", " - _log_sum(proposals, proposed)", "",
           ORACLE + "LARA"),
     Fault("landmarks that stand for nobody propose", "mechanisms/landmarks/lara.py", "None if count is None else (count > 0)[..., None, :]", "None",
-          LAW + "'shorter and LARA'"),
+          ORACLE + "LARA"),
     Fault("agents are pooled from keys", "mechanisms/landmarks/agent.py", "segment_means(q, number", "segment_means(k, number",
           ORACLE + "Agent"),
     Fault("agents that stand for nobody are attended to", "mechanisms/landmarks/agent.py", "None if count is None else count > 0", "None",

@@ -300,7 +300,7 @@ def test_over_processes_it_says_what_each_mechanism_sends(capsys: pytest.Capture
 
 def test_every_adapter_names_one_of_the_line_up() -> None:
     families = {repr(mechanism) for mechanism in competitors.default_mechanisms()}
-    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 39
+    assert len(families) == len(catalogue.names()) + len(competitors.VARIANTS) == 47
     assert families >= {repr(catalogue.default(name)) for name in catalogue.names()}
     names = [peer.name for peer in PEERS]
     assert len(names) == len(set(names)) >= 25
