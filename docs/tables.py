@@ -70,9 +70,21 @@ def by_need() -> str:
         f"{cosines['LinearAttention()']:.3f} untrained |",
         f"| long windows {swapped('Local(window=64)')}",
         f"| encoders only {swapped('Linformer(rank=128)')}",
+        *map(_beside_exact, (
+            ("images, spectrograms: windows of rows and columns", "Local2d(height=64, width=64)"),
+            ("positions in the scores (T5, BLOOM, MPT, speech)", "Local(window=64, bias=ALiBi())"),
+        )),
         f"| (no gain, n^2 too) | {names} | {spans[0][0]:.1f}x to {spans[0][1]:.1f}x at {far:,} tokens | "
         f"{spans[1][0]:.3f} to {spans[1][1]:.3f} |",
     ])  # fmt: skip
+
+
+def _beside_exact(need_and_mechanism: tuple[str, str]) -> str:
+    """A row whose speed is that of the mechanism alone, beside exact attention in the same run."""
+    need, name = need_and_mechanism
+    rows = [row for held in newest("*-against-exact*.json") for row in held["rows"] if row["mechanism"] == name]
+    forward = next(row for row in reversed(rows) if not (row["training"] or row["is_causal"]))
+    return f"| {need} | `{name}` | {1 / forward['ratio']:.1f}x at {forward['length']:,} tokens | - |"
 
 
 def _long(held: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import runpy
 import subprocess
@@ -270,13 +271,17 @@ print(took, *heavy, *sorted({name.split(".")[0] for name in {*sys.modules} - bef
 """
 
 
-def test_import_is_light() -> None:
-    """Nothing heavy comes in with the package, and it adds at most half of torch's time: the best of three tries."""
-    took = []
-    while not took or (min(took) >= 0.5 and len(took) < 3):  # a busy machine takes its time now and then
-        run = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120, check=True)
+def test_import_is_light(tmp_path: Path) -> None:
+    """Nothing heavy comes in with the package, and it adds at most a third of torch's time: the best of a few tries.
+
+    The first try compiles, where users have compiled files.
+    """
+    took, cached = [], {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    while len(took) < 2 or (min(took) >= 0.33 and len(took) < 4):  # a busy machine takes its time now and then
+        command = [sys.executable, "-c", LIGHT]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=cached)
         spent, *brought = run.stdout.split()
         known = {"fast_attention", "jaxtyping", "numpy", "torch"}
         assert {name for name in brought if not name.startswith("_sysconfigdata")} <= known, brought  # Python's own
         took.append(float(spent))
-    assert min(took) < 0.5, took
+    assert min(took) < 0.33, took
