@@ -105,7 +105,7 @@ FAULTS = [
     Fault("decayed sums do not fade over a block", "mechanisms/linear/decayed_sums.py",
           "-total.cumsum(-1)], -1)", "0 * total.cumsum(-1)], -1)", "tests/linear/test_decayed.py"),
     Fault("sums from the right decay one token too early", "mechanisms/linear/decayed_sums.py",
-          "F.pad(log_decay, (0, 1))[..., 1:]", "F.pad(log_decay, (0, 1))[..., :-1]", "tests/test_oracles.py -k Decayed"),
+          "F.pad(log_decay, (0, 0, 0, 1))[..., 1:, :]", "F.pad(log_decay, (0, 0, 0, 1))[..., :-1, :]", "tests/test_oracles.py -k Decayed"),
     Fault("FAVOR's masked keys keep their features", "mechanisms/linear/random_feature_map.py",
           'half.masked_fill_(masked, float("-inf"))', 'half.masked_fill_(masked, 0.0)',
           "tests/linear/test_favor_fast.py"),

@@ -473,9 +473,9 @@ def test_peers_stop_where_asked() -> None:
 def test_long_lengths_share_the_lines_to_beat() -> None:
     everybody = competitors.chosen(competitors.default_mechanisms(), "both")
     assert len(run.groups(everybody, 2048)) == len(competitors.default_mechanisms())
-    assert len(run.groups(everybody, 4096)) == 6
+    assert len(run.groups(everybody, 4096)) == 8
     together = run.groups(everybody, 16384)
-    assert len(together) == 4
+    assert len(together) == 5
     for group in together.values():
         names = [competitor.name for competitor in group]
         assert len(names) == len(set(names))

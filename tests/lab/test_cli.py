@@ -153,7 +153,7 @@ def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "list", "--json")
     held = json.loads(out)
     assert [each["name"] for each in held] == catalogue.names()
-    assert {each["name"]: each["settings"] for each in held}["Softmax"] == {"scale": None}
+    assert {each["name"]: each["settings"] for each in held}["Softmax"] == {"scale": None, "bias": None, "sinks": False}
 
 
 @pytest.mark.parametrize("name", catalogue.names())

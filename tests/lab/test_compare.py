@@ -264,7 +264,8 @@ def record_of(of: compare.Plan) -> Comparison:
 
 
 MIXER = next(name for name in catalogue.names() if isinstance(catalogue.default(name), Mixer))
-LEARNED = next(name for name in catalogue.names() if catalogue.default(name).traits.learned)
+TRAITS = {name: catalogue.default(name).traits for name in catalogue.names()}
+LEARNED = next(name for name, traits in TRAITS.items() if traits.learned and traits.bidirectional)
 FEW = ("FavorPlus(num_features=64)", "LinearAttention()", f"{MIXER}()", f"{LEARNED}()")
 
 

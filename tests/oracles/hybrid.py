@@ -45,7 +45,8 @@ def hybrid(
     that may be seen at all. A bias acts on the former, unless they are sink tokens.
     """
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
-    w, biases = w if type(m.near.bias).__name__ == "T5Buckets" else (w, ())
+    near_bias = getattr(m.near, "bias", None)
+    w, biases = w if type(near_bias).__name__ == "T5Buckets" else (w, ())
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
     sinks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
     rows = []
@@ -57,7 +58,7 @@ def hybrid(
         for j in seen:
             exact = near(m.near, here, j) if blocks is None else j // m.near.block_size in blocks
             if exact or j in sinks:
-                bias = None if j in sinks or blocks is not None else m.near.bias
+                bias = None if j in sinks else near_bias
                 weights.append(score(bias, biases, q[i], k[j], j - here, head=head, scale=scale).exp())
             else:
                 weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))

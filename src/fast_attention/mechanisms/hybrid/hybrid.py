@@ -163,8 +163,8 @@ class Hybrid(Attention[Any, HybridState]):
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``near_far_attention``, or exact attention where the near part covers everything."""
-        covers = self.bias is None and self.near.covers(q.shape[-2], k.shape[-2], is_causal=is_causal)
-        if covers and not symbolic():
+        sizes = q.shape[-2], k.shape[-2]
+        if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
             dispatch.record("exact attention", f"{self.near!r} covers everything")
             return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
         if isinstance(self.near, Selected):
