@@ -48,6 +48,7 @@ FLOORS = [
     ["conversion"],
     ["lab"],
     ["cli", "contents", "import_hook"],
+    ["__main__"],
 ]
 
 

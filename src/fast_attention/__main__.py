@@ -1,4 +1,4 @@
-"""``python -m fast_attention``: the command line, for ``torchrun -m`` too."""
+"""Runs the command line as ``python -m fast_attention``, where the command itself is not on the path."""
 
 from fast_attention.cli import main
 

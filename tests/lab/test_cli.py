@@ -195,6 +195,16 @@ def test_check_tells_kept_from_broken(
     assert "broken" in out
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "fast_attention", "list", "RetNet"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert told.stdout.startswith("RetNet: DecayedLinearAttention(")
+    command[-2:] = ["lst"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 2
+    assert "Traceback" not in told.stderr
+
+
 def test_help_is_for_strangers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
