@@ -71,8 +71,8 @@ def by_need() -> str:
         f"| long windows {swapped('Local(window=64)')}",
         f"| encoders only {swapped('Linformer(rank=128)')}",
         *map(_beside_exact, (
-            ("images, spectrograms: windows of rows and columns", "Local2d(height=64, width=64)"),
-            ("positions in the scores (T5, BLOOM, MPT, speech)", "Local(window=64, bias=ALiBi())"),
+            ("images, spectrograms", "Local2d(height=64, width=64)"),
+            ("scores with positions (T5, BLOOM)", "Local(window=64, bias=ALiBi())"),
         )),
         f"| (no gain, n^2 too) | {names} | {spans[0][0]:.1f}x to {spans[0][1]:.1f}x at {far:,} tokens | "
         f"{spans[1][0]:.3f} to {spans[1][1]:.3f} |",

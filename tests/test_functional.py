@@ -26,6 +26,7 @@ WEIGHTS = {
     "sortcut_attention": lambda: _of("SortCut(block_size=4)"),
     "convolved_attention": lambda: (torch.randn(2, 2), torch.randn(2, 2)),
     "linformer_attention": lambda: (torch.randn(2, 4, 9), torch.randn(2, 4, 9)),
+    "wkv_attention": lambda: (torch.rand(2, 8), torch.randn(2, 8)),
     "gated_mlp": lambda: (_of("GMLP", whole=True),),
     "token_mlp": lambda: (_of("MLPMixer", whole=True),),
     "fourier_mix": lambda: (),
