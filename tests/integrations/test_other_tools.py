@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from fast_attention import from_pretrained, swap, swap_back
@@ -172,8 +173,17 @@ def test_peft(tmp_path: Path) -> None:
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(load(tmp_path / "merged")), logits(merged))
-    inside = load(tmp_path / "base")
-    inside.add_adapter(settings)  # transformers' own door to PEFT
+
+
+def test_adapters_through_transformers_itself(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    least = getattr(pytest.importorskip("transformers.integrations.peft"), "MIN_PEFT_VERSION", "0")
+    if Version(peft.__version__) < Version(least):
+        pytest.skip(f"transformers {transformers.__version__} asks for peft {least}, and {peft.__version__} is here")
+    classifier().save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
+    inside = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    inside.add_adapter(settings)
     inside.save_pretrained(tmp_path / "inside")
     assert {path.name for path in (tmp_path / "inside").iterdir()} >= {"adapter_model.safetensors"}
     assert not (tmp_path / "inside" / "config.json").exists()
