@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -87,7 +87,7 @@ class InPlace(FeatureMap, ABC):
         """C, of tokens of width ``d``."""
         return d
 
-    def at(self, start: int) -> Self:
+    def at(self, start: int) -> InPlace:
         """The map of a block whose first token is the sequence's token ``start``."""
         return self
 
