@@ -136,7 +136,7 @@ class Sinks(NamedTuple):
 
 
 def shares(
-    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch rows"]
+    log_sums: Float[Tensor, "*batch rows"], sinks: Float[Tensor, "*#batch #rows"]
 ) -> Float[Tensor, "*batch rows"]:
     """What keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at e^-89."""
     return logsigmoid(log_sums - sinks).exp_()

@@ -89,7 +89,7 @@ def _forward(
 
 
 def tile_gradients(
-    inputs: tuple[Tensor, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
+    inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> Tensors:  # fmt: skip
     """The gradients of queries, keys and values, tile by tile."""
