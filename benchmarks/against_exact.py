@@ -4,6 +4,9 @@
 prints for every length the median over the pairs of exact attention's time over the mechanism's: above 1 the mechanism
 is the faster one. Exact attention is torch's own, causal where the mechanism is (``--causal``). ``--threads 1`` takes
 processor time instead of wall time, which other programs disturb less. ``--out FILE`` leaves a record.
+
+``--baseline`` sets something else in its place, for mechanisms that read the same pairs whatever the tokens are: the
+same kernel with these pairs as a boolean mask (``masked``), or the softmax over them written out (``written``).
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ from fast_attention import Bound, Shape, files
 from fast_attention.lab import records, surroundings
 
 LENGTHS = (128, 512, 1024, 4096, 16384)
+BASELINES = {
+    "exact": "exact attention",
+    "masked": "exact attention with the pairs that are read as a boolean mask",
+    "written": "softmax over the pairs that are read, written out",
+}
 
 
 def passes(attention: Callable[..., Any], inputs: list[Any], weights: list[Any], training: bool) -> Callable[[], Any]:
@@ -41,19 +49,34 @@ def passes(attention: Callable[..., Any], inputs: list[Any], weights: list[Any],
     return train if training else forward
 
 
-def measured(expression: str, row: Row, rounds: int, patience: float) -> Row:
-    """``row`` with the times of exact attention (old) and of the mechanism (new)."""
+def pairs(expression: str, row: Row) -> torch.Tensor:
+    """Which keys every query reads (n, n): where the identity comes out with a weight."""
+    q, k = torch.randn(2, 1, 1, row.length, WIDTH)
+    bound = Bound(expression, Shape(1, WIDTH, row.length))
+    with torch.no_grad():
+        return bound(q, k, torch.eye(row.length)[None, None], is_causal=row.is_causal)[0, 0] > 0
+
+
+def other(baseline: str, expression: str, row: Row) -> Callable[..., Any]:
+    """What stands in place of exact attention."""
+    if baseline == "exact":
+        return lambda *x: F.scaled_dot_product_attention(*x, is_causal=row.is_causal)
+    mask = pairs(expression, row)
+    if baseline == "masked":
+        return lambda *x: F.scaled_dot_product_attention(*x, attn_mask=mask)
+    return lambda q, k, v: (WIDTH**-0.5 * (q @ k.mT)).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def measured(expression: str, row: Row, rounds: int, patience: float, baseline: str = "exact") -> Row:
+    """``row`` with the times of the baseline (old) and of the mechanism (new)."""
     torch.manual_seed(0)
     bound = Bound(expression, Shape(HEADS, WIDTH, row.length))
     inputs = [torch.randn(1, HEADS, row.length, WIDTH).requires_grad_(row.training) for _ in range(3)]
 
-    def exact(*x: Any) -> Any:
-        return F.scaled_dot_product_attention(*x, is_causal=row.is_causal)
-
     def ours(*x: Any) -> Any:
         return bound(*x, is_causal=row.is_causal)
 
-    before = passes(exact, inputs, [], row.training)
+    before = passes(other(baseline, expression, row), inputs, [], row.training)
     after = passes(ours, inputs, list(bound.parameters()), row.training)
     before(), after()
     in_turns(row, before, after, min(seconds(before, 1), seconds(after, 1)), rounds, patience)
@@ -68,13 +91,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="Of torch.")
     parser.add_argument("--rounds", type=int, default=11, help="Pairs of samples, three at least.")
     parser.add_argument("--patience", type=float, default=20.0, help="Seconds of rounds for each figure.")
+    parser.add_argument("--baseline", choices=BASELINES, default="exact", help="What is beside it.")
     parser.add_argument("--out", type=Path, help="Also write a record.")
     asked = parser.parse_args(arguments)
     if asked.threads:
         torch.set_num_threads(asked.threads)
     meta = {"command": arguments or sys.argv[1:], "started": surroundings.timestamp(), "heads": HEADS, "width": WIDTH}
     found = [
-        measured(expression, Row(expression, asked.causal, length, training), asked.rounds, asked.patience)
+        measured(
+            expression, Row(expression, asked.causal, length, training), asked.rounds, asked.patience, asked.baseline
+        )
         for expression in asked.mechanisms
         for training in (False, True)
         for length in asked.lengths
@@ -83,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.out:
         meta |= {
             "status": "complete",
-            "old": "exact attention",
+            "old": BASELINES[asked.baseline],
             **surroundings.surroundings(torch.device("cpu")),
             "finished": surroundings.timestamp(),
         }

@@ -35,7 +35,7 @@ class Relative(NamedTuple):
     def write(self, q: Float[Tensor, "tiles rows width"], scores: Tensor, work: Workspace, *, scale: float) -> None:
         """Write into ``scores`` (tiles, rows, span) what positions add."""
         vectors, offsets = self.terms.vectors, self._offsets()
-        if scores.shape[-1] == 0 or not (vectors is not None or self._is_band(offsets)):
+        if scores.shape[-1] == 0 or vectors is None:
             scores.copy_(self.bias)
             return
         inside, band = self._along(scores, offsets, work)
@@ -112,29 +112,34 @@ class Grouped:
     """
 
     def __init__(self, terms: Terms, heads: range, into: Terms | None) -> None:
-        self.into, self._tiles = into, list[Relative]()
+        self.into, self._tiles = into, list[tuple[Tensor, Relative]]()
         self.heads = torch.arange(heads.start, heads.stop) % len(terms.numbers)
         self.terms = terms.of_heads(self.heads)
         self.gradients = None if into is None else self.terms.zeros()
 
     def tile(self, visible: Bool[Tensor, "rows span"], first: int) -> Relative:
-        """A tile whose first query and first key have offset number ``first``."""
+        """A tile whose first query and first key have offset number ``first``; the same again for the same mask."""
+        for seen, tile in self._tiles:
+            if tile.first == first and seen.equal(visible):
+                return tile
         rows, span = visible.shape
-        bias = toeplitz(self.terms.numbers[:, first - rows + 1 : first + span], rows)
-        bias = bias.masked_fill_(~visible, float("-inf"))
+        bias = self.terms.numbers.new_empty(len(self.heads), rows, span)
+        written = toeplitz(self.terms.numbers[:, first - rows + 1 : first + span], rows)
+        torch.where(visible, written, written.new_tensor(float("-inf")), out=bias)
         index = torch.arange(span) - torch.arange(rows)[:, None] + first
-        low, high = int(index[visible].min()), int(index[visible].max())
+        low = int(index.masked_fill(~visible, first + span).min())
+        high = int(index.masked_fill(~visible, first - rows).max())
         limits = (low, high) if visible.equal((index >= low) & (index <= high)) else None
         d_bias = None if self.gradients is None else torch.zeros_like(bias)
         tile = Relative(self.terms, self.gradients, first, limits, bias, d_bias)
-        self._tiles.append(tile)
+        self._tiles.append((visible, tile))
         return tile
 
     def collect(self) -> None:
         """Add what the tiles have gathered, once no more of it comes."""
         if self.into is None or self.gradients is None:
             return
-        for tile in self._tiles:
+        for _, tile in self._tiles:
             assert tile.d_bias is not None
             rows, span = tile.d_bias.shape[-2:]
             self.gradients.numbers[:, tile.first - rows + 1 : tile.first + span].add_(diagonals(tile.d_bias))

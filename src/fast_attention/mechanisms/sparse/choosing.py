@@ -30,7 +30,19 @@ def pooled(
     """The mean over the ``counted`` tokens of each block, ``every`` one of the sequence if so, in float64; or zeros."""
     blocks = split(x.detach(), counted.shape[-1])
     blocks = blocks if every else blocks.masked_fill(~counted[..., None], 0.0)
-    return blocks.sum(-2, dtype=torch.float64) / counted.sum(-1, keepdim=True).clamp(min=1)
+    return _sums(blocks) / counted.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
+    """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
+    if symbolic() or blocks.device.type != "cpu" or blocks.dtype == torch.float64 or blocks.dim() < 4:
+        return blocks.sum(-2, dtype=torch.float64)
+    heads = blocks.flatten(0, -4)
+    copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
+    sums = copy.new_empty(len(heads), copy.shape[0], copy.shape[2])
+    for head, out in zip(heads, sums, strict=True):
+        torch.sum(copy.copy_(head), -2, out=out)
+    return sums.view(*blocks.shape[:-2], blocks.shape[-1])
 
 
 def _table(q: Tensor, k: Tensor, key_mask: Tensor | None, *, size: int, topk: int) -> Tensor:
