@@ -54,7 +54,7 @@ class ChannelDecays(NamedTuple):
 class WKV(Attention[ChannelDecays, WKVState]):
     """Causal AFT whose bias falls by a learned w with every token of distance, and is a learned u for the token itself.
 
-    As ``AFTSimple`` does, it takes the gate in: queries are RWKV-4's receptance r, and outputs
+    The gate is part of it, as in ``AFTSimple``: queries are RWKV-4's receptance r, and outputs
     ``sigmoid(r_t) * wkv_t``, which the paper's output projection then takes. Its token shift and channel mixing are
     layers around it. w is the exponential of what is trained: RWKV-4's ``time_decay``; u is its ``time_first``. Both
     start as in its first layer, over the channels of all heads. Keys, queries and values must have the same width.

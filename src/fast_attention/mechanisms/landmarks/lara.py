@@ -74,7 +74,8 @@ class LARA(Attention[Noise, tuple[()]]):
     Where ``FavorPlus`` draws its projections around zero, these are drawn where the data is. Every landmark depends on
     later tokens, so that it cannot be causal; and it is for self-attention, since a ``key_mask`` says of queries too
     which are padding and belong to no landmark. Proposals stand at means, weighed by the balance heuristic alone: this
-    is the estimator that follows from these choices, not every variant of the paper, and nothing is trained.
+    is the estimator that follows from these choices (``mis-bh`` with ``no-param-pool`` in the authors' code), not every
+    variant of the paper, and nothing is trained.
 
     Args:
         num_landmarks: Segments of neighbouring tokens, each with one proposal and one draw.

@@ -36,9 +36,9 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
 
     Level 0 is the token itself; level l, where bit l - 1 of the position is set, the ``2^(l-1)`` tokens of a Fenwick
     split of the past: near blocks are short, far ones long. Time O(n log n); decoding keeps a matrix for each power of
-    two up to the length, a state that grows by one where the length doubles. At the start all weights are 1, which is
-    linear attention. The paper's gates, which decay its states as well, are not in it. A masked token adds nothing and
-    keeps its position. Outputs grow with the sums: normalise behind it.
+    two up to the length, a state that grows by one matrix where the length doubles. At the start all weights are 1,
+    which is linear attention. The paper's gates, which decay its states as well, are not in it. A masked token adds
+    nothing and keeps its position. Outputs grow with the sums: normalise behind it.
 
     Args:
         feature_map: The map phi of queries and keys, as in ``LinearAttention``, but taken as it is: ``Exp()`` overflows
