@@ -15,6 +15,7 @@ test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/test_oracles.py
 	$(MAKE) kernels
 	$(MAKE) oracles
+	$(MAKE) docs
 
 # The tests of tests/fuzz, round after round with new seeds; it ends with the inputs tried of each class.
 fuzz: .venv/dev
@@ -75,10 +76,11 @@ bench: .venv-bench/ready
 		--peers-to $(PEERS_TO) --budget $(BUDGET) --out out/bench $(BENCH)
 	.venv-bench/bin/python benchmarks/keep.py out/bench/bench.json
 
-docs: .venv/docs
+# The site, of every page and its links; a warning ends it. Pages of mechanisms are made of records and docstrings.
+docs: .venv/dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/costs.py
-	$(BIN)/sphinx-build -W docs docs/_build
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going docs docs/_build
 
 # On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed: nothing is fetched.
 gpu:
@@ -123,10 +125,6 @@ clean:
 .venv/dev: .venv/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@ .venv/demo
-
-.venv/docs: .venv/dev
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	touch $@
 
 .venv-peers/ready: pyproject.toml constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

@@ -1,9 +1,74 @@
-"""Sphinx: ``sphinx-build -W docs docs/_build``."""
+"""Sphinx: ``sphinx-build -W docs docs/_build``. Pages of mechanisms and reproductions are written before it reads."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+WRITERS = ("mechanism_pages", "reproduction_pages")  # modules beside this one whose write() makes pages
+GENERATED = ("auto_gallery/index", "reproductions/*")  # entries of the index that scripts may make
+GALLERY = sorted((HERE / "gallery").glob("**/plot_*.py"))
 
 project = "fast-attention"
 author = "the founders of fast-attention"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_title = "fast-attention"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 html_theme = "furo"
-exclude_patterns = ["_build"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+exclude_patterns = ["_build", "gallery", "ideas"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+copybutton_exclude = ".linenos, .gp, .go"
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+if GALLERY:
+    extensions.append("sphinx_gallery.gen_gallery")
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
+    "filename_pattern": r"/plot_",
+    "image_scrapers": ("matplotlib",),
+    "abort_on_example_error": True,
+    "only_warn_on_example_error": False,
+    "min_reported_time": 1,
+    "download_all_examples": False,
+    "notebook_extensions": set(),
+    "remove_config_comments": True,
+    "within_subsection_order": "FileNameSortKey",
+    "reset_modules": ("matplotlib",),
+}
+
+
+def _write(app: Any) -> None:
+    """Write the pages that scripts make, those of mechanisms and reproductions."""
+    sys.path.insert(0, str(HERE))
+    for name in WRITERS:
+        if importlib.util.find_spec(name):
+            importlib.import_module(name).write()
+
+
+def _without_empty(app: Any, name: str, source: list[str]) -> None:
+    """Leave out what the index lists before it is there: a gallery without scripts, reproductions without records."""
+    if name == "index":
+        empty = [entry for entry in GENERATED if not any(HERE.glob(f"{entry}.*"))]
+        source[0] = "\n".join(line for line in source[0].split("\n") if line not in empty)
+
+
+def setup(app: Any) -> None:
+    """Write pages first; Sphinx lists the sources afterwards."""
+    app.connect("builder-inited", _write, priority=100)
+    app.connect("source-read", _without_empty)

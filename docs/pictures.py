@@ -1,4 +1,4 @@
-"""Draw the pictures of README and docs/use.md from the newest records: ``python docs/pictures.py``."""
+"""Draw the pictures of README and docs/guides/train.md from the newest records: ``python docs/pictures.py``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,8 @@ def short() -> str:
         cross = _yes(t.cross) if isinstance(mechanism, Attention) else "mixer"
         weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
         rows.append(
-            f"| `{name}` | {t.cost} | {_yes(t.causal)} | {_yes(t.padding)} | {cross} | {_yes(t.mask)} | "
-            f"{t.memory or '-'} | {weights}{', to max_len' if t.bounded else ''} | {t.paper} |"
+            f"| [`{name}`](mechanisms/{name}.md) | {t.cost} | {_yes(t.causal)} | {_yes(t.padding)} | {cross} | "
+            f"{_yes(t.mask)} | {t.memory or '-'} | {weights}{', to max_len' if t.bounded else ''} | {t.paper} |"
         )
     return "\n".join(rows)
 
@@ -131,18 +130,10 @@ def vehicles() -> str:
     return "\n".join(rows)
 
 
-def full() -> str:
-    """The docs' page: what each can do, then formula, settings and traits of each mechanism."""
-    parts = [short(), ""]
-    for name in catalogue.names():
-        mechanism = catalogue.default(name)
-        t = mechanism.traits
-        parts += [f"## {name}", "", f"{(type(mechanism).__doc__ or '').strip().splitlines()[0]}", ""]
-        parts += [f"`{t.formula}`", "", f"{t.paper}. Time {t.cost}.", ""]
-        settings = [f"`{f.name}={getattr(mechanism, f.name)!r}`" for f in fields(mechanism)]
-        parts += [f"Settings: {', '.join(settings) or 'none'}.", ""]
-        said = [f"{f.name}={getattr(t, f.name)!r}" for f in fields(t) if f.name not in ("paper", "formula", "cost")]
-        parts += [f"Traits: `{', '.join(said)}`.", ""]
+def overview() -> str:
+    """The docs' index of mechanisms: what each can do, with a link to its page, and the names that people know."""
+    pages = [f"mechanisms/{name}" for name in catalogue.names()]
+    parts = [short(), "", "```{toctree}", ":hidden:", "", *pages, "```", ""]
     parts += ["## Names people know", "", "| name | write | |", "|---|---|---|"]
     for each in KNOWN:
         note = each.note if each.exact else f"not here; this is nearest. {each.note[:1].upper()}{each.note[1:]}"
@@ -230,7 +221,7 @@ def _kind(module: Any, name: str) -> str:
 
 TABLES = {
     ROOT / "README.md": by_need,
-    ROOT / "docs" / "mechanisms.md": full,
+    ROOT / "docs" / "mechanisms.md": overview,
     ROOT / "CHARTER.md": tree,
     ROOT / "docs" / "api.md": api,
     ROOT / "docs" / "gpu.md": vehicles,

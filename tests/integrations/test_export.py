@@ -145,7 +145,7 @@ REASONS = [*{(type(m), m.distance): m for m in DENIED}.values()]  # one of each 
 
 def test_both_ways_are_tested() -> None:
     assert DENIED
-    assert all(catalogue.default(name).traits.export for name in catalogue.names()), "docs/use.md says so"
+    assert all(catalogue.default(name).traits.export for name in catalogue.names()), "docs/guides/export.md says so"
 
 
 @pytest.mark.parametrize("mechanism", DENIED, ids=repr)
