@@ -80,6 +80,7 @@ bench: .venv-bench/ready
 docs: .venv/dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/costs.py
+	$(BIN)/python docs/choose.py
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going docs docs/_build
 
 # On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed: nothing is fetched.

@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
 def records(kind: str, folder: Path = RECORDS) -> list[Record]:
     """The records of a kind (``bench``, ``study-*``), the newest last."""
-    paths = sorted(folder.glob(f"????-??-??-{kind}.json"))
+    paths = sorted(folder.glob(f"????-??-??-{kind}.json"), key=lambda path: path.stem)  # a day's second one is "-2"
     return [Record(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
@@ -134,7 +134,7 @@ def qualities(name: str, folder: Path = RECORDS) -> list[Quality]:
         ]  # fmt: skip
     for record in records("convert-*", folder):
         found += _converted(record, name)
-    for record in _newest_studies(folder):
+    for record in newest_studies(folder):
         found += _learned(record, name)
     return found
 
@@ -152,7 +152,7 @@ def _converted(record: Record, name: str) -> list[Quality]:
     return [Quality(f"{model} converted: {words}", expression, answer, exact, record)]
 
 
-def _newest_studies(folder: Path) -> list[Record]:
+def newest_studies(folder: Path) -> list[Record]:
     """The newest study of every name."""
     named = {record.name[11:]: record for record in records("study-*", folder)}
     return list(named.values())
@@ -171,7 +171,7 @@ def _learned(record: Record, name: str) -> list[Quality]:
     """What a mechanism learnt in a study, beside exact attention and no mixing at all."""
     means, meta = study_means(record), record.held["meta"]
     better = "" if meta["metric"] == "accuracy" else ", less is better"
-    question = f"trained on `{meta['task']}`, {_length(meta)}: {meta['metric']}{better}"
+    question = f"trained on `{meta['task']}`, {budget(meta)}: {meta['metric']}{better}"
     exact = f"{means['Softmax()']:.3f}; no mixing {means['Local(window=0)']:.3f}"
     return [
         Quality(question, expression, f"{mean:.3f}", exact, record)
@@ -180,7 +180,7 @@ def _learned(record: Record, name: str) -> list[Quality]:
     ]
 
 
-def _length(meta: dict[str, Any]) -> str:
+def budget(meta: dict[str, Any]) -> str:
     """How long a study trained each mechanism, as its command says."""
     given = dict(zip(meta["command"], meta["command"][1:], strict=False))
     return next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
@@ -200,3 +200,10 @@ def decoding(name: str, folder: Path = RECORDS) -> list[tuple[Record, str, list[
         own = {key: rows for key, rows in record.held["mechanisms"].items() if is_of(key, name)}
         found += [(record, f"{expression} in `generate()`", rows) for expression, rows in own.items()]
     return found
+
+
+def attention_gains(record: Record, length: int) -> dict[str, float]:
+    """Of a record of costs: the original's time over each model's, of the attention modules alone."""
+    rows = [row for row in record.held["prices"] if row["length"] == length and row.get("attention_seconds")]
+    seconds = {row["model"]: row["attention_seconds"] for row in rows}
+    return {name: seconds["original"] / each for name, each in seconds.items() if name != "original"}

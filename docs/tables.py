@@ -6,6 +6,7 @@ python docs/tables.py
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -174,23 +175,17 @@ API = (  # heading of docs/api.md -> which public values stand under it
     ("Settings", lambda value: isinstance(value, type) and issubclass(value, Value)),
     ("Modules and functions", lambda value: True),
 )
-MODULES = (
-    "features",
-    "projections",
-    "functional",
-    "catalogue",
-    "decoding",
-    "exporting",
-    "conformance",
-    "tasks",
-    "data",
-)
+MODULES = (  # public modules, whose names stand under them where no heading above has them
+    "feature_maps.features", "mechanisms.dense.projections", "biases.bias", "functional", "catalogue", "mechanisms",
+    "decoding", "parallel", "nn.models", "nn.saving", "integrations", "integrations.transformers", "conversion",
+    "exporting", "conformance", "tasks", "data",
+)  # fmt: skip
 
 
 def api() -> str:
-    """The whole of docs/api.md below its title: every name of the contents page, once."""
+    """The whole of docs/api.md below its title: every public name, once, where it is first met."""
     left = {name: getattr(fast_attention, name) for name in fast_attention.__all__}
-    parts = []
+    parts, known = [], {id(value) for value in left.values()}
     for heading, fits in API:
         parts += [f"## {heading}", "", "```{eval-rst}"]
         for name, value in [(name, value) for name, value in left.items() if fits(value)]:
@@ -201,16 +196,22 @@ def api() -> str:
                 parts.append("   :members:")
         parts += ["```", ""]
     for name in MODULES:
-        module = getattr(fast_attention, name)
-        parts += [f"## fast_attention.{name}", "", "```{eval-rst}", f".. automodule:: {module.__name__}"]
-        parts += [f".. auto{_kind(module, each)}:: {module.__name__}.{each}" for each in _public(module)]
+        module = importlib.import_module(f"fast_attention.{name}")
+        new = [each for each in public(module) if id(getattr(module, each)) not in known]
+        known |= {id(getattr(module, each)) for each in new}
+        parts += [f"## {module.__name__}", "", "```{eval-rst}", f".. automodule:: {module.__name__}"]
+        parts += [f".. auto{_kind(module, each)}:: {module.__name__}.{each}" for each in new]
         parts += ["```", ""]
     return "\n".join(parts).rstrip()
 
 
-def _public(module: Any) -> list[str]:
-    """The names that a module gives to others, in its own order; those of a module without ``__all__`` are its own."""
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+def public(module: Any) -> list[str]:
+    """The names that a module gives to others, in its own order: ``__all__``, or what is its own.
+
+    A package's own names are all values of this library that its ``__init__`` brings together.
+    """
+    homes = "fast_attention." if module.__name__.endswith((".parallel", ".integrations")) else module.__name__
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith(homes)]
     return [name for name in getattr(module, "__all__", own) if name[0] != "_"]
 
 

@@ -127,6 +127,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
     Infinite if they differ in shape or in what is not finite.
     """
+    ours, theirs = ours.detach(), theirs.detach()
     if ours.shape != theirs.shape or not bool((ours.isfinite() == theirs.isfinite()).all()):
         return float("inf")
     scale = float(ours[ours.isfinite()].abs().max()) if bool(ours.isfinite().any()) else 0.0
