@@ -113,7 +113,7 @@ def told(words: str) -> Callable[[Path], str]:
 
 
 NEEDS = (
-    Need("texts of up to some 500 tokens", "Softmax()", told("what comes near its results is no faster there"), "model"),
+    Need("texts of up to some 500 tokens", "Softmax()", told("what comes near it is no faster there"), "model"),
     Need("exact attention's results at any length", "Softmax()", told("no approximation gives them"), "model"),
     Need("a pretrained encoder, no training", "BigBird()", untrained("BigBird()"), "swap"),
     Need(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -29,10 +30,11 @@ class Record(NamedTuple):
         return f"{meta.get('hardware', '?')}, {meta.get('threads', '?')} threads, torch {meta.get('torch', '?')}"
 
 
-def records(kind: str, folder: Path = RECORDS) -> list[Record]:
+@functools.cache
+def records(kind: str, folder: Path = RECORDS) -> tuple[Record, ...]:
     """The records of a kind (``bench``, ``study-*``), the newest last."""
     paths = sorted(folder.glob(f"????-??-??-{kind}.json"), key=lambda path: path.stem)  # a day's second one is "-2"
-    return [Record(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return tuple(Record(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths)
 
 
 def is_of(expression: str, name: str) -> bool:

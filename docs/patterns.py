@@ -5,6 +5,7 @@ Every value is small enough for its pattern to show within the tokens that are d
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import matplotlib
@@ -98,6 +99,7 @@ def _moves(bound: Any, is_causal: bool) -> Tensor:
     return size / size.sum(-1, keepdim=True).clamp_min(1e-30)
 
 
+@functools.cache
 def draw(name: str) -> tuple[str, str, str]:
     """The picture as SVG, its alternative text, and the words under it."""
     parts, said = panels(name)

@@ -1,0 +1,74 @@
+"""The page to choose by: fresh, its figures those of the records, its mechanisms ones that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from fast_attention import catalogue
+from tests.docs.conftest import ROOT, Change
+
+Script = Callable[[str], ModuleType]
+
+
+def test_the_page_is_fresh(script: Script) -> None:
+    assert not script("choose").stale(), "run `python docs/choose.py`: newer records"
+
+
+def test_what_it_recommends_exists(script: Script) -> None:
+    for need in script("choose").NEEDS:
+        for part in need.take.split(" + "):
+            assert catalogue.parse(part)
+        assert (ROOT / "docs" / "guides" / f"{need.read}.md").resolve().exists()
+
+
+def test_it_names_what_was_built_for_a_need(script: Script) -> None:
+    said = script("choose").needs()
+    for words in (
+        "`Selected()`", "`Local2d(", "`BlockLocal2d(", "bias=ALiBi()", "bias=T5Buckets()", "`WKV()`", "`CosFormer()`",
+        "`Nystrom()`", "`LogLinearAttention()`", "sinks=True", "batch_invariant", "`Softmax()`",
+    ):  # fmt: skip
+        assert words in said, words
+
+
+def test_every_number_of_the_tables_is_a_records(script: Script, changed: Change) -> None:
+    """Each record that is named is changed in turn, and the table with it."""
+    choose = script("choose")
+
+    def slower(held: Any) -> None:
+        for cell in held["cells"]:
+            if (cell["mechanism"], cell["length"]) == ("Linformer()", 4096):
+                cell["forward_ratio"] = 1 / 543.2
+
+    folder = changed("bench", slower)
+    for table in (choose.needs, choose.lengths):
+        assert "543.2x" in table(folder)
+        assert "543.2x" not in table()
+    assert choose.page(folder) != choose.page()
+
+
+def test_results_are_the_records(script: Script, changed: Change) -> None:
+    choose = script("choose")
+
+    def better(held: Any) -> None:
+        for row in held["results"]:
+            if row["mechanism"] == "Local(window=64)":
+                row["value"] = 0.4242
+
+    folder = changed("study-byte-lm", better)
+    assert "0.42 bits per byte" in choose.needs(folder)
+    assert "`Local(window=64)` 0.424" in choose.quality(folder)
+    assert "0.424" not in choose.quality()
+
+
+def test_pictures_are_drawn_from_the_records_they_name(script: Script) -> None:
+    pictures = script("choose_pictures")
+    for path, (name, record) in pictures.drawn().items():
+        text = path.read_text(encoding="utf-8")
+        assert f"records/{record.name}" in text
+        assert len(re.findall(r'aria-label="([^"]{60,})"', text)) == 1, name
+    bench = pictures.drawn()[pictures.LENGTHS][1]
+    gain = max(cell["forward_ratio"] ** -1 for cell in bench.held["cells"] if cell["mechanism"] == "AFTSimple()")
+    assert f">{gain:.0f}</text>" in pictures.LENGTHS.read_text(encoding="utf-8")
