@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
@@ -89,13 +90,12 @@ def refuse(code: int, message: str) -> int:
 
 
 def _app(arguments: list[str]) -> typer.Typer:
-    """Build the application: all commands by name and first sentence, the one to run with its options."""
-    asked = _asked(arguments)
+    """Build the application: all commands by name and first sentence, the one to run or complete with its options."""
+    asked = _asked(arguments or _completed())
     app = typer.Typer(
         help="Every fast attention mechanism: what it costs, how far it is from exact attention, and what it can do.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        add_completion=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": [*HELP]},
     )
@@ -110,6 +110,12 @@ def _app(arguments: list[str]) -> typer.Typer:
 
 def _asked(arguments: list[str]) -> str:
     return next((word for word in _ahead(arguments) if word in COMMANDS), "")
+
+
+def _completed() -> list[str]:
+    """The words of a command line that a shell asks to complete; none where it asks nothing."""
+    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return words.split() if "_FAST_ATTENTION_COMPLETE" in os.environ else []
 
 
 def load(command: Command) -> Callable[..., Any]:
