@@ -7,7 +7,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 WRITERS = ("mechanism_pages", "reproduction_pages")  # modules beside this one whose write() makes pages
-GENERATED = ("auto_gallery/index", "reproductions/*")  # entries of the index that scripts may make
+# Lines of the index that list what scripts may make, and the files without which they would be empty.
+GENERATED = {"Gallery <auto_gallery/index>": "auto_gallery/index.*", "reproductions/*": "reproductions/*"}
 GALLERY = sorted((HERE / "gallery").glob("**/plot_*.py"))
 
 project = "fast-attention"
@@ -26,12 +27,14 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 exclude_patterns = ["_build", "gallery", "ideas"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
+highlight_language = "text"  # of blocks that name none: commands, and what they print
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -64,7 +67,7 @@ def _write(app: Any) -> None:
 def _without_empty(app: Any, name: str, source: list[str]) -> None:
     """Leave out what the index lists before it is there: a gallery without scripts, reproductions without records."""
     if name == "index":
-        empty = [entry for entry in GENERATED if not any(HERE.glob(f"{entry}.*"))]
+        empty = tuple(listed for listed, files in GENERATED.items() if not any(HERE.glob(files)))
         source[0] = "\n".join(line for line in source[0].split("\n") if line not in empty)
 
 

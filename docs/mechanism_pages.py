@@ -19,6 +19,7 @@ import patterns  # noqa: E402
 
 IDEAS = HERE / "ideas"
 SECTIONS = ("Idea", "Limits", "Known faults elsewhere")  # of a file of ideas; the last may be absent
+NARROW = "\u00a0"  # a space at which no line of a table breaks
 DENIED = {  # trait -> what cannot be done without it
     "causal": "No causal order: no decoder, no language model.",
     "bidirectional": "Causal only: calls without `is_causal=True` are refused, and so are encoders.",
@@ -119,7 +120,7 @@ def speed(name: str, folder: Path = measured.RECORDS) -> list[str]:
         lines += [f"Measured {record.date} on {record.machine} ({link(record)}):", ""]
         lines += header("settings", "pass", *(f"{n:,}" for n in lengths))
         for case in dict.fromkeys(row[:3] for row in own):
-            cells = {row.length: f"{row.gain:.1f}x ({_ms(row.milliseconds)})" for row in own if row[:3] == case}
+            cells = {row.length: f"{row.gain:.1f}x{NARROW}({_ms(row.milliseconds)})" for row in own if row[:3] == case}
             words = ("training" if case[2] else "forward") + (", causal" if case[1] else "")
             lines.append(f"| `{case[0]}` | {words} | " + " | ".join(cells.get(n, "-") for n in lengths) + " |")
         lines.append("")
@@ -127,11 +128,11 @@ def speed(name: str, folder: Path = measured.RECORDS) -> list[str]:
 
 
 def _ms(value: float) -> str:
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+    return f"{value:,.0f}{NARROW}ms" if value >= 100 else f"{value:.3g}{NARROW}ms"
 
 
 def _mib(value: float | None) -> str:
-    return "-" if value is None else f"{value / measured.MIB:,.1f} MiB"
+    return "-" if value is None else f"{value / measured.MIB:,.1f}{NARROW}MiB"
 
 
 def memory(name: str, folder: Path = measured.RECORDS) -> list[str]:
@@ -143,7 +144,10 @@ def memory(name: str, folder: Path = measured.RECORDS) -> list[str]:
     lines += header("settings", "tokens", "forward", "training")
     for row in rows:
         exact = row["exact"] or {}
-        cells = [f"{_mib(row[what])} ({_mib(exact.get(what))})" for what in ("forward_bytes", "training_bytes")]
+        cells = [
+            _mib(row[what]) + (f" ({_mib(exact[what])})" if exact.get(what) else "")
+            for what in ("forward_bytes", "training_bytes")
+        ]
         lines.append(f"| `{row['name'].split(', causal')[0]}`{', causal' * row['name'].endswith(', causal')} "
                      f"| {row['length']:,} | {cells[0]} | {cells[1]} |")  # fmt: skip
     return [*lines, ""]
@@ -169,7 +173,7 @@ def decoding(name: str, folder: Path = measured.RECORDS) -> list[str]:
     positions = sorted({row["position"] for _, _, rows in found for row in rows})
     lines += header("settings", *(f"{n:,}" for n in positions), "record")
     for record, expression, rows in found:
-        cells = {row["position"]: f"{row['milliseconds']:.2g} ms, {_mib(row['bytes'])}" for row in rows}
+        cells = {row["position"]: f"{row['milliseconds']:.2g}{NARROW}ms, {_mib(row['bytes'])}" for row in rows}
         label = f"`{expression}`" if "`" not in expression else "`" + expression.replace(" in `", "` in `", 1)
         lines.append(f"| {label} | " + " | ".join(cells.get(n, "-") for n in positions) + f" | {link(record)} |")
     return [*lines, ""]
