@@ -150,11 +150,10 @@ NEEDS = (
 
 def needs(folder: Path = measured.RECORDS) -> str:
     """The table of needs."""
-    lines = ["| you need | take | measured | read |", "|---|---|---|---|"]
+    lines = ["| you need | take | measured |", "|---|---|---|"]
     for need in NEEDS:
         page = need.read.removeprefix("../") if need.read.startswith("../") else f"guides/{need.read}"
-        read = f"[{page.split('/')[-1]}]({page}.md)"
-        lines.append(f"| {need.words} | {_linked(need.take)} | {need.figure(folder)} | {read} |")
+        lines.append(f"| [{need.words}]({page}.md) | {_linked(need.take)} | {need.figure(folder)} |")
     return "\n".join(lines)
 
 
@@ -166,19 +165,18 @@ def lengths(folder: Path = measured.RECORDS) -> str:
     for is_causal, title in ((False, "not causal"), (True, "causal")):
         parts += [f"| {title} | " + " | ".join(f"{n:,}" for n in columns) + " |", "|---" * (1 + len(columns)) + "|"]
         for name, cells in _by_name(rows, is_causal).items():
-            told = (f"{cells[n]:.1f}x" if n in cells else "-" for n in columns)
+            told = (measured.times(cells[n]) if n in cells else "-" for n in columns)
             parts.append(f"| {_linked(name)} | {' | '.join(told)} |")
         parts.append("")
-    others = [(source, row) for source, found in measured.speeds(folder) if source != record for row in found]
-    known, lines = set(), ["| measured apart | pass | tokens | gain | record |", "|---|---|---|---|---|"]
-    for source, row in others:
-        if row.length == FAR and not row.training and row[:2] not in known:
-            known.add(row[:2])
-            words = "causal" if row.is_causal else "not causal"
-            lines.append(
-                f"| {_linked(row.expression)} | {words} | {row.length:,} | {row.gain:.1f}x | {_link(source)} |"
-            )
-    return "\n".join([*parts, *lines])
+    apart: dict[str, dict[bool, str]] = {}
+    for source, found in measured.speeds(folder):
+        for row in found if source != record else ():
+            if row.length == FAR and not row.training:
+                figure = f"{measured.times(row.gain)} ({_link(source)})"
+                apart.setdefault(row.expression, {}).setdefault(row.is_causal, figure)
+    parts += [f"| measured apart, at {FAR:,} tokens | not causal | causal |", "|---|---|---|"]
+    parts += [f"| {_linked(name)} | {own.get(False, '-')} | {own.get(True, '-')} |" for name, own in apart.items()]
+    return "\n".join(parts)
 
 
 def quality(folder: Path = measured.RECORDS) -> str:

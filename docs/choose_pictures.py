@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from fast_attention import files
 from fast_attention.lab.drawing import COLOURS, GOOD, INK, PALE, STYLE, svg
@@ -40,10 +42,10 @@ def by_length(record: measured.Record) -> str:
                 if gain is None:
                     continue
                 strength = min(abs(math.log2(gain)) / 5, 1.0)
-                axes.add_patch(matplotlib.patches.Rectangle(
+                axes.add_patch(Rectangle(
                     (x - 0.5, y - 0.5), 1, 1, color=GOOD if gain > 1 else PALE, alpha=0.12 + 0.7 * strength, linewidth=0
                 ))  # fmt: skip
-                axes.text(x, y, f"{gain:.1f}" if gain < 9.95 else f"{gain:.0f}", ha="center", va="center", color=INK)
+                axes.text(x, y, measured.times(gain)[:-1], ha="center", va="center", color=INK)
         axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xticks(range(len(columns)), [f"{length:,}" for length in columns])
@@ -86,7 +88,7 @@ def spread(record: measured.Record) -> str:
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in points of the figure
 
 
-def _name_points(figure: Figure, axes: matplotlib.axes.Axes, points: dict[str, tuple[float, float]]) -> None:
+def _name_points(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
     """A name beside each point, where it covers no point and no other name; a line leads to one that is further off."""
     figure.draw_without_rendering()
     at = {name: axes.transData.transform(point) * 72 / figure.dpi for name, point in points.items()}

@@ -30,6 +30,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 exclude_patterns = ["_build", "gallery", "ideas"]
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -209,3 +209,8 @@ def attention_gains(record: Record, length: int) -> dict[str, float]:
     rows = [row for row in record.held["prices"] if row["length"] == length and row.get("attention_seconds")]
     seconds = {row["model"]: row["attention_seconds"] for row in rows}
     return {name: seconds["original"] / each for name, each in seconds.items() if name != "original"}
+
+
+def times(gain: float) -> str:
+    """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
+    return f"{gain:.0f}x" if gain >= 99.5 else f"{gain:.1f}x" if gain >= 0.095 else f"{gain:.2f}x"

@@ -120,7 +120,11 @@ def speed(name: str, folder: Path = measured.RECORDS) -> list[str]:
         lines += [f"Measured {record.date} on {record.machine} ({link(record)}):", ""]
         lines += header("settings", "pass", *(f"{n:,}" for n in lengths))
         for case in dict.fromkeys(row[:3] for row in own):
-            cells = {row.length: f"{row.gain:.1f}x{NARROW}({_ms(row.milliseconds)})" for row in own if row[:3] == case}
+            cells = {
+                row.length: f"{measured.times(row.gain)}{NARROW}({_ms(row.milliseconds)})"
+                for row in own
+                if row[:3] == case
+            }
             words = ("training" if case[2] else "forward") + (", causal" if case[1] else "")
             lines.append(f"| `{case[0]}` | {words} | " + " | ".join(cells.get(n, "-") for n in lengths) + " |")
         lines.append("")

@@ -175,7 +175,10 @@ def test_no_name_is_a_riddle(path: Path) -> None:
     assert not riddles, f"{path.name}: name {', '.join(sorted(riddles))} by what they hold (CHARTER, Glossary)"
 
 
-PAGES = [ROOT / "README.md", ROOT / "CHARTER.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md", ROOT / "CHARTER.md",
+    *(path for where in ("*.md", "guides/*.md", "ideas/*.md") for path in sorted((ROOT / "docs").glob(where))),
+]  # fmt: skip
 
 
 def test_mechanisms_in_prose_parse() -> None:
