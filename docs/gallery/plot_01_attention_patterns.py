@@ -9,8 +9,9 @@ replace them by others. All maps below are of the same queries and keys.
 """
 
 # %%
-# A text of 96 tokens about two topics in turn, A B A C: tokens of one topic have similar queries and keys, and so have
-# neighbours. The first topic comes back after 48 tokens, so that some pairs are far apart and still belong together.
+# A text of 96 tokens about two topics in turn, A B A C: tokens of one topic have similar queries and keys, and so
+# have neighbours. The first topic comes back after 48 tokens, so that some pairs are far apart and still belong
+# together.
 import matplotlib.pyplot as plt
 import torch
 

@@ -6,8 +6,9 @@ Shows how the future gets into a causal attention whose outputs look right, and 
 
 performer-pytorch subtracts one number from all keys' exponents, so that none overflows: their maximum over *all*
 positions. In a causal layer that number comes from the future. It would cancel, were it not for the small constant
-that is added to every feature afterwards. The package itself is not installed where this page is built: here is a small
-attention that makes its mistake, and ``make test-peers`` runs the laws on five published packages, this one too.
+that is added to every feature afterwards. The package itself is not installed where this page is built: here is a
+small attention that makes its mistake, and ``make test-peers`` runs the laws on five published packages, this one
+too.
 """
 
 # %%

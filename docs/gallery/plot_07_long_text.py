@@ -57,24 +57,24 @@ for expression in ("BlockLocal(block_size=256)", "LearnedFeatures(scale=0.5)"):
 # What eight minutes of training add is not computed here: the folder of a converted model is not shipped. The newest
 # record of ``fast-attention convert`` says what it gave on other passages, of up to 8,192 tokens, before and after.
 records = Path(fast_attention.__file__).parents[2] / "records"  # of a checkout
-record = max(records.glob("*-convert-long.json"), default=None)
-stages = json.loads(record.read_text())["conversion"]["by_group"] if record else {}
-from_record = {}
-for stage in ("swapped", "tuned") if record else ():
-    groups = {int(name.split(", ")[1]): x for name, x in stages[stage].items() if name.startswith("other text")}
-    from_record[stage] = {n: x["sentence_cosine"] for n, x in groups.items()}
-    print(f"{record.name}, {stage}:", ", ".join(f"{x:.4f} at {n:,} tokens" for n, x in from_record[stage].items()))
+converted: dict[str, dict[int, float]] = {}
+for record in sorted(records.glob("*-convert-long.json"))[-1:]:
+    groups = json.loads(record.read_text())["conversion"]["by_group"]
+    for stage in ("swapped", "tuned"):
+        texts = {name: x["sentence_cosine"] for name, x in groups[stage].items() if name.startswith("other text")}
+        converted[stage] = {int(name.split(", ")[1]): round(cosine, 4) for name, cosine in texts.items()}
+        print(f"{record.name}, {stage}: {converted[stage]}")
 
 # %%
-# Blocks stay near, since no token sees more than the model ever saw. Exact attention over everything drifts away, and so
-# do features that were never trained. Training the blocks (stars) gains next to nothing, and that stands in the record.
+# Blocks stay near, since no token sees more than the model ever saw. Exact attention over everything drifts away, and
+# so do features that were never trained. Training the blocks (stars) gains next to nothing, and that stands in the
+# record.
 plt.style.use(["tableau-colorblind10", {"font.size": 12, "axes.grid": True, "grid.alpha": 0.4}])
 figure, axes = plt.subplots(figsize=(7, 5.8), layout="constrained")
 for (name, cosines), marker in zip(curves.items(), "osD^", strict=True):
     axes.plot(lengths, cosines, marker=marker, label=name)
-if record:
-    tuned = from_record["tuned"]
-    axes.plot(list(tuned), list(tuned.values()), "*", color="k", markersize=11, label="converted blocks (record, other texts)")
+for n, cosine in converted.get("tuned", {}).items():
+    axes.plot(n, cosine, "*k", markersize=11, label="converted blocks (from the record)" if n == 512 else None)
 axes.set_xscale("log", base=2)
 axes.set_xticks([*lengths, 8192], [f"{n:,}" for n in (*lengths, 8192)])
 axes.set_title("MiniLM on long texts: likeness to the mean\nof its 512-token chunks")

@@ -5,12 +5,13 @@ Your own kernel
 Shows how a few lines of features become an attention of linear time, and how sharp three such kernels are.
 
 Linear attention replaces the exponential of softmax by a product of features, ``phi(q) . phi(k)``. Any function of
-single tokens will do. As a frozen dataclass it is a setting like any other: printed, compared, decoded, put into layers.
+single tokens will do. As a frozen dataclass it is a setting like any other: printed, compared, decoded, put into
+layers.
 """
 
 # %%
-# ``elu + 1``, the usual map, gives every key nearly the same weight. This one keeps apart what is positive and what is
-# negative, and raises both to a power: keys that point elsewhere share few features with a query.
+# ``elu + 1``, the usual map, gives every key nearly the same weight. This one keeps apart what is positive and what
+# is negative, and raises both to a power: keys that point elsewhere share few features with a query.
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -30,14 +31,15 @@ class TwoSided(FeatureMap):
     largest: float = 1e30  # as good as none
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Features (..., n, 2 d) of tokens (..., n, d)."""
         x = x.clamp(-self.largest, self.largest)
         return torch.cat([x.relu(), (-x).relu()], -1) ** self.power + self.floor
 
 
 # %%
-# The laws take it as they take every mechanism of the library: an output must not depend on the future, on padding or on
-# the other sequences of a batch, must be finite for large inputs, and decoding must equal one pass. One law is broken:
-# the cube of a huge number is infinite. Numbers beyond 10,000 are therefore cut off, and all laws are kept.
+# The laws take it as they take every mechanism of the library: an output must not depend on the future, on padding or
+# on the other sequences of a batch, must be finite for large inputs, and decoding must equal one pass. One law is
+# broken: the cube of a huge number is infinite. Numbers beyond 10,000 are therefore cut off, and all laws are kept.
 laws = (*conformance.ESSENTIAL, conformance.promises.decoding, conformance.promises.combining)
 for feature_map in (TwoSided(power=3), TwoSided(power=3, largest=1e4)):
     report = conformance.check(conformance.of(LinearAttention(feature_map=feature_map)), laws=laws)
@@ -51,8 +53,9 @@ mixer = TokenMixer(64, 4, LinearAttention(feature_map=TwoSided(power=3, largest=
 print(mixer.attention, "gives", tuple(mixer(torch.randn(2, 1000, 64), is_causal=True).shape))
 
 # %%
-# How sharp is it? One query, and keys turned away from it by 0 to 180 degrees, as a mean over 400 directions of 32 numbers
-# and of length 6. ``attention_rows`` gives the weights of any mechanism; each curve is relative to its largest weight.
+# How sharp is it? One query, and keys turned away from it by 0 to 180 degrees, as a mean over 400 directions of 32
+# numbers and of length 6. ``attention_rows`` gives the weights of any mechanism; each curve is relative to its
+# largest weight.
 torch.manual_seed(0)
 first, second = torch.linalg.qr(torch.randn(400, 32, 2))[0].unbind(-1)
 degrees = torch.arange(0, 181, 5)
