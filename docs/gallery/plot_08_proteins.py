@@ -60,11 +60,9 @@ def attention_map(model: Model) -> torch.Tensor:
 
 
 # %%
-# Exact attention as it was trained, three mechanisms that keep exact weights of near residues, two without any.
-near = ("Hybrid(near=Local(window=16))", "BlockLocal(block_size=16)", "Local(window=16)")
-models = {"Softmax()": original} | {
-    expression: with_mechanism(expression) for expression in (*near, "FavorPlusPlus()", "FavorPlus()")
-}
+# Exact attention as it was trained, two mechanisms that keep exact weights of near residues, two without any.
+names = ("Hybrid(near=Local(window=16))", "Local(window=16)", "FavorPlusPlus()", "FavorPlus()")
+models = {"Softmax()": original} | {name: with_mechanism(name) for name in names}
 with torch.inference_mode():
     logits = {name: model(inputs, key_mask=tokens != PAD)[asked] for name, model in models.items()}
 losses = {name: float(cross_entropy(x, targets[asked])) for name, x in logits.items()}
@@ -76,16 +74,15 @@ losses = {name: float(cross_entropy(x, targets[asked])) for name, x in logits.it
 plt.style.use(["tableau-colorblind10", {"font.size": 11, "axes.grid": True, "grid.alpha": 0.4}])
 figure = plt.figure(figsize=(7, 6), layout="constrained")
 figure.suptitle("A protein model: attention of its third layer, and its loss")
-for number, name in enumerate(("Softmax()", "Local(window=16)", "FavorPlus()"), 1):
+(upper,), (lower,) = figure.subfigures(2, 1, squeeze=False)
+for panel, name in zip(upper.subplots(1, 3), ("Softmax()", "Local(window=16)", "FavorPlus()"), strict=True):
     rows = attention_map(models[name])
-    panel = figure.add_subplot(2, 3, number, title=name, xlabel="key (residue)", ylabel="query (residue)")
     panel.imshow((rows / rows.max()).sqrt(), cmap="cividis")
+    panel.set(title=name, xlabel="key (residue)", ylabel="query (residue)")
     panel.grid(False)
-axes = figure.add_subplot(2, 1, 2)
+axes = lower.subplots()
 axes.plot(list(losses.values()), list(losses), "o", color="C0", markersize=9, label="with the trained weights")
 axes.axvline(guessing, color="C1", linestyle="--", label="counts of residues")
-axes.set_ylim(5.5, -0.5)
-axes.set_ylabel("mechanism")
-axes.set_xlabel("loss (nats per masked residue)")
+axes.set(ylim=(4.5, -0.5), ylabel="mechanism", xlabel="loss (nats per masked residue)")
 axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.22), ncols=2)
 plt.show()

@@ -28,8 +28,8 @@ def test_a_script_says_what_it_shows_and_ends_in_a_picture(path: Path) -> None:
     assert lines[3].startswith("Shows "), "the first sentence says what it shows"
     assert len(source.splitlines()) < 90
     assert ast.unparse(tree.body[-1]) == "plt.show()"
-    calls = [ast.unparse(node.func).split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert calls.count("subplots") + calls.count("figure") == 1, "one figure"
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert calls.count("plt.subplots") + calls.count("plt.figure") == 1, "one figure"
     for said in ("title", "xlabel", "ylabel"):
         assert f"{said}(" in source or f"{said}=" in source, f"no {said}"
     assert source.count("\n# %%\n") >= 2, "words between the code"
