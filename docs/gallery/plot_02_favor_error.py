@@ -43,9 +43,9 @@ for norm in norms:
     print(f"norm {norm:g}: uniform weights err by {uniform[norm]:.2f}; {said}")
 
 # %%
-# Up to a norm of 2 each line falls by half where features grow fourfold: the square root that any average of random
-# numbers obeys. Beyond, a few draws carry the whole sum and the line is nearly flat. Dotted, in the same colour:
-# uniform weights.
+# For norms of 1 and 2 a line falls by about half where features grow fourfold: the square root that any average of
+# random numbers obeys. For the largest norm a few draws carry the whole sum, and its line is nearly flat. Dotted, in
+# the same colour: uniform weights.
 plt.style.use(["tableau-colorblind10", {"font.size": 12, "axes.grid": True, "grid.alpha": 0.4}])
 figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
 for number, norm in enumerate(norms):
