@@ -119,8 +119,8 @@ class Grouped:
 
     def tile(self, visible: Bool[Tensor, "rows span"], first: int) -> Relative:
         """A tile whose first query and first key have offset number ``first``; the same again for the same mask."""
-        for seen, tile in self._tiles:
-            if tile.first == first and seen.equal(visible):
+        for mask, tile in self._tiles:
+            if tile.first == first and mask.equal(visible):
                 return tile
         rows, span = visible.shape
         bias = self.terms.numbers.new_empty(len(self.heads), rows, span)
