@@ -12,14 +12,13 @@ from tests.docs.conftest import ROOT
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *)(`{3,})[^{\n]*\n.*?^\1\2`*$", re.S | re.M)
 INCLUDE = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)", re.M)
-MADE = ROOT / "docs" / "mechanisms"
+DOCS = ROOT / "docs"
+BUILT = {"_build", "mechanisms", "reproductions", "auto_gallery"}  # folders that a build makes
 
 
 def sources() -> list[Path]:
     """The pages that people read, but not those that a build makes."""
-    docs = [
-        path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "mechanisms", "auto_gallery"} & {*path.parts}
-    ]
+    docs = [path for path in DOCS.rglob("*.md") if not BUILT & {*path.relative_to(DOCS).parts}]
     return [
         ROOT / name for name in ("README.md", "CHARTER.md", "CONTRIBUTING.md", "CHANGELOG.md", "records/README.md")
     ] + docs
@@ -41,6 +40,13 @@ def slugs(text: str) -> set[str]:
     return found
 
 
+def built(file: Path) -> bool:
+    """Whether a build makes this file: a mechanism's picture, or what is made of a reproduction's record."""
+    if file.parent == DOCS / "mechanisms":
+        return file.suffix == ".svg" and file.stem in catalogue.names()
+    return file.parent == DOCS / "reproductions" and any((ROOT / "records").glob(f"*-reproduce-{file.stem}*.json"))
+
+
 def broken(path: Path, text: str, pages: dict[Path, str]) -> list[str]:
     """The links of a page that lead nowhere."""
     wrong = []
@@ -49,8 +55,7 @@ def broken(path: Path, text: str, pages: dict[Path, str]) -> list[str]:
         if re.match(r"[a-z]+:", target):
             continue
         file = (path.parent / target).resolve() if target else path
-        made = file in pages or (file.parent == MADE and file.suffix == ".svg" and file.stem in catalogue.names())
-        if not made and not file.exists():
+        if not (file in pages or built(file) or file.exists()):
             wrong.append(link)
         elif anchor:
             held = pages[file] if file in pages else file.read_text(encoding="utf-8")
@@ -75,8 +80,7 @@ def test_a_wrong_link_is_seen() -> None:
 
 def test_every_page_is_listed() -> None:
     """Sphinx would warn of a page outside of all tables of contents; here it is named without a build."""
-    docs = ROOT / "docs"
-    blocks = re.findall(r"```\{toctree\}\n(.*?)```", (docs / "index.md").read_text(encoding="utf-8"), re.S)
+    blocks = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(encoding="utf-8"), re.S)
     listed = {re.sub(r".*<(.+)>", r"\1", line) for block in blocks for line in block.splitlines()}
-    pages = {str(path.relative_to(docs).with_suffix("")) for path in sources() if docs in path.parents}
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in sources() if DOCS in path.parents}
     assert {page for page in pages if page != "index" and not page.startswith("ideas/")} <= listed
