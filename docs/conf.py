@@ -8,7 +8,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 WRITERS = ("mechanism_pages", "reproduction_pages")  # modules beside this one whose write() makes pages
 # Lines of the index that list what scripts may make, and the files without which they would be empty.
-GENERATED = {"Gallery <auto_gallery/index>": "auto_gallery/index.*", "reproductions/*": "reproductions/*"}
+GENERATED = {"Gallery <auto_gallery/index>": "auto_gallery/index.*", "reproductions": "reproductions.md"}
 GALLERY = sorted((HERE / "gallery").glob("**/plot_*.py"))
 
 project = "fast-attention"
