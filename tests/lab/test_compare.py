@@ -558,8 +558,8 @@ def test_memory_has_an_answer_in_words() -> None:
     assert local
     exact.forward_bytes, local.forward_bytes = 2**20, 3 * 2**20
     assert verdicts.headline(record)[-1] == (
-        "Nothing beats exact attention's memory: exact attention's fused kernel takes 1 MiB at 1,024 tokens (a forward "
-        "pass), the least of all others 3 MiB."
+        "Nothing clearly beats exact attention's memory: exact attention's fused kernel takes 1 MiB at 1,024 tokens "
+        "(a forward pass), Local() 3 MiB."
     )
     local.forward_bytes = 2**19
     assert verdicts.headline(record)[-1].startswith("Less memory: 1 of 1, Local() the least with 512 KiB;")

@@ -1,0 +1,115 @@
+"""Hover text of pictures: places that say their exact number where the mouse rests, as SVG titles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fast_attention.lab.numbers import exactly
+
+Form = Literal["panel", "box", "line", "point"]
+FORMS: tuple[Form, ...] = ("panel", "box", "line", "point")  # from below to above: the smallest is met first
+RADIUS, SLACK = 5.0, 1.0  # in points: of the place around a point; how far outside of the axes one may lie
+DPI = 72.0  # of SVG
+
+
+class Place(Artist):
+    """A place of a picture with its text; invisible, and no part of the layout."""
+
+    def __init__(self, form: Form, corners: Sequence[tuple[float, float]], text: str) -> None:
+        super().__init__()
+        self.set_in_layout(False)
+        self.form, self.corners, self.text = form, corners, text
+
+
+class Series(NamedTuple):
+    """How the points of a line are told: its name, and both coordinates in words."""
+
+    name: str
+    across: Callable[[Any], str] = "{:,} tokens".format
+    up: Callable[[float], str] = exactly
+
+    def at(self, x: Any, y: float) -> str:
+        """One point."""
+        return f"{self.name}: {self.up(y)} at {self.across(x)}"
+
+    def through(self, points: Mapping[Any, float]) -> str:
+        """The line by its ends."""
+        (first, start), (last, end) = (list(points.items())[i] for i in (0, -1))
+        return f"{self.name}: {self.up(start)} at {self.across(first)}, {self.up(end)} at {self.across(last)}"
+
+
+def point(axes: Axes, x: float, y: float, text: str) -> None:
+    """Let a point say its text."""
+    axes.add_artist(Place("point", [(x, y)], text))
+
+
+def box(axes: Axes, left: float, low: float, right: float, high: float, text: str) -> None:
+    """Let a rectangle say its text: a bar, a cell."""
+    axes.add_artist(Place("box", [(left, low), (right, high)], text))
+
+
+def panel(axes: Axes, text: str) -> None:
+    """Let all that lies within axes say a text, where nothing smaller has one."""
+    axes.add_artist(Place("panel", [], text))
+
+
+def curve(axes: Axes, across: Iterable[float], up: Iterable[float], text: str) -> None:
+    """Let a curve say one text, wherever it is met."""
+    axes.add_artist(Place("line", list(zip(across, up, strict=True)), text))
+
+
+def series(axes: Axes, points: Mapping[Any, float], told: Series) -> None:
+    """Let a line and each of its points say their numbers."""
+    if len(points) > 1:
+        curve(axes, points, points.values(), told.through(points))
+    for x, y in points.items():
+        point(axes, x, y, told.at(x, y))
+
+
+def cells(axes: Axes, table: Any, words: Callable[[int, int], str]) -> None:
+    """Let every cell of an image say its text, given row and column; those that are no number say nothing."""
+    for (row, column), value in np.ndenumerate(np.asarray(table)):
+        if not np.isnan(value):
+            box(axes, column - 0.5, row - 0.5, column + 0.5, row + 0.5, words(row, column))
+
+
+def overlay(figure: Figure) -> str:
+    """The places of a figure that was drawn, as SVG elements to lie above all."""
+    places = sorted(figure.findobj(Place), key=lambda place: FORMS.index(place.form))  # type: ignore[union-attr]
+    shapes = "\n".join(filter(None, (_shape(figure, place) for place in places)))  # type: ignore[arg-type]
+    return f'<g class="places" fill="none" pointer-events="all">\n{shapes}\n</g>\n' if shapes else ""
+
+
+def _shape(figure: Figure, place: Place) -> str:
+    """One place as an element; empty where the axes do not show it."""
+    axes = place.axes
+    if axes is None or not axes.get_visible():
+        return ""
+    scale, height = DPI / figure.dpi, DPI * figure.get_figheight()
+    extents = np.reshape(axes.bbox.extents, (2, 2))
+    window = extents * scale
+    shown = axes.transData.transform(np.asarray(place.corners, dtype=float)) if place.corners else extents
+    found = shown * scale
+    found = found[np.isfinite(found).all(axis=1)]
+    within = np.clip(found, *window)
+    outside = np.abs(found - within).max(axis=1, initial=0.0) > SLACK
+    if outside.all() and place.form in ("line", "point"):
+        return ""
+    title = f"<title>{escape(place.text, quote=False)}</title>"
+    at = [(x, height - y) for x, y in within]
+    if place.form == "point":
+        return f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="{RADIUS:g}">{title}</circle>'
+    if place.form == "line":
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        return f'<polyline points="{path}" pointer-events="stroke" stroke-width="{RADIUS:g}">{title}</polyline>'
+    left, right = sorted(x for x, _ in at)
+    top, low = sorted(y for _, y in at)
+    size = f'width="{right - left:.1f}" height="{low - top:.1f}"'
+    return f'<rect x="{left:.1f}" y="{top:.1f}" {size}>{title}</rect>'
