@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Literal, NamedTuple, ParamSpec
 
+import matplotlib
 import matplotlib.colors
 import numpy as np
 import PIL.Image
@@ -159,7 +160,9 @@ def attention_map(axes: Axes, matrix: Any, top: float, **options: Any) -> None:
     """An attention matrix on a square-root scale up to ``top``, negative weights shown as 0."""
     weights = np.clip(np.nan_to_num(np.asarray(matrix)), 0.0, None)
     norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
-    axes.imshow(weights, cmap="magma", norm=norm, interpolation="nearest", **options)
+    axes.imshow(
+        weights, cmap=matplotlib.colormaps["magma"].resampled(64), norm=norm, interpolation="nearest", **options
+    )
     axes.set_xticks([])
     axes.set_yticks([])
 

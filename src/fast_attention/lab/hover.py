@@ -100,7 +100,7 @@ def _shape(figure: Figure, place: Place) -> str:
     found = found[np.isfinite(found).all(axis=1)]
     within = np.clip(found, *window)
     outside = np.abs(found - within).max(axis=1, initial=0.0) > SLACK
-    if outside.all() and place.form in ("line", "point"):
+    if not len(found) or (outside.all() and place.form in ("line", "point")):
         return ""
     title = f"<title>{escape(place.text, quote=False)}</title>"
     at = [(x, height - y) for x, y in within]

@@ -149,19 +149,20 @@ def matrices(held: Matrices) -> tuple[Figure, str]:
 
 
 @picture
-def scatter(tradeoff: Tradeoff) -> tuple[Figure, str]:
-    """Speed to the right, error downwards to nothing, and a line through the Pareto front."""
+def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> tuple[Figure, str]:
+    """Speed to the right, error downwards to nothing, a line through the Pareto front, another at what is allowed."""
     best, points = tradeoff.best, tradeoff.points
     figure, (axes,) = figure_grid(4.6, width=7.6)
     logarithmic(axes)
     axes.axvline(1.0, color=INK, linewidth=0.8)
+    if allowed is not None:
+        axes.axhline(min(max(allowed, FLOOR), TOP), color=COLOURS[1], linewidth=0.9, linestyle=":")
     axes.step([p.speed for p in best], list(map(_height, best)), where="pre", color=GOOD, linewidth=1.4, zorder=1)
     for point in points:
         colour = INK if point.name == EXACT else GOOD if point in best else PALE
         axes.plot(point.speed, _height(point), "o", color=colour, markersize=6, zorder=2)
         told = f"{point.name}: {exactly(point.speed)} times the speed, median error {exactly(100 * point.error)} %"
         hover.point(axes, point.speed, _height(point), told)
-    _label(axes, points, best)
     axes.set_ylim(FLOOR / 1.5, TOP * 1.5)
     words = ["0.1 % or less", "0.3 %", "1 %", "3 %", "10 %", "30 %", "100 %", "300 % or more"]
     axes.set_yticks([FLOOR, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, TOP], words, fontsize=9)
@@ -170,6 +171,7 @@ def scatter(tradeoff: Tradeoff) -> tuple[Figure, str]:
     ticks = [tick for tick in ticks if min(speeds) / 2 < tick < 2 * max(speeds)]
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=9)
     axes.set_xlim(min(speeds) / 1.5, max(speeds) * 2.5)
+    _label(axes, points, best)
     axes.minorticks_off()
     labelled(axes, "speed, exact attention = 1x (right is faster)", "error of the median head (down is better)", 9)
     return figure, f"Error against speed {tradeoff.where}. Pareto front: " + "; ".join(
@@ -182,16 +184,18 @@ def _height(point: Point) -> float:
 
 
 def _label(axes: Axes, points: list[Point], best: list[Point]) -> None:
-    """Names beside their points, pushed upwards where they would lie on one another."""
-    labels: list[tuple[float, float, float]] = []
-    for point in sorted(points, key=lambda p: (p not in best, _height(p))):
-        x, y = math.log10(point.speed), math.log10(_height(point))
-        width = 0.017 * len(point.name)
-        while any(abs(y - other) < 0.085 and x < end and start < x + width for start, end, other in labels):
+    """Names beside their points, pushed upwards where they would lie on one another or on a point."""
+    wide = math.log10(axes.get_xlim()[1] / axes.get_xlim()[0])
+    places = [(math.log10(point.speed), math.log10(_height(point))) for point in points]
+    taken = [(x - 0.01 * wide, x + 0.01 * wide, y) for x, y in places]
+    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda each: (each[0] not in best, each[1][1])):
+        x += 0.015 * wide
+        end = x + 0.01 * wide * len(point.name)
+        while any(abs(y - other) < 0.1 and x < last and start < end for start, last, other in taken):
             y += 0.02
-        labels.append((x, x + width, y))
+        taken.append((x, end, y))
         weight = "bold" if point in best else "normal"
         axes.annotate(
-            point.name, (point.speed, _height(point)), (10 ** (x + 0.02), 10**y), textcoords="data", va="center",
+            point.name, (point.speed, _height(point)), (10**x, 10**y), textcoords="data", va="center",
             fontsize=7, fontweight=weight, color=INK if point in best else SOFT,
         )  # fmt: skip

@@ -23,7 +23,7 @@ no queries, keys and values: it is timed on tokens of the same width against the
 are not counted. Hover over what is no number for its reason, over a speed for its time."""
 _TRADEOFF = """a forward pass. The green line joins the Pareto front: whatever lies off it is beaten in both by
 something on it. What must be trained first has no error to show."""
-_LINE = "The dark line is exact attention; green is where the mechanism beats it."
+_LINE = "The line without dots is exact attention; green is where the mechanism beats it."
 _DOTS = "The dotted line and its number mark the crossover, interpolated between the measured lengths."
 
 
@@ -200,11 +200,11 @@ def _growth(record: Comparison) -> list[Section]:
         times.append(figure("Time of a forward and backward pass", lambda cell: cell.training_ms, "training"))
     title = f"Peak memory of a forward {'and backward ' if backward else ''}pass"
     memory = figure(title, lambda cell: cell.peak_bytes and cell.peak_bytes / 2**20)
-    every = Folded("Every time and peak", _every(record))
-    return [Section("Time against length", times), Section("Memory against length", [memory, every])]
+    numbers = Folded("Every time and peak", every(record))
+    return [Section("Time against length", times), Section("Memory against length", [memory, numbers])]
 
 
-def _every(record: Comparison) -> Table:
+def every(record: Comparison) -> Table:
     """The numbers of the pictures: a row for a mechanism and a length."""
     heads = ["mechanism", "tokens", "forward", "forward and backward", "peak memory", "rounds"]
     cells = [cell for name in verdicts.order(record) for cell in record.cells if cell.mechanism == name]

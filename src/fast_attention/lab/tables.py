@@ -99,7 +99,7 @@ def say(words: str) -> None:
     Console(stderr=True).print(Text(words), soft_wrap=True)
 
 
-def present(record: Record, folder: Path, as_json: bool, *parts: Table | str, width: int = 200) -> None:
+def present(record: Record, folder: Path, as_json: bool, *parts: Table | Text | str, width: int = 200) -> None:
     """Print a record as JSON, or what it shows; and where it and its page lie."""
     if as_json:
         print(record.to_json())

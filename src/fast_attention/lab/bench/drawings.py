@@ -135,6 +135,7 @@ def ceilings(record: Benchmark, length: int) -> tuple[Figure, str]:
     figure, (axes,) = figure_grid(0.9 + 0.26 * len(percents))
     bars(axes, list(percents), series, (COLOURS[0], COLOURS[2]), " %")
     axes.axvline(100, color=INK, linewidth=0.8)
+    axes.set_xlim(0, 1.2 * max(100.0, *(max(each) for each in series.values())))  # the legend stands on the right
     axes.set_xlabel("percent of the rate of one large matrix product in the same run")
     words = "; ".join(f"{name} {both[0]:.0f}" for name, both in percents.items())
     return figure, f"Percent of the matrix product's rate at {length:,} tokens: {words}"

@@ -6,7 +6,17 @@ from matplotlib.figure import Figure
 
 from fast_attention.lab import hover
 from fast_attention.lab.converting.record import FIGURES, STAGES, Converted
-from fast_attention.lab.drawing import COLOURS, INK, against_length, figure_grid, labelled, line, picture
+from fast_attention.lab.drawing import (
+    COLOURS,
+    INK,
+    FewTicks,
+    against_length,
+    figure_grid,
+    labelled,
+    line,
+    number,
+    picture,
+)
 from fast_attention.lab.hover import Series
 from fast_attention.lab.numbers import exactly
 
@@ -42,9 +52,9 @@ def layers(record: Converted) -> tuple[Figure, str]:
     held = record.conversion
     figure, (left, right) = figure_grid(3.4, 1, 2)
     wide = 0.8 / max(len(held.errors), 1)
-    for number, (when, errors) in enumerate(held.errors.items()):
-        at = [held.layers.index(name) + (number - len(held.errors) / 2 + 0.5) * wide for name in errors]
-        left.bar(at, list(errors.values()), wide, color=COLOURS[number], label=STAGES[when])
+    for place, (when, errors) in enumerate(held.errors.items()):
+        at = [held.layers.index(name) + (place - len(held.errors) / 2 + 0.5) * wide for name in errors]
+        left.bar(at, list(errors.values()), wide, color=COLOURS[place], label=STAGES[when])
         for x, (name, error) in zip(at, errors.items(), strict=True):
             hover.box(left, x - wide / 2, 0.0, x + wide / 2, error, f"{name}, {STAGES[when]}: error {exactly(error)}")
     if held.errors:
@@ -100,6 +110,9 @@ def curves(record: Converted) -> tuple[Figure, str]:
         axes.set_title(stage)
         if any(point[2] > 0 for point in points):
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(FewTicks())
+            axes.yaxis.set_major_formatter(number)
+            axes.minorticks_off()
         labelled(axes, "seconds", "loss")
     ends = "; ".join(f"{stage} {points[-1][2]:.4g}" for stage, points in held.items() if points)
     return figure, f"Training losses, at the end {ends}"

@@ -28,7 +28,7 @@ def stages(record: Converted) -> Table:
         none = fixed(0.0, ".0f") if when == "original" else "-"
         mean = fixed(sum(errors) / len(errors), ".3f") if errors else none
         rows.append([STAGES[when], *(fixed(figures[name], ".4f") for name in names), mean])
-    return Table(["", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
+    return Table(["stage", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
 
 
 def groups(record: Converted) -> Table:

@@ -12,7 +12,7 @@ from fast_attention.lab.numbers import Number, count, exactly
 from fast_attention.lab.pages import Figure, Folded, Section, Words
 from fast_attention.lab.tables import Table
 
-MOST = 200  # heads that are drawn, so that the page stays small
+MOST = 96  # heads that are drawn, so that the page stays small
 
 _MEANING = (
     "A head's distance is the mean, over evenly sampled queries, of half the sum of absolute differences of two rows "

@@ -97,7 +97,7 @@ def curves(record: Study) -> tuple[Figure, str]:
     """The metric against steps, or minutes where these were equal: the mean over the seeds; baselines as lines."""
     figure, (axes,) = figure_grid(4.6)
     timed = record.equal == "minutes"
-    across = "minute {:.3g}".format if timed else "step {:,}".format
+    across = "minute {:.3g}".format if timed else "step {:,.0f}".format
     for at, name in enumerate(record.meta["mechanisms"]):
         if points := record.curve(name):
             told = Series(label(name), across, lambda value: f"{record.meta['metric']} {exactly(value)}")
