@@ -347,7 +347,7 @@ def test_pictures_say_the_records_numbers_and_tables_hold_them(complete: Compari
         for told, value, unit in (
             (forward, cell.forward_ms, "milliseconds"),
             (training, cell.training_ms, "milliseconds"),
-            (memory, cell.peak_bytes / 2**20, "MiB"),
+            (memory, (cell.peak_bytes or 0) / 2**20, "MiB"),
         ):
             assert f"{cell.mechanism}: {exactly(value or 0.0)} {unit} {at}" in told
         assert {cell.forward_ms, cell.training_ms, cell.peak_bytes} <= {*values(html)}

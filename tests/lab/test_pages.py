@@ -28,7 +28,7 @@ CHROMIUM = shutil.which("chromium")
 @picture
 def drawn(alt: str):  # type: ignore[no-untyped-def]
     figure, (left, right) = figure_grid(2.0, 1, 2)
-    line(left, {1: 2.0, 2: 3.25}, told=Series("a <line>", up="{} ms".format), color=COLOURS[0], label="a")
+    line(left, {1: 2.0, 2: 3.25}, says=Series("a <line>", up="{} ms".format), color=COLOURS[0], label="a")
     bars(right, ["one", "two"], {"ours": [1.0, 2.0], "theirs": [2.0, 1.5]}, ("red", "blue"), " s")
     return figure, alt
 
@@ -138,7 +138,7 @@ class Shown(HTMLParser):
 def after(tmp_path: Path, steps: str) -> Shown:
     """The page after some steps of JavaScript in a browser without a network."""
     sizes = [900, 1536, None, 20, 5 * 2**20, 1024, 2, 3, 1]
-    rows = [[f"row {i}", bytes_of(size), f"word{9 - i}"] for i, size in enumerate(sizes)]
+    rows: list[list[str | Value]] = [[f"row {i}", bytes_of(size), f"word{9 - i}"] for i, size in enumerate(sizes)]
     rows.append(["spanned", Value("no numbers", span=2)])
     html = pages.page("x", [Section("a", [Table(["name", "size", "word"], rows)])])
     path = tmp_path / "page.html"

@@ -178,12 +178,12 @@ def baselines(axes: Axes, values: Mapping[str, float], reach: float = math.inf) 
 
 
 def line(
-    axes: Axes, points: Mapping[Any, float], style: str = "-", told: hover.Series | None = None, **options: Any
+    axes: Axes, points: Mapping[Any, float], style: str = "-", says: hover.Series | None = None, **options: Any
 ) -> None:
-    """A line through points, which says its numbers where ``told`` says how."""
+    """A line through points, which says its numbers where ``says`` says how."""
     axes.plot(list(points), list(points.values()), style, **{"marker": "o", "markersize": 3, **options})
-    if told is not None and points:
-        hover.series(axes, points, told)
+    if says is not None and points:
+        hover.series(axes, points, says)
 
 
 def bars(
@@ -196,8 +196,8 @@ def bars(
         drawn = list(values)
         axes.barh(at, drawn, high, color=colours[number], label=label)
         for name, y, value in zip(names, at, drawn, strict=True):
-            told = f"{name}, {label}: {exactly(value)}{unit}"
-            hover.box(axes, 0.0, y - high / 2, value, y + high / 2, told)
+            says = f"{name}, {label}: {exactly(value)}{unit}"
+            hover.box(axes, 0.0, y - high / 2, value, y + high / 2, says)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.3, -0.7)
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""Hover text of pictures: places that say their exact number where the mouse rests, as SVG titles."""
+"""Hover text of pictures: spots that say their exact number where the mouse rests, as SVG titles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fast_attention.lab.numbers import exactly
 
 Form = Literal["panel", "box", "line", "point"]
 FORMS: tuple[Form, ...] = ("panel", "box", "line", "point")  # from below to above: the smallest is met first
-RADIUS, SLACK = 5.0, 1.0  # in points: of the place around a point; how far outside of the axes one may lie
+RADIUS, SLACK = 5.0, 1.0  # in points: of the spot around a point; how far outside of the axes one may lie
 DPI = 72.0  # of SVG
 
 
-class Place(Artist):
-    """A place of a picture with its text; invisible, and no part of the layout."""
+class Spot(Artist):
+    """A spot of a picture with its text; invisible, and no part of the layout."""
 
     def __init__(self, form: Form, corners: Sequence[tuple[float, float]], text: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Place(Artist):
 
 
 class Series(NamedTuple):
-    """How the points of a line are told: its name, and both coordinates in words."""
+    """How a line says its points: its name, and both coordinates in words."""
 
     name: str
     across: Callable[[Any], str] = "{:,} tokens".format
@@ -47,30 +47,30 @@ class Series(NamedTuple):
 
 def point(axes: Axes, x: float, y: float, text: str) -> None:
     """Let a point say its text."""
-    axes.add_artist(Place("point", [(x, y)], text))
+    axes.add_artist(Spot("point", [(x, y)], text))
 
 
 def box(axes: Axes, left: float, low: float, right: float, high: float, text: str) -> None:
     """Let a rectangle say its text: a bar, a cell."""
-    axes.add_artist(Place("box", [(left, low), (right, high)], text))
+    axes.add_artist(Spot("box", [(left, low), (right, high)], text))
 
 
 def panel(axes: Axes, text: str) -> None:
     """Let all that lies within axes say a text, where nothing smaller has one."""
-    axes.add_artist(Place("panel", [], text))
+    axes.add_artist(Spot("panel", [], text))
 
 
 def curve(axes: Axes, across: Iterable[float], up: Iterable[float], text: str) -> None:
     """Let a curve say one text, wherever it is met."""
-    axes.add_artist(Place("line", list(zip(across, up, strict=True)), text))
+    axes.add_artist(Spot("line", list(zip(across, up, strict=True)), text))
 
 
-def series(axes: Axes, points: Mapping[Any, float], told: Series) -> None:
+def series(axes: Axes, points: Mapping[Any, float], says: Series) -> None:
     """Let a line and each of its points say their numbers."""
     if len(points) > 1:
-        curve(axes, points, points.values(), told.through(points))
+        curve(axes, points, points.values(), says.through(points))
     for x, y in points.items():
-        point(axes, x, y, told.at(x, y))
+        point(axes, x, y, says.at(x, y))
 
 
 def cells(axes: Axes, table: Any, words: Callable[[int, int], str]) -> None:
@@ -81,32 +81,32 @@ def cells(axes: Axes, table: Any, words: Callable[[int, int], str]) -> None:
 
 
 def overlay(figure: Figure) -> str:
-    """The places of a figure that was drawn, as SVG elements to lie above all."""
-    places = sorted(figure.findobj(Place), key=lambda place: FORMS.index(place.form))  # type: ignore[union-attr]
-    shapes = "\n".join(filter(None, (_shape(figure, place) for place in places)))  # type: ignore[arg-type]
-    return f'<g class="places" fill="none" pointer-events="all">\n{shapes}\n</g>\n' if shapes else ""
+    """The spots of a figure that was drawn, as SVG elements to lie above all."""
+    spots = sorted(figure.findobj(Spot), key=lambda each: FORMS.index(each.form))  # type: ignore[union-attr]
+    shapes = "\n".join(filter(None, (_shape(figure, spot) for spot in spots)))  # type: ignore[arg-type]
+    return f'<g class="spots" fill="none" pointer-events="all">\n{shapes}\n</g>\n' if shapes else ""
 
 
-def _shape(figure: Figure, place: Place) -> str:
-    """One place as an element; empty where the axes do not show it."""
-    axes = place.axes
+def _shape(figure: Figure, spot: Spot) -> str:
+    """One spot as an element; empty where the axes do not show it."""
+    axes = spot.axes
     if axes is None or not axes.get_visible():
         return ""
     scale, height = DPI / figure.dpi, DPI * figure.get_figheight()
     extents = np.reshape(axes.bbox.extents, (2, 2))
     window = extents * scale
-    shown = axes.transData.transform(np.asarray(place.corners, dtype=float)) if place.corners else extents
+    shown = axes.transData.transform(np.asarray(spot.corners, dtype=float)) if spot.corners else extents
     found = shown * scale
     found = found[np.isfinite(found).all(axis=1)]
     within = np.clip(found, *window)
     outside = np.abs(found - within).max(axis=1, initial=0.0) > SLACK
-    if not len(found) or (outside.all() and place.form in ("line", "point")):
+    if not len(found) or (outside.all() and spot.form in ("line", "point")):
         return ""
-    title = f"<title>{escape(place.text, quote=False)}</title>"
+    title = f"<title>{escape(spot.text, quote=False)}</title>"
     at = [(x, height - y) for x, y in within]
-    if place.form == "point":
+    if spot.form == "point":
         return f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="{RADIUS:g}">{title}</circle>'
-    if place.form == "line":
+    if spot.form == "line":
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         return f'<polyline points="{path}" pointer-events="stroke" stroke-width="{RADIUS:g}">{title}</polyline>'
     left, right = sorted(x for x, _ in at)

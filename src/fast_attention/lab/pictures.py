@@ -74,17 +74,17 @@ def _panel(
 ) -> None:
     quantity, unit = shown
 
-    def told(name: str) -> Series:
+    def says(name: str) -> Series:
         return Series(name, up=lambda value: f"{exactly(value)} {unit}")
 
     exact = _points(record, EXACT, quantity)
     ticks = [cell.length for cell in record.cells if cell.mechanism == EXACT]
     against_length(axes, ticks, family)
     label = "exact" if len(names) > 1 else None
-    line(axes, exact, told=told(EXACT), color=INK, linewidth=1.6, marker="", label=label)
+    line(axes, exact, says=says(EXACT), color=INK, linewidth=1.6, marker="", label=label)
     for colour, name in zip(itertools.cycle(COLOURS), names, strict=False):
         points = _points(record, name, quantity)
-        line(axes, points, told=told(name), color=colour, linewidth=1.6, label=name[len(family) + 1 : -1] or "default")
+        line(axes, points, says=says(name), color=colour, linewidth=1.6, label=name[len(family) + 1 : -1] or "default")
         both = [length for length in points if length in exact]
         if both and name == names[0]:
             values, baseline = ([curve[length] for length in both] for curve in (points, exact))
@@ -161,8 +161,8 @@ def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> tuple[Figure, s
     for point in points:
         colour = INK if point.name == EXACT else GOOD if point in best else PALE
         axes.plot(point.speed, _height(point), "o", color=colour, markersize=6, zorder=2)
-        told = f"{point.name}: {exactly(point.speed)} times the speed, median error {exactly(100 * point.error)} %"
-        hover.point(axes, point.speed, _height(point), told)
+        says = f"{point.name}: {exactly(point.speed)} times the speed, median error {exactly(100 * point.error)} %"
+        hover.point(axes, point.speed, _height(point), says)
     axes.set_ylim(FLOOR / 1.5, TOP * 1.5)
     words = ["0.1 % or less", "0.3 %", "1 %", "3 %", "10 %", "30 %", "100 %", "300 % or more"]
     axes.set_yticks([FLOOR, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, TOP], words, fontsize=9)

@@ -67,7 +67,7 @@ def advise_command(
     record = Advised(_meta(source, setting, question, dtype))
     _carry_out(Plan(source, chosen, setting, question, seconds), record, transfer_minutes)
     record.leave(out, page.html(record))
-    present(record, out, as_json, *page.told(record))
+    present(record, out, as_json, *page.shown(record))
     return 0
 
 

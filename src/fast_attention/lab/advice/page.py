@@ -74,7 +74,7 @@ def measured(record: Advised) -> list[str]:
     return words
 
 
-def told(record: Advised) -> list[Table | Text | str]:
+def shown(record: Advised) -> list[Table | Text | str]:
     """The advice on the terminal."""
     parts: list[Table | Text | str] = [
         Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"])

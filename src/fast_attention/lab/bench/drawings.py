@@ -67,13 +67,13 @@ def speeds(record: Benchmark, which: Pass) -> tuple[Figure, str]:
         inks = itertools.cycle(PEERS)
         for row in (row for row in rows if row.family == family):
             known, star = figures.speeds(record, row.name, which), " *" if row.check == "faulty" else ""
-            told = Series(row.name + star, up=lambda speed: f"{exactly(speed)} times as fast as exact attention")
+            says = Series(row.name + star, up=lambda speed: f"{exactly(speed)} times as fast as exact attention")
             if row.owner == OURS:
                 colour = COLOURS[int(row.is_causal) + 2 * (row.kind == "module")]
-                line(axes, known, told=told, color=colour, label=f"ours{row.name[len(family) :]}{star}", linewidth=1.8)
+                line(axes, known, says=says, color=colour, label=f"ours{row.name[len(family) :]}{star}", linewidth=1.8)
             else:
                 ink, label = next(inks), row.name + star
-                line(axes, known, "--", told=told, color=ink, label=label, linewidth=1.1, marker=".")
+                line(axes, known, "--", says=says, color=ink, label=label, linewidth=1.1, marker=".")
         axes.axhline(1.0, color=INK, linewidth=1.0)
         _legend(axes)
     alt = "Speed against length, a panel per mechanism; above 1 it is faster than exact attention; peers are dashed."
@@ -156,8 +156,8 @@ def memory(record: Benchmark) -> tuple[Figure, str]:
             dash = "-" if which == "forward" else ":"
             if points:
                 colour = COLOURS[int(row.is_causal)]
-                told = Series(f"{row.name}, {label or 'forward'}", up=lambda times: f"{exactly(times)} times the bytes")
-                line(axes, points, dash, told=told, color=colour, linewidth=1.4, label=label or "forward")
+                says = Series(f"{row.name}, {label or 'forward'}", up=lambda times: f"{exactly(times)} times the bytes")
+                line(axes, points, dash, says=says, color=colour, linewidth=1.4, label=label or "forward")
         _legend(axes)
     alt = "Peak memory over the bytes of inputs and output, against length, a panel per mechanism: flat is linear."
     return figure, alt
@@ -174,8 +174,8 @@ def decoding(record: Benchmark) -> tuple[Figure, str]:
         against_length(axes, positions, f"batch {batch}", 6.5)
         for name, colour in inks.items():
             points = {s.position: 1e3 * (s.seconds or 0.0) for s in known if (s.name, s.batch) == (name, batch)}
-            told = Series(name, "position {:,}".format, lambda spent: f"{exactly(spent)} ms a token")
-            line(axes, points, told=told, color=colour, label=name)
+            says = Series(name, "position {:,}".format, lambda spent: f"{exactly(spent)} ms a token")
+            line(axes, points, says=says, color=colour, label=name)
         axes.yaxis.set_major_formatter(number)
     grid[0].legend(fontsize=6, loc="upper left", ncols=2)
     low, high = grid[0].get_ylim()

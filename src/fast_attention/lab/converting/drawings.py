@@ -52,9 +52,9 @@ def layers(record: Converted) -> tuple[Figure, str]:
     held = record.conversion
     figure, (left, right) = figure_grid(3.4, 1, 2)
     wide = 0.8 / max(len(held.errors), 1)
-    for place, (when, errors) in enumerate(held.errors.items()):
-        at = [held.layers.index(name) + (place - len(held.errors) / 2 + 0.5) * wide for name in errors]
-        left.bar(at, list(errors.values()), wide, color=COLOURS[place], label=STAGES[when])
+    for order, (when, errors) in enumerate(held.errors.items()):
+        at = [held.layers.index(name) + (order - len(held.errors) / 2 + 0.5) * wide for name in errors]
+        left.bar(at, list(errors.values()), wide, color=COLOURS[order], label=STAGES[when])
         for x, (name, error) in zip(at, errors.items(), strict=True):
             hover.box(left, x - wide / 2, 0.0, x + wide / 2, error, f"{name}, {STAGES[when]}: error {exactly(error)}")
     if held.errors:
@@ -88,8 +88,8 @@ def costs(record: Converted) -> tuple[Figure, str]:
     for axes, (words, (key, unit)) in zip(panels, COSTS.items(), strict=True):
         for name, colour in zip(names, (INK, COLOURS[0]), strict=False):
             rows = [row for row in record.costs if row["model"] == name and row.get(key)]
-            told = Series(name, up=lambda value, words=words: f"{exactly(value)} {words}")
-            line(axes, {row["length"]: unit * row[key] for row in rows}, told=told, color=colour, label=name)
+            says = Series(name, up=lambda value, words=words: f"{exactly(value)} {words}")
+            line(axes, {row["length"]: unit * row[key] for row in rows}, says=says, color=colour, label=name)
         against_length(axes, [*dict.fromkeys(row["length"] for row in record.costs)])
         labelled(axes, "tokens", words)
         axes.legend()
@@ -104,9 +104,9 @@ def curves(record: Converted) -> tuple[Figure, str]:
     held = record.conversion.curves
     figure, panels = figure_grid(2.6, 1, len(held))
     for axes, (stage, points) in zip(panels, held.items(), strict=True):
-        told = Series(stage, lambda seconds: f"{exactly(seconds)} s", lambda loss: f"loss {exactly(loss)}")
+        says = Series(stage, lambda seconds: f"{exactly(seconds)} s", lambda loss: f"loss {exactly(loss)}")
         values = {seconds: loss for _, seconds, loss in points}
-        line(axes, values, told=told, color=COLOURS[0], linewidth=1.2, marker="")
+        line(axes, values, says=says, color=COLOURS[0], linewidth=1.2, marker="")
         axes.set_title(stage)
         if any(point[2] > 0 for point in points):
             axes.set_yscale("log")

@@ -175,9 +175,9 @@ def html(record: Converted) -> str:
         figure = Figure(drawings.curves(record), "Running means of the losses.")
         sections.append(Section("While training", [figure, Folded("Every point of the curves", curves(record))]))
     opens = meta.get("opened_by", "fast_attention.from_pretrained")
-    told = [
+    intro = [
         *pages.partial({**meta, "status": held.status}, "conversion"),
         pages.where(meta, f"{meta['model']}, {len(held.converted)} of {len(held.layers)} layers to {held.mechanism}"),
     ]
     last = [pages.run(meta, facts), pages.again(meta, record.data, f"The model: {opens} on this folder.")]
-    return pages.page("convert", [*sections, *last], told)
+    return pages.page("convert", [*sections, *last], intro)

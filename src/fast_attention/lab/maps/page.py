@@ -52,8 +52,8 @@ def html(record: Maps) -> str:
     if left := layers[len(drawn) :]:
         words = f"{len(left)} more layers, from {left[0][0].layer} on, are in the tables; --layers draws others."
         sections.append(Section("Layers that are not drawn", [Words(words)]))
-    told = [pages.where(meta, f"{meta['model']} reading {meta['read']}: {meta['before']} beside {meta['after']}")]
-    return pages.page("maps", [*sections, pages.run(meta, facts), pages.again(meta, record.data)], told)
+    intro = [pages.where(meta, f"{meta['model']} reading {meta['read']}: {meta['before']} beside {meta['after']}")]
+    return pages.page("maps", [*sections, pages.run(meta, facts), pages.again(meta, record.data)], intro)
 
 
 def _heads(record: Maps) -> Table:
@@ -61,10 +61,10 @@ def _heads(record: Maps) -> Table:
     rows, tokens = record.meta["rows"], record.meta["tokens"]
     columns = [f"query {query:,} {when}" for query in rows for when in ("before", "after")]
     heads = ["layer", "head", "distance", "on the same queries and keys", *columns]
-    return Table(heads, (_told(head, tokens) for head in record.heads))
+    return Table(heads, (_row(head, tokens) for head in record.heads))
 
 
-def _told(head: Head, tokens: int) -> list[str]:
+def _row(head: Head, tokens: int) -> list[str]:
     pairs = zip(head.original_curves, head.swapped_curves, strict=True)
     peaks = [Number(drawings.peak(curve, tokens), max(curve)) for pair in pairs for curve in pair]
     apart = [Number(exactly(value), value) for value in (head.distance, head.own_distance)]

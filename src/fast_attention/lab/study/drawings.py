@@ -100,8 +100,8 @@ def curves(record: Study) -> tuple[Figure, str]:
     across = "minute {:.3g}".format if timed else "step {:,.0f}".format
     for at, name in enumerate(record.meta["mechanisms"]):
         if points := record.curve(name):
-            told = Series(label(name), across, lambda value: f"{record.meta['metric']} {exactly(value)}")
-            _mean_line(axes, points, name, at, told)
+            says = Series(label(name), across, lambda value: f"{record.meta['metric']} {exactly(value)}")
+            _mean_line(axes, points, name, at, says)
     labelled(axes, "minutes" if timed else "steps", _metric(record))
     baselines(axes, record.meta["baselines"], 0.5)
     _legend(axes)
@@ -117,17 +117,17 @@ def by_position(record: Study) -> tuple[Figure, str]:
     names = [name for name in record.meta["mechanisms"] if record.by_position(name)]
     for name in names:
         points = {math.sqrt((a + 1) * (b + 1)): loss for (a, b), loss in sorted(record.by_position(name).items())}
-        told = Series(label(name), "position {:,.0f}".format, lambda loss: f"{record.meta['metric']} {exactly(loss)}")
-        _mean_line(axes, points, name, record.meta["mechanisms"].index(name), told, "o")
+        says = Series(label(name), "position {:,.0f}".format, lambda loss: f"{record.meta['metric']} {exactly(loss)}")
+        _mean_line(axes, points, name, record.meta["mechanisms"].index(name), says, "o")
     axes.xaxis.set_major_formatter(number)
     labelled(axes, "position in the context", _metric(record))
     _legend(axes)
     return figure, f"{_metric(record)} by position in the context, {len(names)} mechanisms"
 
 
-def _mean_line(axes: Axes, points: dict[float, float], name: str, at: int, told: Series, marker: str = "") -> None:
+def _mean_line(axes: Axes, points: dict[float, float], name: str, at: int, says: Series, marker: str = "") -> None:
     dash = "--" if at >= len(COLOURS) else "-"
-    line(axes, points, dash, told=told, color=_colour(name, at), linewidth=1.4, marker=marker, label=label(name))
+    line(axes, points, dash, says=says, color=_colour(name, at), linewidth=1.4, marker=marker, label=label(name))
 
 
 def _legend(axes: Axes) -> None:

@@ -111,5 +111,8 @@ def html(record: Study) -> str:
         )
         shown = Figure(drawings.by_position(record), words + "over the seeds. A line that falls gains from far back.")
         sections.append(Section("By position in the context", [shown, positions]))
-    told = [*pages.partial(meta, "study"), pages.where(meta, f"{meta['task']}, {meta['seeds']} runs of each mechanism")]
-    return pages.page("study", [*sections, pages.run(meta, facts), pages.again(meta, record.data)], told)
+    intro = [
+        *pages.partial(meta, "study"),
+        pages.where(meta, f"{meta['task']}, {meta['seeds']} runs of each mechanism"),
+    ]
+    return pages.page("study", [*sections, pages.run(meta, facts), pages.again(meta, record.data)], intro)
