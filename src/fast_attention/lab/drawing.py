@@ -62,7 +62,7 @@ class Picture(NamedTuple):
     @property
     def themed(self) -> str:
         """The picture for a page, whose style sheet knows its colours by name."""
-        return re.sub("|".join(THEMES), lambda found: f"var(--{THEMES[found[0]].name})", self.svg)
+        return re.sub("|".join(THEMES), lambda match: f"var(--{THEMES[match[0]].name})", self.svg)
 
 
 def picture(draw: Callable[Given, tuple[Figure, str]]) -> Callable[Given, Picture]:
@@ -83,7 +83,7 @@ def svg(figure: Figure, alt: str) -> str:
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
-    text = re.sub('(?<="data:image/png;base64,)[^"]+', lambda found: _palette(found[0]), text)
+    text = re.sub('(?<="data:image/png;base64,)[^"]+', lambda match: _palette(match[0]), text)
     return text.replace("</svg>", f"{hover.overlay(figure)}</svg>")
 
 

@@ -96,11 +96,11 @@ def _shape(figure: Figure, spot: Spot) -> str:
     extents = np.reshape(axes.bbox.extents, (2, 2))
     window = extents * scale
     shown = axes.transData.transform(np.asarray(spot.corners, dtype=float)) if spot.corners else extents
-    found = shown * scale
-    found = found[np.isfinite(found).all(axis=1)]
-    within = np.clip(found, *window)
-    outside = np.abs(found - within).max(axis=1, initial=0.0) > SLACK
-    if not len(found) or (outside.all() and spot.form in ("line", "point")):
+    pixels = shown * scale
+    pixels = pixels[np.isfinite(pixels).all(axis=1)]
+    within = np.clip(pixels, *window)
+    outside = np.abs(pixels - within).max(axis=1, initial=0.0) > SLACK
+    if not len(pixels) or (outside.all() and spot.form in ("line", "point")):
         return ""
     title = f"<title>{escape(spot.text, quote=False)}</title>"
     at = [(x, height - y) for x, y in within]
