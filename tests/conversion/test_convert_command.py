@@ -22,6 +22,8 @@ from fast_attention.lab.converting import costs
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.numbers import exactly
+from tests.lab.reading_pages import assert_one_file, pictures, values
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,9 +85,21 @@ def test_a_model_is_converted_and_reported(
     assert {row["length"] for row in held.costs} == {32, 96}  # the models know 64 positions
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in held.costs)
     html = (tmp_path / "report.html").read_text()
-    assert html.count("<svg") == 4
-    assert "<script" not in html
-    assert "<img" not in html
+    assert_one_file(html)
+    stages, layers, costs, curves = pictures(html)
+    figure = next(iter(held.figures("original")))
+    assert [float(text.split()[-1]) for text in stages] == [
+        float(exactly(held.figures(when)[figure]).replace(",", "")) for when in held.stages
+    ]
+    for layer, error in held.conversion.errors["tuned"].items():
+        assert f"{layer}, after the fine-tune: error {exactly(error)}" in layers
+    row = held.costs[0]
+    told = f"{exactly(1000 * row['seconds'])} milliseconds, whole model at {row['length']} tokens"
+    assert f"{row['model']}: {told}" in costs
+    assert 1000 * row["seconds"] in values(html)
+    for stage, points in held.conversion.curves.items():
+        _, seconds, loss = next((point for point in points if point[2] > 0), points[0])  # the axis is logarithmic
+        assert f"{stage}: loss {exactly(loss)} at {exactly(seconds)} s" in curves
     assert not (tmp_path / "checkpoint").exists()
     _same_figures(held.figures("tuned"), folders, name, tmp_path)
     code, _, err = run(capsys, *given)

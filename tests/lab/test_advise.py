@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from fast_attention.lab import commands, measure
 from fast_attention.lab.advice import measuring
 from fast_attention.lab.advice.measuring import Plan, investigate
 from fast_attention.lab.advice.ranking import ORDER, Question, advice, ranked
+from fast_attention.lab.advice.record import Advised
 from fast_attention.lab.capture import Gaussian
 from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.numbers import exactly
 from fast_attention.lab.records import EXACT, Cell
+from tests.lab.reading_pages import assert_one_file, pictures, values
 from tests.lab.test_compare import CONFIGS, WORDS, reading, saved, setting
 
 TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "20"]
@@ -178,11 +182,16 @@ def test_greater_lengths_are_tried_until_something_is_worth_using(monkeypatch: p
     assert investigated(monkeypatch, times).meta["lengths"] == [16], "no memory for more"
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def test_advice_on_shapes_is_measured_and_says_on_what(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--mechanisms", "Local(window=99)", "Favor(num_features=8)", "AFTSimple", "FNet", "--json"]
     assert commands.run([*TINY, *options]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {*found} == {"advice", "ranking", "meta", "rows", "errors"}
+    assert {*found} == {"schema", "advice", "ranking", "meta", "rows", "errors", "sha256"}
     assert found["advice"]["use"] == found["ranking"][0]["mechanism"]
     assert found["advice"]["measured_up_to"] >= 24
     assert found["meta"]["quality"] == "Gaussian stand-ins"
@@ -197,6 +206,27 @@ def test_advice_on_shapes_is_measured_and_says_on_what(capsys: pytest.CaptureFix
         assert row["milliseconds"] > 0
         assert row["peak_bytes"] > 0
         assert isinstance(row["cannot"], list)
+    assert Advised.read(Path("out/advise/advice.json")).to_json() == json.dumps(found, indent=1)
+
+
+def test_the_page_says_the_records_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--mechanisms", "Local(window=99)", "Favor(num_features=8)", "FNet", "--out", str(tmp_path / "here")]
+    assert commands.run([*TINY, *options]) == 0
+    assert "advice.html" in capsys.readouterr().err
+    record = Advised.read(tmp_path / "here" / "advice.json")
+    html = (tmp_path / "here" / "advice.html").read_text()
+    assert_one_file(html)
+    assert all(words in unescape(html) for words in record.advice["words"])
+    (points,) = pictures(html)
+    shown = {row.mechanism for row in record.ranking if row.median_error is not None}
+    assert len(points) == len(shown) == 3, "FNet has no error to show"
+    for row in record.ranking:
+        assert row.milliseconds in values(html)
+        assert f">{row.mechanism}<" in html
+        if row.mechanism in shown:
+            speed, error = exactly(1 / (row.ratio or 1.0)), exactly(100 * (row.median_error or 0.0))
+            assert f"{row.mechanism}: {speed} times the speed, median error {error} %" in points
+            assert row.median_error in values(html)
 
 
 def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

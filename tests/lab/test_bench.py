@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ from fast_attention.lab.bench import ceilings, checks, competitors, decoding, fi
 from fast_attention.lab.bench.competitors import Competitor, Peer, Sizes, baseline_name
 from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.measure import Passes, Setting
+from fast_attention.lab.numbers import exactly
 from fast_attention.lab.records import EXACT, Cell
 from fast_attention.lab.timing import FEWEST_ROUNDS, FamilyGroup
 from fast_attention.mechanisms.aft.aft_simple import AFTSimple
+from tests.lab.reading_pages import assert_one_file, pictures, values
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--threads", "1", "--budget", "20"]
 TINY = [*SMALL, "--lengths", "16", "32", "--memory-lengths", "0"]
@@ -81,10 +82,14 @@ def test_a_small_benchmark_leaves_a_table_a_page_and_a_record(
     }  # fmt: skip
     assert set(record.summary["crossover"]) == set(rows)
     html = (tmp_path / "bench.html").read_text()
-    assert html.endswith("</html>\n")
-    assert html.count("<svg") == 3
-    assert "<script" not in html
-    assert not re.search(r"(?:src|href)=.http|url\(.?http|@import", html)
+    assert_one_file(html)
+    forward, training, ceilings = pictures(html)
+    for cell in (cell for cell in record.cells if cell.status == "measured" and cell.mechanism in rows):
+        for ratio, told in ((cell.forward_ratio, forward), (cell.training_ratio, training)):
+            speed = exactly(1 / (ratio or math.inf))
+            assert f"{cell.mechanism}: {speed} times as fast as exact attention at {cell.length:,} tokens" in told
+            assert any(value == 1 / (ratio or math.inf) for value in values(html))
+    assert all(text.endswith(" %") for text in ceilings)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.html", "bench.json"]
 
 

@@ -32,7 +32,10 @@ from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Setting
+from fast_attention.lab.numbers import exactly
 from fast_attention.lab.records import EXACT, Cell
+from tests.lab.reading_pages import assert_one_file, values
+from tests.lab.reading_pages import pictures as said_by
 
 transformers = pytest.importorskip("transformers")
 WORDS = " ".join(f"word{i * i % 37}" for i in range(400))
@@ -322,8 +325,7 @@ def test_json_is_strict_and_comes_back(complete: Comparison) -> None:
 def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_path: Path) -> None:
     complete.leave(tmp_path, report.html(complete))
     html = (tmp_path / complete.page).read_text()
-    loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
-    assert all((a or b).startswith(("#", "data:image/png;base64,")) for a, b in loads), loads
+    assert_one_file(html)
     titles = [
         "Verdict", "Error and speed", "Memory and work", "Time against", "Memory against", "Error of every head",
         "Attention matrices", "Each in a sentence", "What each cannot do", "What was run", "How to reproduce",
@@ -335,6 +337,28 @@ def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_pa
     assert all(name in html for name in FEW)
     assert "not an approximation: train it" in html
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html"]
+
+
+def test_pictures_say_the_records_numbers_and_tables_hold_them(complete: Comparison) -> None:
+    html = report.html(complete)
+    _, forward, training, memory, heads, _ = said_by(html)
+    for cell in (cell for cell in complete.cells if cell.forward_ms and cell.training_ms and cell.peak_bytes):
+        at = f"at {cell.length:,} tokens"
+        for told, value, unit in (
+            (forward, cell.forward_ms, "milliseconds"),
+            (training, cell.training_ms, "milliseconds"),
+            (memory, (cell.peak_bytes or 0) / 2**20, "MiB"),
+        ):
+            assert f"{cell.mechanism}: {exactly(value or 0.0)} {unit} {at}" in told
+        assert {cell.forward_ms, cell.training_ms, cell.peak_bytes} <= {*values(html)}
+    error = complete.error(FEW[0])
+    assert error is not None
+    assert heads == [
+        f"{FEW[0]}, {layer} head {number}: {exactly(100 * value)} %"
+        for layer, row in zip(complete.meta["layers"], error.output, strict=True)
+        for number, value in enumerate(row)
+    ]
+    assert {value for row in error.output for value in row} <= {*values(html)}
 
 
 def test_numbers_without_an_error_for_what_must_be_trained(complete: Comparison) -> None:
@@ -558,8 +582,8 @@ def test_memory_has_an_answer_in_words() -> None:
     assert local
     exact.forward_bytes, local.forward_bytes = 2**20, 3 * 2**20
     assert verdicts.headline(record)[-1] == (
-        "Nothing beats exact attention's memory: exact attention's fused kernel takes 1 MiB at 1,024 tokens (a forward "
-        "pass), the least of all others 3 MiB."
+        "Nothing clearly beats exact attention's memory: exact attention's fused kernel takes 1 MiB at 1,024 tokens "
+        "(a forward pass), Local() 3 MiB."
     )
     local.forward_bytes = 2**19
     assert verdicts.headline(record)[-1].startswith("Less memory: 1 of 1, Local() the least with 512 KiB;")

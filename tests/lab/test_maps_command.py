@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from fast_attention.lab import commands
 from fast_attention.lab.maps.heads import blocks, coarse, distance, sampled
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
+from tests.lab.reading_pages import assert_one_file, pictures, values
 from tests.lab.test_compare import CONFIGS, WORDS, saved
 
 transformers = pytest.importorskip("transformers")
@@ -79,8 +79,20 @@ def test_a_window_is_seen_for_what_it_is(tmp_path: Path, text: str, capsys: pyte
         for name in ("original", "swapped"):
             torch.testing.assert_close(torch.tensor(head[f"{name}_curves"]), torch.tensor(head[name])[[0, 20]])
     page = (tmp_path / "out" / "maps.html").read_text()
-    assert not re.search(r'<script|(?:src|href)="(?!data:|#)', page), "self-contained"
-    assert page.count("<figure>") == 2
+    assert_one_file(page)
+    overview, drawn = pictures(page)
+    for head in found["heads"]:
+        named = f"{head['layer']} head {head['head']}"
+        for words, key in (
+            ("in the swapped model", "distance"),
+            ("on the original's queries and keys", "own_distance"),
+        ):
+            told = next(text for text in overview if text.startswith(f"{named}, {words}: "))
+            assert float(told.split()[-1]) == pytest.approx(head[key], rel=1e-3, abs=1e-6)
+        peak = max(head["original_curves"][1])
+        assert any(text.startswith("query 20 before: ") and float(text.split()[3]) == pytest.approx(peak, rel=1e-3)
+                   for text in drawn)  # fmt: skip
+        assert any(value == pytest.approx(peak, rel=1e-3) for value in values(page)), "in the table too"
     for words in ("layer.0", "head 3", "Local(window=4)", "query 20", "maps.json"):
         assert words in page, words
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fast_attention import cli, tasks
+from fast_attention.lab.numbers import exactly
 from fast_attention.lab.study import drawings, page, run
 from fast_attention.lab.study.plan import ALONE, EXACT, Plan, folder, matched, parameters
 from fast_attention.lab.study.record import Result, Study
@@ -18,6 +18,7 @@ from fast_attention.lab.tradeoff import frontier
 from fast_attention.training import journal
 from fast_attention.training.settings import TrainingSettings
 from fast_attention.training.steps import config_for
+from tests.lab.reading_pages import assert_one_file, pictures, values
 
 TINY = ("--steps", "6", "--width", "16", "--heads", "2", "--layers", "1", "--batch-size", "4", "--evaluate-every", "3")
 TASK = "Copy(symbols=3, words=3)"
@@ -95,9 +96,15 @@ def test_a_study_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert "Every run had the same number of steps" in out
     assert not one.by_position, "no language modelling"
     html = (tmp_path / "study.html").read_text()
-    assert html.count("<svg") == 2
-    assert "<script" not in html
-    assert not re.search(r"(?:src|href)=.http|url\(.?http|@import", html)
+    assert_one_file(html)
+    costs, curves = pictures(html)
+    for name, words in ((EXACT, "exact attention"), ("LinearAttention()", "LinearAttention()")):
+        summary = record.summary(name)
+        assert summary is not None
+        said = f"{words}: accuracy {exactly(summary.mean)} ± {exactly(summary.spread or 0.0)}, "
+        assert f"{said}{exactly(1000 * summary.step_seconds)} milliseconds" in costs
+        assert f"{words}: accuracy {exactly(summary.mean)} at step 6" in curves
+        assert {summary.mean, summary.peak_bytes} <= {*values(html)}
     assert json.loads((tmp_path / "study.json").read_text())["schema"] == "fast-attention study 2"
 
 

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Literal, NamedTuple, ParamSpec
 
+import matplotlib
 import matplotlib.colors
 import numpy as np
+import PIL.Image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+from fast_attention.lab import hover
+from fast_attention.lab.numbers import exactly
 
 INK, PALE, GRID, WIN, GOOD = "#1f2933", "#9aa5b1", "#e4e7eb", "#d9f2e3", "#2f855a"
+SOFT, PAPER, ON_LIGHT, ON_DARK = "#52606d", "#ffffff", "#111111", "#fefefe"  # ON: text on a colour, the same by night
 COLOURS = ("#0b69a3", "#d64545", "#8d5fd3", "#b7791f", "#2f855a", "#718096")
+MORE = ("#9b2c5e", "#5a4a2f")
+
+
+class Theme(NamedTuple):
+    """A colour's name on a page, and what stands for it in the dark."""
+
+    name: str
+    dark: str
+
+
+THEMES = {
+    INK: Theme("p-ink", "#e6ebf0"), PALE: Theme("p-pale", "#7b8794"), GRID: Theme("p-grid", "#2c353e"),
+    WIN: Theme("p-win", "#123a27"), SOFT: Theme("p-soft", "#aeb9c4"), PAPER: Theme("p-paper", "#14181d"),
+    COLOURS[0]: Theme("p-0", "#5ab0e8"), COLOURS[1]: Theme("p-1", "#f08080"), COLOURS[2]: Theme("p-2", "#b79bf0"),
+    COLOURS[3]: Theme("p-3", "#e0a84a"), COLOURS[4]: Theme("p-4", "#58bd87"), COLOURS[5]: Theme("p-5", "#a3b1c2"),
+    MORE[0]: Theme("p-6", "#e07fae"), MORE[1]: Theme("p-7", "#c4ad84"),
+}  # fmt: skip
 WIDE = 12.5  # inches of a picture as wide as the page
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "fast-attention", "font.family": ["sans-serif"],
@@ -33,6 +59,11 @@ class Picture(NamedTuple):
     svg: str
     alt: str
 
+    @property
+    def themed(self) -> str:
+        """The picture for a page, whose style sheet knows its colours by name."""
+        return re.sub("|".join(THEMES), lambda match: f"var(--{THEMES[match[0]].name})", self.svg)
+
 
 def picture(draw: Callable[Given, tuple[Figure, str]]) -> Callable[Given, Picture]:
     """Turn a function that returns a figure and its alternative text into one that returns a picture."""
@@ -47,11 +78,25 @@ def picture(draw: Callable[Given, tuple[Figure, str]]) -> Callable[Given, Pictur
 
 
 def svg(figure: Figure, alt: str) -> str:
-    """The figure as an SVG element that scales with the page and carries its text for screen readers."""
+    """The figure as an SVG element that scales with the page, with its alternative text and its hover texts."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
+    text = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
+    text = re.sub('(?<="data:image/png;base64,)[^"]+', lambda match: _palette(match[0]), text)
+    return text.replace("</svg>", f"{hover.overlay(figure)}</svg>")
+
+
+def _palette(image: str) -> str:
+    """A PNG of at most 256 colours, none transparent, with a byte for each pixel instead of four; both in base 64."""
+    pixels = np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(image))).convert("RGBA"))
+    colours, numbers = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
+    if len(colours) > 256 or colours[:, 3].min() < 255:
+        return image
+    small, buffer = PIL.Image.fromarray(numbers.reshape(pixels.shape[:2]).astype(np.uint8), "P"), io.BytesIO()
+    small.putpalette(colours[:, :3].tobytes())
+    small.save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def figure_grid(
@@ -94,16 +139,30 @@ def against_length(axes: Axes, lengths: Sequence[int], title: str = "", size: fl
 
 
 def logarithmic(axes: Axes, base: int = 10) -> None:
-    """Logarithmic scales on both axes, of another base along the horizontal one."""
+    """Logarithmic scales on both axes, of another base along the horizontal one, ticks at numbers without exponents."""
     axes.set_xscale("log", base=base)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(FewTicks())
+    axes.yaxis.set_major_formatter(number)
+    axes.minorticks_off()
+
+
+class FewTicks(LogLocator):
+    """Ticks at powers of ten; within less than two of them at 1, 2 and 5 as well."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """The ticks between two values."""
+        self.set_params(subs=(1.0,) if vmin > 0 and vmax > 100 * vmin else (1.0, 2.0, 5.0))
+        return super().tick_values(vmin, vmax)
 
 
 def attention_map(axes: Axes, matrix: Any, top: float, **options: Any) -> None:
     """An attention matrix on a square-root scale up to ``top``, negative weights shown as 0."""
     weights = np.clip(np.nan_to_num(np.asarray(matrix)), 0.0, None)
     norm = matplotlib.colors.PowerNorm(0.5, 0.0, max(top, 1e-9), clip=True)
-    axes.imshow(weights, cmap="magma", norm=norm, interpolation="nearest", **options)
+    axes.imshow(
+        weights, cmap=matplotlib.colormaps["magma"].resampled(64), norm=norm, interpolation="nearest", **options
+    )
     axes.set_xticks([])
     axes.set_yticks([])
 
@@ -118,17 +177,27 @@ def baselines(axes: Axes, values: Mapping[str, float], reach: float = math.inf) 
                           textcoords="offset points", fontsize=6.5, color=PALE)  # fmt: skip
 
 
-def line(axes: Axes, points: Mapping[Any, float], style: str = "-", **options: Any) -> None:
-    """A line through points."""
+def line(
+    axes: Axes, points: Mapping[Any, float], style: str = "-", says: hover.Series | None = None, **options: Any
+) -> None:
+    """A line through points, which says its numbers where ``says`` says how."""
     axes.plot(list(points), list(points.values()), style, **{"marker": "o", "markersize": 3, **options})
+    if says is not None and points:
+        hover.series(axes, points, says)
 
 
-def bars(axes: Axes, names: Sequence[str], series: Mapping[str, Iterable[float]], colours: Sequence[str]) -> None:
+def bars(
+    axes: Axes, names: Sequence[str], series: Mapping[str, Iterable[float]], colours: Sequence[str], unit: str = ""
+) -> None:
     """Horizontal bars: a row for each name, in it a bar for each of the series, which the legend names."""
     high = 0.76 / len(series)
     for number, (label, values) in enumerate(series.items()):
         at = [i + (number - (len(series) - 1) / 2) * (high + 0.02) for i in range(len(names))]
-        axes.barh(at, list(values), high, color=colours[number], label=label)
+        drawn = list(values)
+        axes.barh(at, drawn, high, color=colours[number], label=label)
+        for name, y, value in zip(names, at, drawn, strict=True):
+            says = f"{name}, {label}: {exactly(value)}{unit}"
+            hover.box(axes, 0.0, y - high / 2, value, y + high / 2, says)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.3, -0.7)
     axes.minorticks_off()

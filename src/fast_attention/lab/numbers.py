@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Self
+
+
+class Number(str):
+    """A number as people read it, which knows its value: tables sort by that."""
+
+    __slots__ = ("value",)
+    value: float
+
+    def __new__(cls, text: str, value: float) -> Self:
+        """The text with its value."""
+        self = super().__new__(cls, text)
+        self.value = value
+        return self
 
 
 def digits(value: float, count: int = 2) -> str:
@@ -10,13 +24,23 @@ def digits(value: float, count: int = 2) -> str:
     return f"{float(f'{value:.{count}g}'):,.10g}" if abs(value) >= 1e-4 or not value else f"{value:.0e}"
 
 
+def exactly(value: float) -> str:
+    """Six digits, for the text that is shown where the mouse rests."""
+    return digits(value, 6) if abs(value) >= 1e-4 or not math.isfinite(value) else f"{value:.6g}"
+
+
+def count(number: int) -> Number:
+    """12345 as ``12,345``."""
+    return Number(f"{number:,}", number)
+
+
 def percent(value: float | None) -> str:
     """A relative error as a percentage of two digits; here and below ``-`` stands for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):
-        return "not finite"
-    return "below 0.001 %" if 0 < value < 1e-5 else f"{digits(100 * value)} %"
+        return Number("not finite", value)
+    return Number("below 0.001 %" if 0 < value < 1e-5 else f"{digits(100 * value)} %", value)
 
 
 def bytes_of(size: int | None) -> str:
@@ -37,18 +61,15 @@ def milliseconds(value: float | None) -> str:
 def _scaled(value: float | None, base: int, units: tuple[str, ...]) -> str:
     if value is None:
         return "-"
-    for unit in units[:-1]:
-        if value < base:
-            return f"{digits(value, 3)}{unit}"
-        value /= base
-    return f"{digits(value, 3)}{units[-1]}"
+    power = next((power for power in range(len(units)) if value < base ** (power + 1)), len(units) - 1)
+    return Number(f"{digits(value / base**power, 3)}{units[power]}", value)
 
 
 def factor(ratio: float | None) -> str:
     """A time ratio as a speed: 0.5 as ``2x``."""
-    return "-" if ratio is None else f"{digits(1 / ratio)}x"
+    return "-" if ratio is None else Number(f"{digits(1 / ratio)}x", 1 / ratio)
 
 
 def fixed(value: float | None, form: str) -> str:
     """A number in a format of its own, such as ``.3f``."""
-    return "-" if value is None else f"{value:{form}}"
+    return "-" if value is None else Number(f"{value:{form}}", value)

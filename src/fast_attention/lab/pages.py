@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from fast_attention.lab.drawing import Picture
+from fast_attention.lab.drawing import THEMES, Picture
 from fast_attention.lab.tables import Table
 
 
@@ -67,7 +67,7 @@ class Section(NamedTuple):
 def page(command: str, sections: Iterable[Section], warnings: Iterable[Words] = ()) -> str:
     """The page of a command; all that is not a picture of ours is escaped."""
     shown = [section for section in sections if section.blocks]
-    return _template().render(command=command, warnings=list(warnings), sections=shown)
+    return _template().render(command=command, warnings=list(warnings), sections=shown, themes=THEMES)
 
 
 @cache
@@ -85,10 +85,16 @@ def partial(meta: Mapping[str, Any], noun: str) -> list[Words]:
     return [] if status == "complete" else [Words(f"This {noun} was {status}: it is partial.", "warn")]
 
 
+def where(meta: Mapping[str, Any], what: str) -> Words:
+    """What stands below a page's name: what was measured, and on which machine."""
+    return Words(f"{what}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")
+
+
 def run(meta: Mapping[str, Any], facts: Mapping[str, object]) -> Section:
     """What was run: a command's own facts, and the machine, versions and time of every record."""
     after = meta.get("load_average_after")
-    load = f"load average {meta['load_average']} " + ("at the start" if after is None else f"before and {after} after")
+    before, end = (", ".join(map(str, loads or ["unknown"])) for loads in (meta["load_average"], after))
+    load = f"load average {before} " + ("at the start" if after is None else f"before and {end} after")
     models = f"transformers {meta['transformers'] or 'not used'}, " if "transformers" in meta else ""
     spent = f", {meta['seconds']:,.0f} s" if "seconds" in meta else ""
     seed = f", seed {meta['seed']}" if "seed" in meta else ""

@@ -7,8 +7,8 @@ from typing import Any
 from fast_attention import catalogue
 from fast_attention.lab import pages, pictures, verdicts
 from fast_attention.lab.comparison import Comparison, Error
-from fast_attention.lab.numbers import amount, bytes_of, digits, factor, milliseconds, percent
-from fast_attention.lab.pages import Figure, Listing, Section, Words
+from fast_attention.lab.numbers import amount, bytes_of, count, digits, factor, milliseconds, percent
+from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import EXACT, PASSES, Cell
 from fast_attention.lab.tables import Row, Table, Value
 from fast_attention.lab.tradeoff import tradeoff
@@ -23,7 +23,7 @@ no queries, keys and values: it is timed on tokens of the same width against the
 are not counted. Hover over what is no number for its reason, over a speed for its time."""
 _TRADEOFF = """a forward pass. The green line joins the Pareto front: whatever lies off it is beaten in both by
 something on it. What must be trained first has no error to show."""
-_LINE = "The dark line is exact attention; green is where the mechanism beats it."
+_LINE = "The line without dots is exact attention; green is where the mechanism beats it."
 _DOTS = "The dotted line and its number mark the crossover, interpolated between the measured lengths."
 
 
@@ -89,7 +89,7 @@ def _warnings(meta: dict[str, Any]) -> list[Words]:
         warnings.append(Words(busy, "warn"))
     if extension := meta.get("extension"):
         warnings.append(Words(f"Beyond the model's own context: {extension}."))
-    return [*warnings, Words(f"{meta['source']}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")]
+    return [*warnings, pages.where(meta, meta["source"])]
 
 
 def _verdict(record: Comparison) -> Section:
@@ -200,7 +200,19 @@ def _growth(record: Comparison) -> list[Section]:
         times.append(figure("Time of a forward and backward pass", lambda cell: cell.training_ms, "training"))
     title = f"Peak memory of a forward {'and backward ' if backward else ''}pass"
     memory = figure(title, lambda cell: cell.peak_bytes and cell.peak_bytes / 2**20)
-    return [Section("Time against length", times), Section("Memory against length", [memory])]
+    numbers = Folded("Every time and peak", every(record))
+    return [Section("Time against length", times), Section("Memory against length", [memory, numbers])]
+
+
+def every(record: Comparison) -> Table:
+    """The numbers of the pictures: a row for a mechanism and a length."""
+    heads = ["mechanism", "tokens", "forward", "forward and backward", "peak memory", "rounds"]
+    cells = [cell for name in verdicts.order(record) for cell in record.cells if cell.mechanism == name]
+    rows = []
+    for cell in (cell for cell in cells if cell.status == "measured"):
+        spent = [milliseconds(cell.times(which).ms) for which in PASSES]
+        rows.append([cell.mechanism, count(cell.length), *spent, bytes_of(cell.peak_bytes), count(cell.rounds)])
+    return Table(heads, rows)
 
 
 def _errors_by_length(record: Comparison) -> Section:
@@ -229,17 +241,24 @@ def _errors(record: Comparison) -> Section:
     shown = [error for name in record.mechanisms if (error := record.error(name)) is not None]
     where = f"at {record.length or 0:,} tokens"
     caption = f"Relative RMS error of every head's output {where}; on the right median and worst."
-    return Section(
-        "Error of every head", [Figure(pictures.head_errors(shown, record.meta["layers"]), caption)] if shown else []
-    )
+    if not shown:
+        return Section("Error of every head", [])
+    picture = pictures.head_errors(shown, layers := record.meta["layers"])
+    most = max(len(row) for error in shown for row in error.output)
+    rows = [
+        [error.mechanism, layer, *(percent(value) for value in row), *[""] * (most - len(row))]
+        for error in shown
+        for layer, row in zip(layers, error.output, strict=True)
+    ]
+    every = Table(["mechanism", "layer", *(f"head {head}" for head in range(most))], rows, left=[1])
+    return Section("Error of every head", [Figure(picture, caption), Folded("Every head's error", every)])
 
 
 def _matrices(record: Comparison) -> Section:
     held = record.matrices
     if held is None:
         return Section("Attention matrices", [])
-    picture = pictures.matrices(held.exact, held.approximate, held.where)
     caption = (
         f"{held.where}. Rows are queries, columns keys; one colour scale (square root); negative weights shown as 0."
     )
-    return Section("Attention matrices", [Figure(picture, caption)])
+    return Section("Attention matrices", [Figure(pictures.matrices(held), caption)])

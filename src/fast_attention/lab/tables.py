@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+from fast_attention.lab.numbers import Number
 
 if TYPE_CHECKING:
     from fast_attention.lab.records import Record
@@ -29,6 +32,14 @@ class Value(NamedTuple):
     small: str = ""  # below it, on pages only
     span: int = 1  # columns, on pages only
 
+    @property
+    def sorts_by(self) -> str:
+        """What the page's script sorts by; empty: the text."""
+        if not isinstance(self.text, Number) or math.isnan(self.text.value):
+            return ""
+        value = self.text.value
+        return f"{value!r}" if math.isfinite(value) else f"{'-' * (value < 0)}Infinity"
+
 
 class Row(NamedTuple):
     """A row with a style: ``kind`` holds for all its cells."""
@@ -43,7 +54,7 @@ class Table:
     Args:
         heads: Of the columns; none for a table without.
         rows: Sequences of strings and values, or ``Row``.
-        left: Numbers of the columns, beside the first, that hold words.
+        left: Numbers of the columns, beside the first, that hold words: on the left.
         title: Stands above, on the terminal.
         plain: Whether the page's cells hold words.
     """
@@ -88,7 +99,7 @@ def say(words: str) -> None:
     Console(stderr=True).print(Text(words), soft_wrap=True)
 
 
-def present(record: Record, folder: Path, as_json: bool, *parts: Table | str, width: int = 200) -> None:
+def present(record: Record, folder: Path, as_json: bool, *parts: Table | Text | str, width: int = 200) -> None:
     """Print a record as JSON, or what it shows; and where it and its page lie."""
     if as_json:
         print(record.to_json())

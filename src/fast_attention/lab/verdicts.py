@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fast_attention.lab.comparison import Comparison, Error
-from fast_attention.lab.numbers import bytes_of, digits, percent
+from fast_attention.lab.numbers import Number, bytes_of, digits, percent
 from fast_attention.lab.records import EXACT, Cell, Pass
 from fast_attention.mechanism import Mixer
 
@@ -107,9 +107,9 @@ def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
     if end is None or not measured:
         return "not timed"
     if won is not None:
-        return f"from {won:,}"
+        return Number(f"from {won:,}", won)
     if end in measured:
-        return f"never up to {end:,}"
+        return Number(f"never up to {end:,}", math.inf)
     last = max(measured)
     return f"not up to {last:,}" if measured[last] >= 1.0 else f"not timed beyond {last:,}"
 
@@ -212,6 +212,6 @@ def _leanest(record: Comparison, end: int) -> list[str]:
     least = min(sizes, key=lambda name: sizes[name])
     kernel = f"exact attention's fused kernel takes {bytes_of(exact)} at {end:,} tokens ({passes})"
     if sizes[least] > exact * (1 - NOISE):
-        return [f"Nothing beats exact attention's memory: {kernel}, the least of all others {bytes_of(sizes[least])}."]
+        return [f"Nothing clearly beats exact attention's memory: {kernel}, {least} {bytes_of(sizes[least])}."]
     fewer = sum(size <= exact * (1 - NOISE) for size in sizes.values())
     return [f"Less memory: {fewer} of {len(sizes)}, {least} the least with {bytes_of(sizes[least])}; {kernel}."]

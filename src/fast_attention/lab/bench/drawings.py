@@ -15,6 +15,7 @@ from fast_attention.lab.bench.record import Benchmark, Row
 from fast_attention.lab.drawing import (
     COLOURS,
     INK,
+    MORE,
     PALE,
     against_length,
     bars,
@@ -24,9 +25,11 @@ from fast_attention.lab.drawing import (
     panels,
     picture,
 )
+from fast_attention.lab.hover import Series
+from fast_attention.lab.numbers import exactly
 from fast_attention.lab.records import PASSES, Pass
 
-PEERS = ("#b7791f", "#718096", "#8d5fd3", "#2f855a", "#9b2c5e", "#5a4a2f")
+PEERS = (COLOURS[3], COLOURS[5], COLOURS[2], COLOURS[4], *MORE)
 COLUMNS = 4
 
 
@@ -35,13 +38,13 @@ def _legend(axes: Axes) -> None:
     count = len(axes.get_legend_handles_labels()[1])
     low, high = axes.get_ylim()
     low, high = low / 1.1, high * 1.1
-    axes.set_ylim(low, low * (high / low) ** (1 / (1 - 0.05 * min(count, 10))))
+    axes.set_ylim(low, low * (high / low) ** (1 / (1 - 0.06 * min(count, 10))))
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 60 else (1.0,)))
     axes.yaxis.set_major_formatter(number)
     axes.minorticks_off()
-    axes.tick_params(axis="y", labelsize=6.5)
+    axes.tick_params(axis="y", labelsize=7)
     if count:
-        axes.legend(fontsize=5.5, loc="upper left", handlelength=1.6, labelspacing=0.2)
+        axes.legend(fontsize=6.5, loc="upper left", handlelength=1.6, labelspacing=0.2)
 
 
 def _families(rows: list[Row], lengths: list[int], height: float, what: str) -> tuple[Figure, dict[str, Axes]]:
@@ -49,7 +52,7 @@ def _families(rows: list[Row], lengths: list[int], height: float, what: str) -> 
     names = list(dict.fromkeys(row.family for row in rows))
     figure, grid = panels(len(names), height, COLUMNS, across="tokens", up=what, sharex=True)
     for axes, name in zip(grid, names, strict=False):
-        against_length(axes, lengths, name, 6.5)
+        against_length(axes, lengths, name, 7)
         axes.tick_params(labelbottom=True, labelleft=True)
     return figure, dict(zip(names, grid, strict=False))
 
@@ -64,11 +67,13 @@ def speeds(record: Benchmark, which: Pass) -> tuple[Figure, str]:
         inks = itertools.cycle(PEERS)
         for row in (row for row in rows if row.family == family):
             known, star = figures.speeds(record, row.name, which), " *" if row.check == "faulty" else ""
+            says = Series(row.name + star, up=lambda speed: f"{exactly(speed)} times as fast as exact attention")
             if row.owner == OURS:
                 colour = COLOURS[int(row.is_causal) + 2 * (row.kind == "module")]
-                line(axes, known, color=colour, label=f"ours{row.name[len(family) :]}{star}", linewidth=1.8)
+                line(axes, known, says=says, color=colour, label=f"ours{row.name[len(family) :]}{star}", linewidth=1.8)
             else:
-                line(axes, known, "--", color=next(inks), label=row.name + star, linewidth=1.1, marker=".")
+                ink, label = next(inks), row.name + star
+                line(axes, known, "--", says=says, color=ink, label=label, linewidth=1.1, marker=".")
         axes.axhline(1.0, color=INK, linewidth=1.0)
         _legend(axes)
     alt = "Speed against length, a panel per mechanism; above 1 it is faster than exact attention; peers are dashed."
@@ -84,19 +89,20 @@ def beside_peers(record: Benchmark, length: int) -> tuple[Figure, str]:
         panel.set_title(title, fontweight="normal")
         _matches(panel, figures.matches(record, length, which))
     alt = f"At {length:,} tokens, ours beside the best peer: " + "; ".join(
-        f"{_name(match)} {match.factor:.2g} times {match.peer}" for match in forward
+        f"{name(match)} {match.factor:.2g} times {match.peer}" for match in forward
     )
     return figure, alt
 
 
-def _name(match: figures.Match) -> str:
+def name(match: figures.Match) -> str:
+    """A pair by its mechanism, kind and direction."""
     return match.family + (", projected" if match.kind == "module" else "") + (", causal" if match.is_causal else "")
 
 
 def _matches(axes: Axes, matches: list[figures.Match]) -> None:
     series = {"ours": [m.ours for m in matches], "best peer": [m.theirs for m in matches]}
     axes.set_xscale("log")
-    bars(axes, [_name(match) for match in matches], series, (COLOURS[0], PALE))
+    bars(axes, [name(match) for match in matches], series, (COLOURS[0], PALE), " times as fast as exact attention")
     for at, match in enumerate(matches):
         ink = INK if match.factor >= 1 else COLOURS[1]
         words, right = f" {match.factor:.2f}x {match.peer}", max(match.ours, match.theirs)
@@ -127,8 +133,9 @@ def ceilings(record: Benchmark, length: int) -> tuple[Figure, str]:
     if any(both[1] for both in percents.values()):
         series["forward and backward"] = [both[1] or 0.0 for both in percents.values()]
     figure, (axes,) = figure_grid(0.9 + 0.26 * len(percents))
-    bars(axes, list(percents), series, (COLOURS[0], COLOURS[2]))
+    bars(axes, list(percents), series, (COLOURS[0], COLOURS[2]), " %")
     axes.axvline(100, color=INK, linewidth=0.8)
+    axes.set_xlim(0, 1.2 * max(100.0, *(max(each) for each in series.values())))  # the legend stands on the right
     axes.set_xlabel("percent of the rate of one large matrix product in the same run")
     words = "; ".join(f"{name} {both[0]:.0f}" for name, both in percents.items())
     return figure, f"Percent of the matrix product's rate at {length:,} tokens: {words}"
@@ -149,7 +156,8 @@ def memory(record: Benchmark) -> tuple[Figure, str]:
             dash = "-" if which == "forward" else ":"
             if points:
                 colour = COLOURS[int(row.is_causal)]
-                line(axes, points, dash, color=colour, linewidth=1.4, label=label or "forward")
+                says = Series(f"{row.name}, {label or 'forward'}", up=lambda times: f"{exactly(times)} times the bytes")
+                line(axes, points, dash, says=says, color=colour, linewidth=1.4, label=label or "forward")
         _legend(axes)
     alt = "Peak memory over the bytes of inputs and output, against length, a panel per mechanism: flat is linear."
     return figure, alt
@@ -166,7 +174,8 @@ def decoding(record: Benchmark) -> tuple[Figure, str]:
         against_length(axes, positions, f"batch {batch}", 6.5)
         for name, colour in inks.items():
             points = {s.position: 1e3 * (s.seconds or 0.0) for s in known if (s.name, s.batch) == (name, batch)}
-            line(axes, points, color=colour, label=name)
+            says = Series(name, "position {:,}".format, lambda spent: f"{exactly(spent)} ms a token")
+            line(axes, points, says=says, color=colour, label=name)
         axes.yaxis.set_major_formatter(number)
     grid[0].legend(fontsize=6, loc="upper left", ncols=2)
     low, high = grid[0].get_ylim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from fast_attention.lab import pages
@@ -12,7 +13,7 @@ from fast_attention.lab.bench.decoding import flatness
 from fast_attention.lab.bench.figures import percent_of_ceiling
 from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.bench.record import Row as Entry
-from fast_attention.lab.numbers import bytes_of, fixed, milliseconds
+from fast_attention.lab.numbers import Number, bytes_of, count, fixed, milliseconds
 from fast_attention.lab.pages import Figure, Folded, Listing, Section, Words
 from fast_attention.lab.records import PASSES, Cell, Pass
 from fast_attention.lab.tables import Row, Table, Value
@@ -44,22 +45,22 @@ def html(record: Benchmark) -> str:
         f"{', '.join(f'{n:,}' for n in meta['lengths'])} tokens, {meta['dtype']}",
         "Memory": meta["memory"],
     }
-    limits = [[each["when"], *(f"{each[key]:.3g}" for key in LIMITS.values())] for each in record.ceilings]
+    limits = [[each["when"], *(fixed(each[key], ".3g") for key in LIMITS.values())] for each in record.ceilings]
     lead = [line for line in remarks(record) if line.startswith(("Forward", "Decoding"))]
     faults = [(row.name, "; ".join(row.faults)) for row in record.rows if row.faults]
     notes = [(row.name, row.note) for row in record.rows if row.note]
     missing = _missing(record)
     sections = [
-        pages.run(meta, facts),
-        Section("The machine's limits in this run", [Table(["", *LIMITS], limits)]),
         Section("In short", [Words(f"{line}.", "lead") for line in lead]),
         *([] if length is None else _measured(record, length)),
         Section("Checks that failed", [Listing(faults)] if faults else []),
         Section("What peers do differently", [Listing(notes)] if notes else []),
         Section("Not measured", [Listing(missing)] if missing else []),
-        pages.again(meta, "bench.json"),
+        Section("The machine's limits in this run", [Table(["when", *LIMITS], limits)]),
+        pages.run(meta, facts),
+        pages.again(meta, record.data),
     ]
-    return pages.page("bench", sections, pages.partial(meta, "benchmark"))
+    return pages.page("bench", sections, [*pages.partial(meta, "benchmark"), pages.where(meta, facts["Tensors"])])
 
 
 def _measured(record: Benchmark, length: int) -> Iterator[Section]:
@@ -70,19 +71,20 @@ def _measured(record: Benchmark, length: int) -> Iterator[Section]:
     yield Section("Speed against length", speeds)
     if figures.matches(record, length):
         words = f"At {length:,} tokens: ours beside the best peer of the same kind and direction, with the factor."
-        yield Section("Beside the best peer", [Figure(drawings.beside_peers(record, length), words)])
+        picture = Figure(drawings.beside_peers(record, length), words)
+        yield Section("Beside the best peer", [picture, Folded("Every pair", _pairs(record, length))])
     yield Section("Percent of the ceiling", [Figure(drawings.ceilings(record, length), _CEILING)])
     if any(figures.memory_of(record, row.name) for row in record.rows if drawings.of_ours(row)):
         words = "Peak growth of resident memory in a fresh process over the bytes of inputs and output: flat is linear."
         slopes = record.summary["memory_slope"].items()
         powers = [[name, *(fixed(each[which], ".2f") for which in PASSES)] for name, each in slopes]
-        table = Table(["memory grows with the power", *BOTH], powers)
-        yield Section("Memory", [Figure(drawings.memory(record), words), table])
+        tables = [Table(["memory grows with the power", *BOTH], powers)] if powers else []
+        yield Section("Memory", [Figure(drawings.memory(record), words), *tables])
     if any(step.seconds is not None for step in record.steps):
         words = "Median time of one token after so many were read: flat lines do not slow down."
-        yield Section("Decoding", [Figure(drawings.decoding(record), words)])
+        yield Section("Decoding", [Figure(drawings.decoding(record), words), Folded("Every time", _decoding(record))])
     ours = [row.name for row in record.rows if row.owner == OURS and row.check != "wrong"]
-    won = Table(["", *BOTH], [[name, *(wins(record, name, which) for which in PASSES)] for name in ours])
+    won = Table(["mechanism", *BOTH], [[name, *(wins(record, name, which) for which in PASSES)] for name in ours])
     yield Section("Faster from", [Words(_CROSSOVER), won])
     yield Section("Speeds", [Words(_SPEED), _speeds(record)])
     yield Section("Times and memory", [Folded("Every row and length", _times(record))])
@@ -94,9 +96,26 @@ def _missing(record: Benchmark) -> list[str]:
     return [*record.missing(), *memory, *dict.fromkeys(decoding)]
 
 
+def _pairs(record: Benchmark, length: int) -> Table:
+    """Ours beside the best peer: a row for a pair and a pass."""
+    rows = [
+        [drawings.name(match), match.peer, words, *(Number(times(x), x) for x in (match.ours, match.theirs)),
+         Value(fixed(match.factor, ".2f"), "fast" if match.factor >= 1 else "slow")]
+        for which, words in zip(PASSES, BOTH, strict=True)
+        for match in figures.matches(record, length, which)
+    ]  # fmt: skip
+    return Table(["mechanism", "best peer", "pass", "our speed", "the peer's", "factor"], rows, left=[1, 2])
+
+
+def _decoding(record: Benchmark) -> Table:
+    steps = [step for step in record.steps if step.seconds is not None]
+    rows = [[s.name, count(s.batch), count(s.position), milliseconds(1e3 * (s.seconds or 0.0))] for s in steps]
+    return Table(["mechanism", "batch", "position", "a token"], rows)
+
+
 def _speeds(record: Benchmark) -> Table:
     columns = list(itertools.product(sorted({cell.length for cell in record.cells}), PASSES))
-    heads = ["", *(f"{n:,} {'fwd' if which == 'forward' else 'fwd+bwd'}" for n, which in columns)]
+    heads = ["row", *(f"{n:,} {'fwd' if which == 'forward' else 'fwd+bwd'}" for n, which in columns)]
     rows = [[_title(row, "· "), *(_speed(record.cell(row.name, n), w) for n, w in columns)] for row in record.rows]
     return Table(heads, rows)
 
@@ -111,13 +130,13 @@ def _speed(cell: Cell | None, which: Pass) -> Value:
         return Value("-", "none", f"{cell.status}: {cell.note}" if cell else "")
     median, least, *_ = cell.times(which)
     title = f"{milliseconds(median)}, least {milliseconds(least)}, {cell.rounds} rounds"
-    return Value(times(value), "fast" if value > 1 else "slow", title)
+    return Value(Number(times(value), value), "fast" if value > 1 else "slow", title)
 
 
 def _times(record: Benchmark) -> Table:
     """Everything measured, one line for a row and a length."""
-    heads = ["", "tokens", "fwd median", "least", "fwd+bwd median", "least", "rounds", "% of GEMM", "% fwd+bwd",
-             "peak fwd", "peak fwd+bwd", "weights"]  # fmt: skip
+    heads = ["row", "tokens", "fwd median", "fwd least", "fwd+bwd median", "fwd+bwd least", "rounds", "% of GEMM fwd",
+             "% of GEMM fwd+bwd", "peak fwd", "peak fwd+bwd", "weights"]  # fmt: skip
     rows = []
     for name in [*dict.fromkeys(row.reference for row in record.rows), *(row.name for row in record.rows)]:
         for length in sorted({cell.length for cell in record.cells}):
@@ -126,8 +145,8 @@ def _times(record: Benchmark) -> Table:
                 spent = [milliseconds(ms) for which in PASSES for ms in cell.times(which)[:2]]
                 percents = [fixed(percent_of_ceiling(record, cell, which), ".2g") for which in PASSES]
                 peaks = [bytes_of(figures.memory_of(record, name, which).get(length)) for which in PASSES]
-                cells = [*spent, str(cell.rounds), *percents, *peaks, bytes_of(cell.weight_bytes)]
-                rows.append([name, f"{length:,}", *cells])
+                cells = [*spent, count(cell.rounds), *percents, *peaks, bytes_of(cell.weight_bytes)]
+                rows.append([name, count(length), *cells])
     return Table(heads, rows)
 
 
@@ -183,7 +202,9 @@ def wins(record: Benchmark, name: str, which: Pass = "forward") -> str:
     if not known:
         return "not timed"
     crossover = figures.crossover(known)
-    return f"{'≤ ' if crossover[1] else ''}{crossover[0]:,.0f}" if crossover else f"never up to {max(known):,}"
+    if crossover is None:
+        return Number(f"never up to {max(known):,}", math.inf)
+    return Number(f"{'≤ ' if crossover[1] else ''}{crossover[0]:,.0f}", crossover[0])
 
 
 def remarks(record: Benchmark) -> Iterator[str]:

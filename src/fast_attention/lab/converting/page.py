@@ -6,8 +6,8 @@ from fast_attention.conversion.outcome import mean_of_others
 from fast_attention.lab import pages
 from fast_attention.lab.converting import drawings
 from fast_attention.lab.converting.record import FIGURES, STAGES, Converted
-from fast_attention.lab.numbers import bytes_of, factor, fixed, milliseconds
-from fast_attention.lab.pages import Figure, Section, Words
+from fast_attention.lab.numbers import Number, bytes_of, count, exactly, factor, fixed, milliseconds
+from fast_attention.lab.pages import Figure, Folded, Section, Words
 from fast_attention.lab.tables import Table
 
 LEAST_GAIN = 0.001  # of the loss: what a part must be worth
@@ -25,9 +25,10 @@ def stages(record: Converted) -> Table:
     rows = []
     for when, figures in by_stage.items():
         errors = list(record.conversion.errors.get(when, {}).values())
-        mean = f"{sum(errors) / len(errors):.3f}" if errors else "0" if when == "original" else "-"
-        rows.append([STAGES[when], *(f"{figures[name]:.4f}" for name in names), mean])
-    return Table(["", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
+        none = fixed(0.0, ".0f") if when == "original" else "-"
+        mean = fixed(sum(errors) / len(errors), ".3f") if errors else none
+        rows.append([STAGES[when], *(fixed(figures[name], ".4f") for name in names), mean])
+    return Table(["stage", *(FIGURES[name] for name in names), "mean error of a layer"], rows)
 
 
 def groups(record: Converted) -> Table:
@@ -50,7 +51,7 @@ def ablations(record: Converted) -> Table:
     variants = {"as converted": whole or {"": record.figures(held.best)}}
     variants |= {words: record.ablations(words) for words in held.ablations}
     rows = [
-        [name or "all", *(f"{groups[name][figure]:.4f}" for groups in variants.values())]
+        [name or "all", *(fixed(groups[name][figure], ".4f") for groups in variants.values())]
         for name in variants["as converted"]
     ]
     return Table([FIGURES[figure], *variants], rows)
@@ -65,15 +66,17 @@ def layers(record: Converted) -> Table:
         errors = [fixed(held.errors[when].get(name), ".3f") for when in measured]
         rows.append([name, runs, *errors, fixed(held.put_back.get(name), ".4f")])
     titles = [f"error, {STAGES[when]}" for when in measured]
-    return Table(["layer", "runs", *titles, f"loss if {record.untouched}"], rows)
+    return Table(["layer", "runs", *titles, f"loss if {record.untouched}"], rows, left=[1])
 
 
 def costs(record: Converted) -> Table:
     """Time and memory of a forward pass before and after, at every length."""
-    heads = ["tokens", "original", "converted", "speed", "attention", "converted", "speed", "memory", "converted"]
-    rows = []
+    heads = ["tokens", "original", "converted", "speed", "attention, original", "attention, converted", "its speed",
+             "memory, original", "memory, converted"]  # fmt: skip
+    rows: list[list[str]] = []
     for length in dict.fromkeys(row["length"] for row in record.costs):
-        pair, cells = [row for row in record.costs if row["length"] == length], [f"{length:,}"]
+        cells: list[str] = [count(length)]
+        pair = [row for row in record.costs if row["length"] == length]
         for name in ("seconds", "attention_seconds"):
             before, after = times = [row.get(name) for row in pair]
             cells += [milliseconds(None if time is None else 1000 * time) for time in times]
@@ -123,6 +126,16 @@ def _quality(record: Converted) -> list[Table]:
     return [table for table in (stages(record), groups(record), ablations(record)) if table.rows]
 
 
+def curves(record: Converted) -> Table:
+    """The numbers of the training curves."""
+    rows = [
+        [stage, count(int(step)), fixed(seconds, ".1f"), Number(exactly(loss), loss)]
+        for stage, points in record.conversion.curves.items()
+        for step, seconds, loss in points
+    ]
+    return Table(["stage", "step", "seconds", "loss"], rows)
+
+
 def tables(record: Converted) -> list[Table]:
     """The tables of a conversion."""
     return [table for table in (*_quality(record), layers(record), costs(record)) if table.rows]
@@ -142,7 +155,7 @@ def html(record: Converted) -> str:
         **({"Teacher": meta["teacher"]} if meta.get("teacher") else {}),
         **({"Positions": meta["positions"]} if meta.get("positions") else {}),
     }
-    sections = [pages.run(meta, facts)]
+    sections = []
     if record.stages:
         gained, lead = ([Words(each, "lead") for each in words(record)] for words in (gain, choice))
         sections += [
@@ -160,9 +173,11 @@ def html(record: Converted) -> str:
         sections.append(Section("Costs", [Figure(drawings.costs(record), _COSTS), costs(record)]))
     if held.curves:
         figure = Figure(drawings.curves(record), "Running means of the losses.")
-        sections.append(Section("While training", [figure]))
+        sections.append(Section("While training", [figure, Folded("Every point of the curves", curves(record))]))
     opens = meta.get("opened_by", "fast_attention.from_pretrained")
-    warnings = pages.partial({**meta, "status": held.status}, "conversion")
-    return pages.page(
-        "convert", [*sections, pages.again(meta, record.data, f"The model: {opens} on this folder.")], warnings
-    )
+    intro = [
+        *pages.partial({**meta, "status": held.status}, "conversion"),
+        pages.where(meta, f"{meta['model']}, {len(held.converted)} of {len(held.layers)} layers to {held.mechanism}"),
+    ]
+    last = [pages.run(meta, facts), pages.again(meta, record.data, f"The model: {opens} on this folder.")]
+    return pages.page("convert", [*sections, *last], intro)

@@ -11,8 +11,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, attention_map, figure_grid, folded, picture
-from fast_attention.lab.maps.heads import Head
+from fast_attention.lab import hover
+from fast_attention.lab.drawing import (
+    COLOURS,
+    INK,
+    ON_DARK,
+    ON_LIGHT,
+    PALE,
+    attention_map,
+    figure_grid,
+    folded,
+    picture,
+)
+from fast_attention.lab.maps.heads import Head, blocks
+from fast_attention.lab.numbers import exactly
 
 PER_BAND = 6  # heads side by side
 DASHES = (0, (2.5, 1.2))  # of what runs after
@@ -55,17 +67,22 @@ def _head(panels: list[Axes], head: Head, length: int, chosen: list[int], names:
         axes.set_yticks([0, length - 1] if name else [])
         axes.set_ylabel(f"{folded(name, 18)}\nquery" if name else "", fontsize=8)
         axes.spines[:].set_visible(False)
+    named = f"head {head.head}, {head.distance:.4f} apart"
+    for axes, table, when in zip(panels, (head.original, head.swapped), ("before", "after"), strict=False):
+        hover.panel(axes, f"{named}: {when}, the largest weight on a block of keys is {exactly(float(np.max(table)))}")
     panels[0].set_title(f"head {head.head}: {head.distance:.2f} apart", fontsize=8.5)
     _curves(panels[2], head, length, chosen, bool(names[0]))
 
 
 def _curves(axes: Axes, head: Head, length: int, chosen: list[int], first: bool) -> None:
-    blocks = len(head.original[0])
-    centres = (np.arange(blocks) + 0.5) * length / blocks
-    curves = zip(itertools.cycle(COLOURS), head.original_curves, head.swapped_curves, strict=False)
-    for colour, before, after in itertools.islice(curves, len(chosen)):
+    count = len(head.original[0])
+    centres = (np.arange(count) + 0.5) * length / count
+    curves = zip(itertools.cycle(COLOURS), chosen, head.original_curves, head.swapped_curves, strict=False)
+    for colour, query, before, after in curves:
         axes.plot(centres, before, color=colour, linewidth=1.1)
         axes.plot(centres, after, color=colour, linewidth=0.9, linestyle=DASHES)
+        for curve, when in ((before, "before"), (after, "after")):
+            hover.curve(axes, centres, curve, f"query {query:,} {when}: {peak(curve, length)}")
     axes.set_xlim(0, length)
     axes.set_xticks([0, length // 2, length])
     axes.set_yscale("function", functions=(_root, _square))
@@ -77,6 +94,14 @@ def _curves(axes: Axes, head: Head, length: int, chosen: list[int], first: bool)
     axes.set_xlabel("key", fontsize=8)
     axes.set_ylabel("weight" if first else "", fontsize=8)
     axes.grid()
+
+
+def peak(curve: list[float], length: int) -> str:
+    """The largest weight of a row, and the block of keys that it lies on."""
+    at, edges = int(np.argmax(curve)), blocks(length, len(curve))
+    last = edges[at + 1] - 1
+    keys = f"key {edges[at]:,}" if last == edges[at] else f"keys {edges[at]:,} to {last:,}"
+    return f"{exactly(curve[at])} on {keys}"
 
 
 def _root(x: Any) -> Any:
@@ -118,9 +143,12 @@ def overview(layers: list[list[Head]]) -> tuple[Figure, str]:
         axes.set_yticks(range(len(layers)), [heads[0].layer for heads in layers])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
+        hover.cells(
+            axes, full, lambda y, x, t=table, l=title: f"{layers[y][x].layer} head {x}, {l}: {exactly(t[y][x])}"
+        )
         for (y, x), value in np.ndenumerate(full):
             if np.isfinite(value):
-                ink = "white" if value > 0.42 else INK
+                ink = ON_DARK if value > 0.42 else ON_LIGHT
                 axes.text(x, y, f"{value:.2f}".lstrip("0") or "0", ha="center", va="center", fontsize=7, color=ink)
     assert image is not None
     bar = figure.colorbar(image, ax=panels, pad=0.01, aspect=20)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 from fast_attention.lab import pages
 from fast_attention.lab.maps import drawings
 from fast_attention.lab.maps.heads import Head, Maps
-from fast_attention.lab.pages import Figure, Section, Words
+from fast_attention.lab.numbers import Number, count, exactly
+from fast_attention.lab.pages import Figure, Folded, Section, Words
+from fast_attention.lab.tables import Table
+
+MOST = 96  # heads that are drawn, so that the page stays small
 
 _MEANING = (
     "A head's distance is the mean, over evenly sampled queries, of half the sum of absolute differences of two rows "
@@ -38,14 +43,32 @@ def html(record: Maps) -> str:
         f"the same queries and keys the median is {statistics.median(head.own_distance for head in record.heads):.2f}."
     )
     overview = Figure(drawings.overview(layers), "The distance of every head.")
-    sections = [
-        pages.run(meta, facts),
-        Section("How far apart", [Words(lead, "lead"), Words(_MEANING), overview]),
-    ]
-    for heads in layers:
+    every = Folded("Every head's distance and its rows' largest weights", _heads(record))
+    sections = [Section("How far apart", [Words(lead, "lead"), Words(_MEANING), overview, every])]
+    drawn = list(itertools.takewhile(lambda i: sum(map(len, layers[: i + 1])) <= MOST or not i, range(len(layers))))
+    for heads in (layers[i] for i in drawn):
         picture = drawings.layer(heads, meta["tokens"], meta["rows"], (meta["before"], meta["after"]))
         sections.append(Section(heads[0].layer, [Figure(picture, _READING)]))
-    return pages.page("maps", [*sections, pages.again(meta, record.data)])
+    if left := layers[len(drawn) :]:
+        words = f"{len(left)} more layers, from {left[0][0].layer} on, are in the tables; --layers draws others."
+        sections.append(Section("Layers that are not drawn", [Words(words)]))
+    intro = [pages.where(meta, f"{meta['model']} reading {meta['read']}: {meta['before']} beside {meta['after']}")]
+    return pages.page("maps", [*sections, pages.run(meta, facts), pages.again(meta, record.data)], intro)
+
+
+def _heads(record: Maps) -> Table:
+    """The numbers of the pictures: a row for each head."""
+    rows, tokens = record.meta["rows"], record.meta["tokens"]
+    columns = [f"query {query:,} {when}" for query in rows for when in ("before", "after")]
+    heads = ["layer", "head", "distance", "on the same queries and keys", *columns]
+    return Table(heads, (_row(head, tokens) for head in record.heads))
+
+
+def _row(head: Head, tokens: int) -> list[str]:
+    pairs = zip(head.original_curves, head.swapped_curves, strict=True)
+    peaks = [Number(drawings.peak(curve, tokens), max(curve)) for pair in pairs for curve in pair]
+    apart = [Number(exactly(value), value) for value in (head.distance, head.own_distance)]
+    return [head.layer, count(head.head), *apart, *peaks]
 
 
 def _named(head: Head) -> str:

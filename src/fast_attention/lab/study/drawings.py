@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, figure_grid, labelled, line, number, picture
+from fast_attention.lab import hover
+from fast_attention.lab.drawing import (
+    COLOURS,
+    INK,
+    PALE,
+    FewTicks,
+    baselines,
+    figure_grid,
+    labelled,
+    line,
+    number,
+    picture,
+)
+from fast_attention.lab.hover import Series
+from fast_attention.lab.numbers import exactly
 from fast_attention.lab.study.plan import ALONE, EXACT, label
 from fast_attention.lab.study.record import Study, Summary
 from fast_attention.lab.tradeoff import frontier
@@ -28,7 +42,7 @@ def costs(record: Study) -> tuple[Figure, str]:
     shown = {name: summary for name, summary in summaries.items() if summary is not None}
     figure, panels = figure_grid(4.6, 1, 2, sharey=True)
     for axes, (words, cost) in zip(panels, COSTS.items(), strict=True):
-        _scatter(axes, record, shown, cost)
+        _scatter(axes, record, shown, cost, words.split()[0])
         axes.set_xlabel(words)
     panels[0].set_ylabel(_metric(record))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
@@ -37,7 +51,12 @@ def costs(record: Study) -> tuple[Figure, str]:
     return figure, alt
 
 
-def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callable[[Summary], float]) -> None:
+def _told(record: Study, name: str, summary: Summary, cost: float, unit: str) -> str:
+    spread = "" if summary.spread is None else f" ± {exactly(summary.spread)}"
+    return f"{label(name)}: {record.meta['metric']} {exactly(summary.mean)}{spread}, {exactly(cost)} {unit}"
+
+
+def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callable[[Summary], float], unit: str) -> None:
     least, most = (choose(map(cost, shown.values())) for choose in (min, max))
     low, high = least / (most / least) ** 0.1 / 1.1, most * (most / least) ** 0.1 * 1.1
     axes.set_xscale("log")
@@ -49,12 +68,16 @@ def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callabl
             marker=MARKERS[at % len(MARKERS)], markersize=7, capsize=3, linewidth=1, linestyle="none",
             label=label(name),
         )  # fmt: skip
+        hover.point(axes, cost(summary), summary.mean, _told(record, name, summary, cost(summary), unit))
     points = [(cost(summary), summary.mean) for summary in shown.values()]
     best = frontier(points, lambda point: point, rising=_rising(record))
     axes.plot(*zip(*best, strict=True), color=PALE, linewidth=1, zorder=0)
     baselines(axes, record.meta["baselines"], 0.5)
+    axes.xaxis.set_major_locator(FewTicks())
     axes.xaxis.set_major_formatter(number)
-    axes.xaxis.set_minor_formatter(lambda value, _: number(value) if high / low < 30 else "")
+    if high / low < 2.5:
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.minorticks_off()
 
 
 def _colour(name: str, at: int) -> str:
@@ -74,13 +97,11 @@ def curves(record: Study) -> tuple[Figure, str]:
     """The metric against steps, or minutes where these were equal: the mean over the seeds; baselines as lines."""
     figure, (axes,) = figure_grid(4.6)
     timed = record.equal == "minutes"
+    across = "minute {:.3g}".format if timed else "step {:,.0f}".format
     for at, name in enumerate(record.meta["mechanisms"]):
-        by_step: dict[int, list[tuple[float, float]]] = {}
-        for result in record.of(name):
-            for step, seconds, value in result.curve:
-                by_step.setdefault(step, []).append((seconds / 60 if timed else step, value))
-        if by_step:
-            _mean_line(axes, dict(_mean(points) for _, points in sorted(by_step.items())), name, at)
+        if points := record.curve(name):
+            says = Series(label(name), across, lambda value: f"{record.meta['metric']} {exactly(value)}")
+            _mean_line(axes, points, name, at, says)
     labelled(axes, "minutes" if timed else "steps", _metric(record))
     baselines(axes, record.meta["baselines"], 0.5)
     _legend(axes)
@@ -96,21 +117,17 @@ def by_position(record: Study) -> tuple[Figure, str]:
     names = [name for name in record.meta["mechanisms"] if record.by_position(name)]
     for name in names:
         points = {math.sqrt((a + 1) * (b + 1)): loss for (a, b), loss in sorted(record.by_position(name).items())}
-        _mean_line(axes, points, name, record.meta["mechanisms"].index(name), "o")
+        says = Series(label(name), "position {:,.0f}".format, lambda loss: f"{record.meta['metric']} {exactly(loss)}")
+        _mean_line(axes, points, name, record.meta["mechanisms"].index(name), says, "o")
     axes.xaxis.set_major_formatter(number)
     labelled(axes, "position in the context", _metric(record))
     _legend(axes)
     return figure, f"{_metric(record)} by position in the context, {len(names)} mechanisms"
 
 
-def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
-    across, up = zip(*points, strict=True)
-    return statistics.fmean(across), statistics.fmean(up)
-
-
-def _mean_line(axes: Axes, points: dict[float, float], name: str, at: int, marker: str = "") -> None:
+def _mean_line(axes: Axes, points: dict[float, float], name: str, at: int, says: Series, marker: str = "") -> None:
     dash = "--" if at >= len(COLOURS) else "-"
-    line(axes, points, dash, color=_colour(name, at), linewidth=1.4, marker=marker, label=label(name))
+    line(axes, points, dash, says=says, color=_colour(name, at), linewidth=1.4, marker=marker, label=label(name))
 
 
 def _legend(axes: Axes) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fast_attention.lab import pages
-from fast_attention.lab.numbers import amount, bytes_of, milliseconds
-from fast_attention.lab.pages import Figure, Section
+from fast_attention.lab.numbers import Number, amount, bytes_of, count, fixed, milliseconds
+from fast_attention.lab.pages import Figure, Folded, Section, Words
 from fast_attention.lab.study import drawings
-from fast_attention.lab.study.plan import CONTROLS, label
+from fast_attention.lab.study.plan import CONTROLS, EXACT, label
 from fast_attention.lab.study.record import Study
 from fast_attention.lab.tables import Row, Table
 
+_CURVES = "Means over the seeds; dotted: baselines."
 EQUAL = {
     "steps": "the same number of steps",
     "minutes": "the same time, evaluations included",
@@ -30,15 +31,14 @@ def rows(record: Study) -> list[list[str]]:
             ranked.append((float("-inf") if rising else float("inf"), [name, words, "", "0", "", "", "", ""]))
             continue
         spread = "" if summary.spread is None else f" ± {summary.spread:.4f}"
-        gap = "" if exact is None or name == "Softmax()" else f"{summary.mean - exact.mean:+.4f}"
+        gap = "" if exact is None or name == "Softmax()" else fixed(summary.mean - exact.mean, "+.4f")
         title = f"{name}  ({CONTROLS[name]})" if name in CONTROLS else name
         cost = [milliseconds(1000 * summary.step_seconds), bytes_of(summary.peak_bytes), amount(summary.parameters)]
-        ranked.append(
-            (summary.mean, [title, f"{summary.mean:.4f}{spread}", gap, str(summary.seeds), f"{summary.steps:,}", *cost])
-        )
+        mean = Number(f"{summary.mean:.4f}{spread}", summary.mean)
+        ranked.append((summary.mean, [title, mean, gap, count(summary.seeds), count(summary.steps), *cost]))
     for name, value in record.meta["baselines"].items():
-        gap = "" if exact is None else f"{value - exact.mean:+.4f}"
-        ranked.append((value, [f"baseline: {name}", f"{value:.4f}", gap, "", "", "", "", ""]))
+        gap = "" if exact is None else fixed(value - exact.mean, "+.4f")
+        ranked.append((value, [f"baseline: {name}", fixed(value, ".4f"), gap, "", "", "", "", ""]))
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0], reverse=rising)]
 
 
@@ -57,8 +57,28 @@ def by_position(record: Study) -> Table | None:
         return None
     buckets = sorted({bucket for held in losses.values() for bucket in held})
     heads = ["mechanism", *(f"{first:,} to {last:,}" for first, last in buckets)]
-    body = [[label(name), *(f"{held[b]:.4f}" if b in held else "" for b in buckets)] for name, held in losses.items()]
+    body = [[label(name), *(fixed(held.get(b), ".4f") for b in buckets)] for name, held in losses.items()]
     return Table(heads, body, title=f"{record.meta['metric']} by position in the context")
+
+
+def lead(record: Study) -> str:
+    """The result in a sentence."""
+    known = {name: summary for name in record.meta["mechanisms"] if (summary := record.summary(name))}
+    rising = record.meta["metric"] == "accuracy"
+    best = (max if rising else min)(known, key=lambda name: known[name].mean)
+    exact = "" if best == EXACT or EXACT not in known else f"; exact attention has {known[EXACT].mean:.4f}"
+    return f"The best mean {record.meta['metric']} is {known[best].mean:.4f}, of {label(best)}{exact}."
+
+
+def while_training(record: Study) -> Table:
+    """The numbers of the curves: a row for a mechanism and a point of time."""
+    unit = "minutes" if record.equal == "minutes" else "steps"
+    rows = [
+        [label(name), Number(f"{at:,.3g}" if unit == "minutes" else f"{at:,.0f}", at), fixed(value, ".4f")]
+        for name in record.meta["mechanisms"]
+        for at, value in record.curve(name).items()
+    ]
+    return Table(["mechanism", unit, record.meta["metric"]], rows)
 
 
 def tables(record: Study) -> list[Table | str]:
@@ -77,13 +97,13 @@ def html(record: Study) -> str:
         "Training": meta["training"],
         "Model": ", ".join(f"{name}={value!r}" for name, value in meta["model"].items()) or "as by default",
     }
-    sections = [pages.run(meta, facts)]
+    sections = []
     if any(record.summary(name) for name in meta["mechanisms"]):
         caption = "Bars are 95 % intervals over the seeds; the pale line joins what nothing beats in both."
-        curves = Figure(drawings.curves(record), "Means over the seeds; dotted: baselines.")
+        costs, curves = Figure(drawings.costs(record), caption), Figure(drawings.curves(record), _CURVES)
         sections += [
-            Section("What is learnt, and at what cost", [Figure(drawings.costs(record), caption), table(record)]),
-            Section("While training", [curves]),
+            Section("What is learnt, and at what cost", [Words(lead(record), "lead"), costs, table(record)]),
+            Section("While training", [curves, Folded("Every point of the curves", while_training(record))]),
         ]
     if positions := by_position(record):
         words = (
@@ -91,4 +111,8 @@ def html(record: Study) -> str:
         )
         shown = Figure(drawings.by_position(record), words + "over the seeds. A line that falls gains from far back.")
         sections.append(Section("By position in the context", [shown, positions]))
-    return pages.page("study", [*sections, pages.again(meta, record.data)], pages.partial(meta, "study"))
+    intro = [
+        *pages.partial(meta, "study"),
+        pages.where(meta, f"{meta['task']}, {meta['seeds']} runs of each mechanism"),
+    ]
+    return pages.page("study", [*sections, pages.run(meta, facts), pages.again(meta, record.data)], intro)

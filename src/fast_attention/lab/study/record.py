@@ -57,6 +57,19 @@ class Study(Record):
             losses.setdefault((first, last), []).append(loss)
         return {bucket: statistics.fmean(values) for bucket, values in losses.items()}
 
+    def curve(self, mechanism: str) -> dict[float, float]:
+        """The metric by steps, or by minutes where these were equal: means over the runs, where all have it."""
+        timed, runs = self.equal == "minutes", [result.curve for result in self.of(mechanism) if result.curve]
+        steps = sorted(set.intersection(*({step for step, _, _ in run} for run in runs))) if runs else []
+        at = {step: [next(point for point in run if point[0] == step) for run in runs] for step in steps}
+        ends = [[run[-1] for run in runs]] if runs else []
+        return {
+            statistics.fmean(seconds / 60 if timed else step for step, seconds, _ in points): statistics.fmean(
+                value for _, _, value in points
+            )
+            for points in (*at.values(), *ends)
+        }
+
     def of(self, mechanism: str) -> list[Result]:
         """The complete runs of a mechanism."""
         return [r for r in self.results if r.mechanism == mechanism and r.value is not None and r.status != "failed"]
