@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fast_attention.biases.sinks import Sunk
+from fast_attention.biases.sinks import Sunk, learned
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.traits import Shape, Traits
 from fast_attention.value import Value
@@ -58,7 +58,8 @@ class Biased(Sunk):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """What the mechanism can do; with a bias it is learned where that is, and approximates nothing unbiased."""
-        return super().traits if self.bias is None else _traits(super().traits, self.bias)
+        traits = learned(self.unbiased) if self.sinks else self.unbiased  # torch.compile reads no property of super()
+        return traits if self.bias is None else _traits(traits, self.bias)
 
     @property
     def is_plain(self) -> bool:
