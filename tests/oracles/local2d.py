@@ -73,6 +73,7 @@ VARIANTS = [
     "Local2d(width=4, window=(1, 3), num_prefix_tokens=2, scale=0.5)",
     "Local2d(width=3, window=3, dilation=(2, 1))",
     "BlockLocal2d(width=5, block_size=(1, 2), shift=(0, 1), num_prefix_tokens=1)",
+    "Local2d(width=4, window=3, sinks=True)",
     "Local2d(width=4, window=3, num_prefix_tokens=1, sinks=True)",
     "BlockLocal2d(width=3, block_size=2, shift=1)",
     "BlockLocal2d(width=3, block_size=2, sinks=True)",

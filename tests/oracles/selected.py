@@ -57,5 +57,6 @@ ORACLES = {"Selected": selected}
 VARIANTS = [
     "Selected(block_size=3, topk=2)",
     "Selected(block_size=2, topk=3, scale=1.0)",
+    "Selected(sinks=True)",
     "Selected(block_size=3, topk=2, sinks=True)",
 ]

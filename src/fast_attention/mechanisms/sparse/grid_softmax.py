@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
-from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanisms.dense.softmax import softmax_attention
@@ -77,11 +78,9 @@ def _in_grid(
         out = _padded(q[..., leading:, :], k, v, key_mask, sinks, **settings)
     if leading == 0:
         return out
-    if sinks is not None:
-        first = softmax_attention(q[..., :leading, :], k, v, key_mask=key_mask, scale=scale, sinks=sinks)
-        return torch.cat((first, out), -2)
     everything = None if key_mask is None else key_mask[..., None, :].expand(*q.shape[:-2], leading, k.shape[-2])
-    return torch.cat((fused_attention(q[..., :leading, :], k, v, everything, scale=scale), out), -2)
+    attend = fused_attention if sinks is None else partial(open_attention, sinks=sinks)
+    return torch.cat((attend(q[..., :leading, :], k, v, everything, scale=scale), out), -2)
 
 
 def _padded(
