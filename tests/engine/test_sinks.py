@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Shape, catalogue, explain
+from fast_attention import Shape, catalogue, explain, implementation
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
+
+SUNK = [
+    "BigBird(block_size=8, num_random_blocks=1, sinks=True)",
+    "BigBird(block_size=8, num_random_blocks=1, num_global_tokens=5, sinks=True)",
+    "Selected(block_size=8, topk=3, sinks=True)",
+    "Local2d(width=10, window=3, num_prefix_tokens=2, sinks=True)",
+    "BlockLocal2d(width=10, block_size=4, shift=1, sinks=True)",
+]
+HYBRIDS = [
+    "Hybrid(near=Local(window=9, sinks=True), far=FavorPlus(num_features=8))",
+    "Hybrid(near=BlockLocal(block_size=8, bias=ALiBi(), sinks=True), far=LearnedFeatures(num_features=8))",
+    "Hybrid(near=Selected(block_size=8, topk=3, sinks=True), far=FavorPlus(num_features=8))",
+]
+
+
+def scores_of(bound: Bound) -> Tensor:
+    """The sinks' scores among a mechanism's weights."""
+    return next(x for name, x in bound.named_parameters() if name.endswith("sinks"))
 
 
 def drawn(mechanism: str, heads: int, length: int, keys: int) -> tuple[Bound, list[Tensor]]:
     torch.manual_seed(4)
     bound = Bound(mechanism, Shape(heads=heads, head_dim=8)).double()
     with torch.no_grad():
-        bound.w.sinks.normal_()
+        scores_of(bound).normal_()
     sizes = [(2, heads, length, 8), (2, heads, keys, 8), (2, heads, keys, 8)]
     return bound, [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
 
@@ -89,7 +108,34 @@ def test_one_head_of_one_sequence_and_a_bias(heads: int) -> None:
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-8)
 
 
-@pytest.mark.parametrize("mechanism", ["Softmax(sinks=True)", "Local(window=9, sinks=True)"])
+@pytest.mark.parametrize("mechanism", [*SUNK, *HYBRIDS])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fast_paths_have_the_plain_forms_sinks(mechanism: str, is_causal: bool, masked: bool) -> None:
+    """Outputs and all gradients at lengths of many tiles; where keys are chosen, against a column of scores, too."""
+    bound, inputs = drawn(mechanism, 2, 150, 150)
+    if is_causal not in bound.mechanism.traits.modes:
+        pytest.skip("denied by traits")
+    mask = torch.rand(2, 150) > 0.3 if masked else None
+    out = bound(*inputs, is_causal=is_causal, key_mask=mask)
+    with implementation("reference"):
+        wanted = bound(*inputs, is_causal=is_causal, key_mask=mask)
+    torch.testing.assert_close(out, wanted, atol=1e-11, rtol=1e-8)
+    if mechanism in SUNK:
+        q, k, v = inputs
+        without: Any = replace(bound.mechanism, sinks=False)
+        w, everything = bound.w._replace(bias=None) if "BigBird" in mechanism else (), torch.eye(150, dtype=q.dtype)
+        weights = without(q, k, everything.expand(2, 2, -1, -1), w, is_causal=is_causal, key_mask=mask)
+        column = with_a_column(q, k, v, scores_of(bound), weights.detach() > 0)
+        column = column.masked_fill(~(weights.detach() > 0).any(-1, keepdim=True), 0.0)
+        torch.testing.assert_close(out, column, atol=1e-11, rtol=1e-8)
+    grad, leaves = torch.randn_like(out), [*inputs, *bound.parameters()]
+    for a, b in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, wanted)), strict=True):
+        assert bool(b.abs().max() > 0)
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-7)
+
+
+@pytest.mark.parametrize("mechanism", ["Softmax(sinks=True)", "Local(window=9, sinks=True)", *SUNK[2:3]])
 def test_sinks_without_weight_and_with_all_of_it(mechanism: str) -> None:
     bound, inputs = drawn(mechanism, 2, 90, 90)
     without = catalogue.parse(mechanism.replace("sinks=True", ""))(*inputs, is_causal=True)
@@ -111,8 +157,6 @@ def test_what_carries_sinks_and_what_does_not() -> None:
     for key_mask in (None, mask):
         wanted = bound(q, k, v, is_causal=True, key_mask=key_mask)
         torch.testing.assert_close(short(q, k, v, is_causal=True, key_mask=key_mask), wanted, atol=1e-12, rtol=1e-9)
-    with pytest.raises(ValueError, match="leave out its sinks"):
-        catalogue.parse("Hybrid(near=Local(window=4, sinks=True))")
     x = torch.randn(1, 2, 70, 8)
     m: Any = catalogue.parse("Softmax(sinks=True)")
     assert "its outputs are weighed against the sinks" in str(explain(m, x, x, x, is_causal=True))

@@ -63,6 +63,35 @@ def test_the_model_s_own_sinks_are_used(mechanism: Any) -> None:
     torch.testing.assert_close(logits(model, given), changed, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        "BigBird(block_size=64)",
+        "Selected(block_size=64)",
+        "Hybrid(near=Local(window=64), first=0)",
+        "Hybrid(near=BlockLocal(bias=ALiBi()))",
+    ],
+)
+def test_other_mechanisms_take_the_model_s_sinks(mechanism: str) -> None:
+    """Where all keys are read they are the model; they are moved by changed sinks, and decode as in one pass."""
+    model, given = build(), tokens()
+    before = logits(model, given)
+    swap(model, {"*1.self_attn": mechanism})
+    after = logits(model, given)
+    if "bias" not in mechanism:
+        torch.testing.assert_close(after, before, atol=2e-5, rtol=1e-4)
+    layer = model.model.layers[1].self_attn
+    (slope,) = torch.autograd.grad(after.square().sum(), [layer.sinks])
+    assert bool(slope.abs().min() > 0)
+    with torch.no_grad():
+        layer.sinks[0] += 5
+    changed = logits(model, given)
+    assert not torch.allclose(changed, after, atol=1e-2)
+    if "BigBird" not in mechanism:  # it has no state
+        wanted = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        assert torch.equal(*(model.generate(**given, **wanted, use_cache=cache) for cache in (False, True)))
+
+
 def test_sinks_of_a_saved_and_of_a_copied_model(tmp_path: Path) -> None:
     model, given = build(), tokens()
     swap(model, {"*0.self_attn": "Local(window=4)"})

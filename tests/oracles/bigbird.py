@@ -68,10 +68,14 @@ def bigbird(
         if not keys:
             rows.append(torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum())
             continue
-        terms = [score(m.bias, w.bias, q[i], k[j], j - i, head=head, scale=scale) for j in keys]
+        biases = w.bias.bias if m.sinks else w.bias
+        terms = [score(m.bias, biases, q[i], k[j], j - i, head=head, scale=scale) for j in keys]
         scores = torch.stack(terms)
         weights = (scores - scores.max().detach()).exp()
-        rows.append(sum(weights[n] * v[j] for n, j in enumerate(keys)) / weights.sum())
+        total = weights.sum()
+        if m.sinks:  # a score more in the normaliser, whose value is zero
+            total = total + (w.bias.sinks[head] - scores.max().detach()).exp()
+        rows.append(sum(weights[n] * v[j] for n, j in enumerate(keys)) / total)
     return torch.stack(rows)
 
 
@@ -85,4 +89,6 @@ VARIANTS = [
     "BigBird(block_size=2, window_blocks=1, num_random_blocks=1, num_global_blocks=0, num_global_tokens=3)",
     "BigBird(block_size=2, num_random_blocks=0, num_global_tokens=1, scale=1.0)",
     "BigBird(block_size=2, num_random_blocks=1, bias=T5Buckets(num_buckets=6, max_distance=8))",
+    "BigBird(block_size=2, num_random_blocks=1, sinks=True)",
+    "BigBird(block_size=2, num_random_blocks=1, num_global_tokens=1, bias=ALiBi(), sinks=True)",
 ]

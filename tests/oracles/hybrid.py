@@ -46,7 +46,8 @@ def hybrid(
     """
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
     near_bias = getattr(m.near, "bias", None)
-    w, biases = w if type(near_bias).__name__ == "T5Buckets" else (w, ())
+    w, biases = w if type(near_bias).__name__ == "T5Buckets" or m.near.sinks else (w, ())
+    sink, biases = (biases.sinks[head], biases.bias) if m.near.sinks else (None, biases)
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]
     sinks = set(whole[: m.first]) | (set() if is_causal else set(whole[len(whole) - min(m.last, len(whole)) :]))
     rows = []
@@ -62,7 +63,8 @@ def hybrid(
                 weights.append(score(bias, biases, q[i], k[j], j - here, head=head, scale=scale).exp())
             else:
                 weights.append(estimate(m.far, q[i] * scale * math.sqrt(q.shape[1]), k[j], w, head))
-        rows.append(average(weights, [v[j] for j in seen], v[0], sum(weights)))
+        total = sum(weights) if sink is None else sum(weights) + sink.exp()  # a score more, whose value is zero
+        rows.append(average(weights, [v[j] for j in seen], v[0], total))
     return torch.stack(rows)
 
 
@@ -78,6 +80,9 @@ VARIANTS = [
     "Hybrid(near=Local(window=2), far=LinearAttention(feature_map=Taylor()))",
     "Hybrid(near=Selected(block_size=3, topk=2), far=FavorPlus(num_features=5))",
     "Hybrid(near=Selected(block_size=2, topk=1, scale=0.5), far=LinearAttention(), first=0, last=2)",
+    "Hybrid(near=Local(window=2, sinks=True), far=FavorPlus(num_features=5))",
+    "Hybrid(near=Selected(block_size=3, topk=2, sinks=True), far=FavorPlus(num_features=5))",
+    "Hybrid(near=BlockLocal(block_size=2, bias=ALiBi(), sinks=True), far=LearnedFeatures(num_features=5))",
     "Hybrid(near=BlockLocal(block_size=2), far=LearnedFeatures(num_features=5))",
     "Hybrid(near=BlockLocal(block_size=3, before=0, after=1), far=FavorPlus(num_features=5), first=2, last=3)",
     "Hybrid(near=BlockLocal(block_size=2, before=2, after=0, scale=0.5), far=LinearAttention(), first=0, last=0)",

@@ -94,7 +94,11 @@ def bounded_memory(
 def lara(
     m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, head: int, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
-    """arXiv 2204.04667: draws from a mixture of Gaussians, weighed by the density that each query wants."""
+    """arXiv 2204.04667: draws from a mixture of Gaussians, weighed by the density that each query wants.
+
+    With ``query_weight`` each proposal's share of the mixture is moved by how much of what all queries give its mean
+    query is this query's, beside the same of other proposals; no share is below 1e-8.
+    """
 
     def xi(x: Tensor, at: Tensor) -> Tensor:
         return ((at * x).sum() - (x * x).sum() / 2).exp()
@@ -105,7 +109,8 @@ def lara(
     seen, width = visible(len(k), key_mask), q.shape[1]
     q, k = q / width**0.25, k / width**0.25
     inside = [{(r * m.num_landmarks) // len(seen) for r in range(len(seen))}] if seen else [set()]
-    centres = [a + b for a, b in zip(means(q, seen, m.num_landmarks), means(k, seen, m.num_landmarks), strict=True)]
+    probes = means(q, seen, m.num_landmarks)
+    centres = [a + b for a, b in zip(probes, means(k, seen, m.num_landmarks), strict=True)]
     draws = [mu + w.noise[head, c] for mu, c in zip(centres, sorted(inside[0]), strict=True)]
     rows = []
     for query in q:
@@ -114,7 +119,12 @@ def lara(
             keys = [xi(k[j], at) for j in seen]
             features.append(sum(a * v[j] for a, j in zip(keys, seen, strict=True)) / sum(keys))
             density = normal(at, 0.0) * xi(query, at) * sum(keys)
-            weights.append(density / sum(normal(at, mu) for mu in centres))
+            every = [normal(at, mu) for mu in centres]
+            here = len(features) - 1
+            likes = [(query * probe).sum().exp() / sum((q[j] * probe).sum().exp() for j in seen) for probe in probes]
+            likes = [like.clamp(max=1.0) for like in likes]  # a masked query's may be more than all of it
+            moved = m.query_weight * (likes[here] - sum(likes) / len(likes))
+            weights.append(density * (every[here] / sum(every) + moved).clamp(min=1e-8) / every[here])
         rows.append(sum(a * f for a, f in zip(weights, features, strict=True)) / sum(weights))
     return torch.stack(rows)
 
@@ -122,6 +132,7 @@ def lara(
 ORACLES = {"Nystrom": nystrom, "LARA": lara, "Agent": agent, "ABC": bounded_memory}
 VARIANTS = [
     "LARA(num_landmarks=5)",
+    "LARA(num_landmarks=4, query_weight=1.0)",
     "ABC(num_slots=3)",
     "Agent(num_agents=5)",
     "Nystrom(num_landmarks=5)",

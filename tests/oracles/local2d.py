@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 
-def over(m: Any, q: Tensor, k: Tensor, v: Tensor, i: int, seen: list[int]) -> Tensor:
+def over(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, i: int, seen: list[int], head: int) -> Tensor:
     if not seen:
         return torch.zeros(v.shape[1], dtype=v.dtype, device=v.device) + 0 * q[i].sum()
     scores = [(q[i] * k[j]).sum() * (1 / math.sqrt(q.shape[1]) if m.scale is None else m.scale) for j in seen]
-    weights = [(s - max(float(s.detach()) for s in scores)).exp() for s in scores]
-    return sum((a * v[j] for a, j in zip(weights, seen, strict=True)), torch.zeros_like(v[0])) / sum(weights)
+    top = max(float(s.detach()) for s in scores)
+    weights = [(s - top).exp() for s in scores]
+    total = sum(weights)
+    if m.sinks:  # a score more in the normaliser, whose value is zero
+        total = total + (w.sinks[head] - top).exp()
+    return sum((a * v[j] for a, j in zip(weights, seen, strict=True)), torch.zeros_like(v[0])) / total
 
 
 def pair_of(value: Any) -> tuple[int, int]:
@@ -59,7 +63,7 @@ def in_grid(
                 near = block_of(row, height, down, step), block_of(column, m.width, across, stride)
             seen = list(range(prefix)) + [prefix + r * m.width + c for r in near[0] for c in near[1]]
         seen = [j for j in seen if j < len(q) and (key_mask is None or bool(key_mask[j]))]
-        rows.append(over(m, q, k, v, i, seen))
+        rows.append(over(m, q, k, v, w, i, seen, head))
     return torch.stack(rows)
 
 
@@ -69,5 +73,8 @@ VARIANTS = [
     "Local2d(width=4, window=(1, 3), num_prefix_tokens=2, scale=0.5)",
     "Local2d(width=3, window=3, dilation=(2, 1))",
     "BlockLocal2d(width=5, block_size=(1, 2), shift=(0, 1), num_prefix_tokens=1)",
+    "Local2d(width=4, window=3, sinks=True)",
+    "Local2d(width=4, window=3, num_prefix_tokens=1, sinks=True)",
     "BlockLocal2d(width=3, block_size=2, shift=1)",
+    "BlockLocal2d(width=3, block_size=2, sinks=True)",
 ]

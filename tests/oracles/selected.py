@@ -46,9 +46,17 @@ def selected(
             continue
         scores = torch.stack([scale * (q[i] * k[j]).sum() for j in keys])
         weights = (scores - scores.max().detach()).exp()
-        rows.append(sum(weights[n] * v[j] for n, j in enumerate(keys)) / weights.sum())
+        total = weights.sum()
+        if m.sinks:  # a score more in the normaliser, whose value is zero
+            total = total + (w.sinks[head] - scores.max().detach()).exp()
+        rows.append(sum(weights[n] * v[j] for n, j in enumerate(keys)) / total)
     return torch.stack(rows)
 
 
 ORACLES = {"Selected": selected}
-VARIANTS = ["Selected(block_size=3, topk=2)", "Selected(block_size=2, topk=3, scale=1.0)"]
+VARIANTS = [
+    "Selected(block_size=3, topk=2)",
+    "Selected(block_size=2, topk=3, scale=1.0)",
+    "Selected(sinks=True)",
+    "Selected(block_size=3, topk=2, sinks=True)",
+]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 
+from fast_attention.biases.sinks import Sunk, learned
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.traits import Shape, Traits
 from fast_attention.value import Value
-
-SINKS = "OpenAI 2025, arXiv 2508.10925"  # gpt-oss
 
 
 class Bias(Value, ABC):
@@ -47,29 +46,20 @@ class Bias(Value, ABC):
         """The terms (H, offsets) of these offsets for the heads of ``like`` (..., H, L, E), differentiable."""
 
 
-class SinkWeights(NamedTuple):
-    """The sinks' scores, and the weights of a bias."""
-
-    sinks: Float[Tensor, "heads"]
-    bias: Any = ()
-
-
-class Biased:
+class Biased(Sunk):
     """Adds ``bias`` and ``sinks`` to the settings of a mechanism of softmax: its weights are theirs, and its traits
     depend on them.
 
-    A subclass is a frozen dataclass with the field ``bias`` and, where it can have sinks, ``sinks``, and gives its
-    traits as ``unbiased``.
+    A subclass is a frozen dataclass with the fields ``bias`` and ``sinks``, and gives its traits as ``unbiased``.
     """
 
     bias: Bias | None
-    sinks: Any = None  # None: it has no such setting
-    unbiased: ClassVar[Traits]
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """What the mechanism can do; with a bias it is learned where that is, and approximates nothing unbiased."""
-        return self.unbiased if self.is_plain else _traits(self.unbiased, self.bias, self.sinks)
+        traits = learned(self.unbiased) if self.sinks else self.unbiased  # torch.compile reads no property of super()
+        return traits if self.bias is None else _traits(traits, self.bias)
 
     @property
     def is_plain(self) -> bool:
@@ -79,20 +69,16 @@ class Biased:
     @property
     def needs_weights(self) -> bool:
         """Whether there are sinks, or the bias is learned."""
-        return bool(self.sinks) or (self.bias is not None and self.bias.learned)
+        return self.sinks or (self.bias is not None and self.bias.learned)
 
     def weights(self, shape: Shape) -> Any:
-        """Those of the bias, behind the scores of the sinks, which begin small, as gpt-oss's do."""
+        """Those of the bias, behind the scores of the sinks."""
         bias = () if self.bias is None else self.bias.weights(shape)
-        return SinkWeights(nn.Parameter(torch.randn(shape.heads) * 0.02), bias) if self.sinks else bias
+        return super().weights(shape)._replace(bias=bias) if self.sinks else bias
 
     def positions(self, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None]:
         """The queries that keys meet, and the terms of offsets."""
         return of(self.bias, q, w.bias if self.sinks else w, scale)
-
-    def sinks_of(self, w: Any) -> Tensor | None:
-        """The scores of the sinks; None without."""
-        return w.sinks if self.sinks else None
 
 
 def of(bias: Bias | None, q: Tensor, w: Any, scale: float | None) -> tuple[Tensor, Positions | None]:
@@ -103,21 +89,14 @@ def of(bias: Bias | None, q: Tensor, w: Any, scale: float | None) -> tuple[Tenso
     return bias.queries(q, w), functools.partial(bias.terms, w=w, like=q, scale=factor)
 
 
-def _traits(traits: Traits, bias: Bias | None, sinks: bool | None) -> Traits:
-    if sinks:
-        paper, formula = f"{traits.paper}; {SINKS}", f"{traits.formula}, with a sink's exp(s_h) in every normaliser"
-        traits = replace(traits, paper=paper, formula=formula, learned=True, approximates=None)
-    return (
-        traits
-        if bias is None
-        else replace(
-            traits,
-            paper=f"{traits.paper}; {bias.paper}",
-            formula=f"{traits.formula}, with scores + {bias.formula}",
-            rotary=traits.rotary and bias.rotary,
-            learned=traits.learned or bias.learned,
-            approximates=None,
-        )
+def _traits(traits: Traits, bias: Bias) -> Traits:
+    return replace(
+        traits,
+        paper=f"{traits.paper}; {bias.paper}",
+        formula=f"{traits.formula}, with scores + {bias.formula}",
+        rotary=traits.rotary and bias.rotary,
+        learned=traits.learned or bias.learned,
+        approximates=None,
     )
 
 

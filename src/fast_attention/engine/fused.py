@@ -86,11 +86,7 @@ def open_attention(
         scores, mask = scores + no_less(mask, torch.finfo(mask.dtype).min), mask > float("-inf")
     if mask is not None:
         visible = mask if visible is None else mask & visible
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[..., None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
-        visible = None if visible is None else F.pad(visible, (0, 1), value=True)
-    weights = masks.masked_softmax(scores, visible)
-    weights = weights if sinks is None else weights[..., :-1]
+    weights = masks.masked_softmax(scores, visible, sinks)
     return (F.dropout(weights, dropout) if dropout else weights) @ v
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
 
 HUGE = 2.0**63  # about the root of what float32 and bfloat16 hold
 
@@ -51,8 +52,17 @@ def drop_huge(x: Float[Tensor, "*batch keys width"], key_mask: Tensor | None) ->
     return x if key_mask is None else drop(x, key_mask | (x.detach().abs().amax(-1) < HUGE))
 
 
-def masked_softmax(scores: Float[Tensor, "*batch length keys"], mask: Tensor | None) -> Tensor:
-    """Softmax over the last axis of what ``mask`` lets through; a row that sees nothing gets zeros, not NaN."""
+def masked_softmax(
+    scores: Float[Tensor, "*batch length keys"], mask: Tensor | None, sinks: Float[Tensor, "*#batch"] | None = None
+) -> Tensor:
+    """Softmax over the last axis of what ``mask`` lets through; a row that sees nothing gets zeros, not NaN.
+
+    ``sinks`` are scores of one more key in every row, whose weight is dropped.
+    """
+    if sinks is not None:
+        column = sinks[..., None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+        return masked_softmax(torch.cat([scores, column], -1), mask)[..., :-1]
     if mask is None:
         return scores.softmax(-1)
     weights = scores.masked_fill(~mask, float("-inf"))

@@ -130,6 +130,11 @@ class Sinks(NamedTuple):
         if self.gradient is not None:
             self.gradient.sub_(d_scores.sum((1, 2)) if len(d_scores) == len(self.gradient) else d_scores.sum()[None])
 
+    def collect(self, repeated: Sinks) -> None:
+        """Add the gradients of the same heads once more, several times one behind another."""
+        if self.gradient is not None and repeated.gradient is not None:
+            self.gradient.add_(repeated.gradient.view(-1, len(self.gradient)).sum(0))
+
     def total(self, like: Float[Tensor, "some"]) -> Float[Tensor, "some"] | None:
         """The gradient of the scores that ``ready`` took."""
         return None if self.gradient is None else self.gradient.view(-1, *like.shape).sum(0).to(like.dtype)
@@ -140,6 +145,17 @@ def shares(
 ) -> Float[Tensor, "*batch rows"]:
     """What keys with these logarithmic normalisers keep beside sinks: the sigmoid, which torch's own loses at e^-89."""
     return logsigmoid(log_sums - sinks).exp_()
+
+
+def sink_gradient(
+    sinks: Float[Tensor, "heads"],
+    log_sums: Float[Tensor, "*batch heads length"],
+    gradient: Float[Tensor, "*batch heads length values"],
+    outputs: Float[Tensor, "*batch heads length values"],
+) -> Float[Tensor, "heads"]:
+    """The gradient of sinks, given the logarithms of the normalisers that hold them: a sink's value is zero."""
+    weights = (sinks[:, None] - log_sums).exp_()
+    return -(weights * (gradient * outputs).sum(-1)).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 class Tiling(NamedTuple):

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fast_attention import cache_argument
-from fast_attention.biases.bias import Biased
+from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.integrations import calls, probing, relative, teaching, unpadding, visible, weights
 from fast_attention.integrations.attention import CHILD, NAME, SINKS, Call, Swapped, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
@@ -174,8 +174,8 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Po
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
     if call.crosses and visible.counts_from_the_query(mechanism):
         return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
-    if SINKS in call.extra and not (isinstance(mechanism, Biased) and mechanism.sinks is False):
-        return f"the layer has sinks (s_aux), which {mechanism!r} does not take: Softmax(), Local() and BlockLocal() do"
+    if SINKS in call.extra and not (isinstance(mechanism, TakesSinks) and mechanism.takes_sinks):
+        return f"the layer has sinks (s_aux), which {mechanism!r} does not take: {SINKS_ARE_TAKEN}"
     if reason := relative.obstacle(mechanism, tuple(x for x in call.extra if x != SINKS), positions):
         return reason
     if not traits.padding:

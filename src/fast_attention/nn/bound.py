@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import catalogue, grouped, packed, parallel
-from fast_attention.biases.bias import Biased, SinkWeights
+from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.engine import heads
 from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -160,12 +159,9 @@ class Bound(Spread, nn.Module):
         """The mechanism and its weights, of which another module may hold the sinks."""
         if sinks is None:
             return self.mechanism, self.w
-        if not isinstance(self.mechanism, Biased) or self.mechanism.sinks is not False:
-            raise Unsupported(
-                f"{self.mechanism!r} takes no sinks of another module: Softmax(), Local(), BlockLocal() do"
-            )
-        mechanism: Any = self.mechanism
-        return replace(mechanism, sinks=True), SinkWeights(sinks, self.w)
+        if not isinstance(self.mechanism, TakesSinks) or not self.mechanism.takes_sinks:
+            raise Unsupported(f"{self.mechanism!r} takes no sinks of another module: {SINKS_ARE_TAKEN}")
+        return self.mechanism.with_sinks(sinks, self.w)
 
     @staticmethod
     def _call(

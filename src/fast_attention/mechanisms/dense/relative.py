@@ -17,6 +17,7 @@ from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped
 from fast_attention.engine.tiling import Sinks, Span, Tile, Tiling
+from fast_attention.mechanisms.dense import offset_flash
 
 ROWS = 64  # queries of a tile
 
@@ -57,6 +58,9 @@ def _relative(
     if why := dispatch.obstacle(q, k):
         dispatch.record("all scores at once", why)
         return _plain(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
+    if numbers is not None and vectors is None and not offset_flash.obstacle(q, k, v, is_causal=is_causal, scale=scale):
+        dispatch.record("the flash kernel", "what positions add is a view of a number for each offset")
+        return _flash(q, k, v, key_mask, numbers, sinks, is_causal=is_causal, scale=scale)
     dispatch.record(
         "softmax in tiles", "positions or sinks add to the scores", rows=min(ROWS, q.shape[-2]), keys=k.shape[-2]
     )
@@ -99,6 +103,42 @@ def _backward(
 
 
 _tiled = in_float32(CustomGradient(_plain, _forward, _backward))
+
+
+def _plain_numbers(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor, sinks: Tensor | None,
+    *, is_causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    return _plain(q, k, v, key_mask, numbers, None, sinks, is_causal=is_causal, scale=scale)
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor, sinks: Tensor | None,
+    *, keep: bool, is_causal: bool, scale: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    x = offset_flash.Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
+    out, logs = offset_flash.forward(x, sinks, v.shape[-1])
+    return out.view(*q.shape[:-1], v.shape[-1]), (logs,) if keep else ()
+
+
+def _flash_backward(
+    inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
+    *, is_causal: bool, scale: float,
+) -> Tensors:  # fmt: skip
+    q, k, v, key_mask, numbers, sinks = inputs
+    if numbers.requires_grad:  # the kernel gives a mask no gradient
+        tensors, settings = (q, k, v, key_mask, numbers, None, sinks), {"is_causal": is_causal, "scale": scale}
+        *gradients, _, d_sinks = _backward(tensors, outputs, (), gradient, **settings)
+        return *gradients, d_sinks
+    x = offset_flash.Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
+    assert outputs[0] is not None
+    out, grad = (y.reshape(-1, *y.shape[-3:]) for y in (outputs[0], gradient[0]))
+    *gradients, d_sinks = offset_flash.backward(x, out, kept[0], grad, sinks)
+    dq, dk, dv = (g[..., : y.shape[-1]].reshape(y.shape) for g, y in zip(gradients, (q, k, v), strict=True))
+    return dq, dk, dv, None, None, d_sinks
+
+
+_flash = in_float32(CustomGradient(_plain_numbers, _flash_forward, _flash_backward))
 
 
 def _tiling(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import flash_backward, flash_forward, open_attention, takes_flash
-from fast_attention.engine.tiling import shares
+from fast_attention.engine.tiling import shares, sink_gradient
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> str:
@@ -63,9 +63,7 @@ def _backward(
     q, k, v, sinks = inputs
     sizes = {"is_causal": is_causal, "scale": scale}
     gradients = flash_backward((q, k, v, None), outputs, kept, gradient, **sizes)
-    share = (sinks[:, None] - kept[0]).exp_()
-    d_sinks = -(share * (gradient[0] * outputs[0]).sum(-1)).sum((0, -1))
-    return *gradients[:3], d_sinks.to(sinks.dtype)
+    return *gradients[:3], sink_gradient(sinks, kept[0], gradient[0], outputs[0])
 
 
 _sunk = CustomGradient(_plain, _forward, _backward)

@@ -9,9 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fast_attention.engine.tiling import sink_gradient
+from fast_attention.mechanisms.hybrid.arguments import Arguments, Maps
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
-from fast_attention.mechanisms.hybrid.reference import Arguments, Maps
 from fast_attention.mechanisms.hybrid.sink_tokens import MISSING, SinkTokens, hidden
 from fast_attention.mechanisms.hybrid.token_maps import FEW, TokenMaps
 
@@ -54,6 +55,7 @@ class Call(NamedTuple):
     sinks: SinkTokens
     earlier: FarSums
     apart: bool  # whether sink tokens are none of the near keys, which have a bias, wherever they stand
+    learned: Float[Tensor, "heads 1"] | None  # scores in the normaliser without a value
 
     @staticmethod
     def of(tensors: tuple[Any, ...], maps: Maps, plan: Plan) -> Call:
@@ -67,7 +69,8 @@ class Call(NamedTuple):
         tokens = Tokens(q, k, v, masked)
         sinks = SinkTokens(_wide(x.sinks.k, max(widths)), _wide(x.sinks.v, max(widths)), position)
         earlier = FarSums(x.earlier.sums.flatten(0, -4), x.earlier.log_scale.flatten(0, -2))
-        return Call(lead, widths, plan, token_maps, tokens, summed, sinks, earlier, x.numbers is not None)
+        learned = None if x.learned_sinks is None else x.learned_sinks.to(x.q.dtype).expand(lead).reshape(-1, 1)
+        return Call(lead, widths, plan, token_maps, tokens, summed, sinks, earlier, x.numbers is not None, learned)
 
     @property
     def scale(self) -> float:
@@ -86,6 +89,13 @@ class Call(NamedTuple):
         wanted = [torch.zeros_like(w) if w is not None and w.requires_grad else None for w in weights]
         views = self.unflattened(q, 0), self.unflattened(k, 0), self.unflattened(v, 1)
         return Gradients(Tokens(q, k, v, None), *views, sinks, wanted)
+
+    def of_learned(self, log_sums: Tensor, gradient: Tensor, out: Tensor) -> Float[Tensor, "heads"] | None:
+        """The gradient of the learned sinks: each has a weight, and all weights are over outputs as values."""
+        if self.learned is None:
+            return None
+        heads = self.lead[-1]
+        return sink_gradient(self.learned[:heads, 0], *(x.unflatten(0, (-1, heads)) for x in (log_sums, gradient, out)))
 
     def unflattened(self, x: Tensor, which: int) -> Tensor:
         """With the sizes of the call: the width is that of queries (0) or values (1)."""

@@ -31,10 +31,13 @@ from fast_attention.mechanisms.sparse.selected import Selected
 
 @in_float32
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, w: Any, near: Selected, far: Kernelised[Any],
+    q: Tensor, k: Tensor, v: Tensor, w: Any, learned_sinks: Tensor | None, near: Selected, far: Kernelised[Any],
     *, first: int, last: int, key_mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Outputs over the blocks that each block of queries chose, the sink tokens, and the sums of all other blocks."""
+    """Outputs over the blocks that each block of queries chose, the sink tokens, and the sums of all other blocks.
+
+    The exponentials of ``learned_sinks`` (H,) add to normalisers.
+    """
     size, (phi_q, phi_k) = near.block_size, far.per_token(w)
     dispatch.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
     table = choosing.of_blocks(q, k, key_mask, size=size, topk=near.topk)
@@ -49,7 +52,15 @@ def attend(
     visible = ((table >= 0)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
     near_k, near_v = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
     out = attend_near(
-        split(q, size), near_k, near_v, visible, sinks, Features(split(queries.values, size), row), sums, None
+        split(q, size),
+        near_k,
+        near_v,
+        visible,
+        sinks,
+        Features(split(queries.values, size), row),
+        sums,
+        None,
+        None if learned_sinks is None else learned_sinks[:, None],
     )
     return join(out, q.shape[-2])
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fast_attention.biases import sinks as learned_sinks
 from fast_attention.biases.bias import Bias
 from fast_attention.biases.transformer_xl import TransformerXL
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.mechanisms.sparse.selected import Selected
 from fast_attention.traits import Traits
 
 
+def declared(near: Local | BlockLocal | Selected, far: Traits) -> Traits:
+    """The far part decides whether weights are trained or drawn; chosen blocks are not causal; sinks are learned."""
+    traits = by_choice(far) if isinstance(near, Selected) else by_window(far, near.bias)
+    return learned_sinks.learned(traits) if near.sinks else traits
+
+
 def by_window(far: Traits, bias: Bias | None = None) -> Traits:
-    """The far part decides whether weights are trained or drawn, and what is approximated; a bias may be learned."""
+    """The far part decides what is approximated; a bias may be learned."""
     return Traits(
         paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
         formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
@@ -47,7 +55,5 @@ def check_window(message: str, window: Local | BlockLocal) -> None:
     """Raise a ``ValueError`` that begins with ``message`` unless far keys can share the normaliser of this window."""
     if isinstance(window, Local) and window.dilation != 1:
         raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
-    if window.sinks:
-        raise ValueError(f"{message}: near shares its normaliser with far: leave out its sinks")
     if isinstance(window.bias, TransformerXL):
         raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")

@@ -18,11 +18,11 @@ from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.hybrid import far, key_sums, near, reference
+from fast_attention.mechanisms.hybrid.arguments import Maps
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, sums_outside
 from fast_attention.mechanisms.hybrid.pairs import OutOfRange
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
-from fast_attention.mechanisms.hybrid.reference import Maps
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear.kernelised import Kernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState, empty
@@ -40,9 +40,11 @@ def near_far_attention(
     *,
     earlier: LinearState | None = None,
     bias: Positions | None = None,
+    learned_sinks: Tensor | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Outputs over the ``visible`` keys, the sink tokens and the sums of all ``earlier`` keys; ``w`` are the weights of
-    ``far``, and ``bias`` is what near keys' scores gain by offsets.
+    ``far``, ``bias`` is what near keys' scores gain by offsets, and the exponentials of ``learned_sinks`` (H,) add to
+    normalisers.
     """
     leaves, layout = tree_flatten(w)
 
@@ -54,7 +56,7 @@ def near_far_attention(
     sums, log_scale = FarSums.of(earlier or empty(probes[-1], v))
     numbers = offsets.between(bias, 1 - plan.behind - plan.block, plan.block + plan.span - 1, q)[0]
     trained = numbers is not None and torch.is_grad_enabled() and numbers.requires_grad
-    tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), numbers, *leaves)
+    tensors = (q, k, v, visible, *sinks, sums.unsqueeze(-3), log_scale.unsqueeze(-1), numbers, learned_sinks, *leaves)
     in_a_users_map = any(x.requires_grad for features in probes for x in features if x is not None)
     if dispatch.obstacle(q, k, v) or in_a_users_map or trained:  # the fused kernel gives a bias no gradient
         return reference.near_far(*tensors, maps=maps, plan=plan)
@@ -62,7 +64,8 @@ def near_far_attention(
         if numbers is not None:  # of the offsets of these keys
             first = plan.behind + plan.block - 1 - plan.start
             numbers = numbers[:, first : first + k.shape[-2]]
-        return reference.attend_near(q, k, v, visible, sinks, maps(*leaves)[0](q), FarSums(sums, log_scale), numbers)
+        earlier_sums = FarSums(sums, log_scale)
+        return reference.attend_near(q, k, v, visible, sinks, maps(*leaves)[0](q), earlier_sums, numbers, learned_sinks)
     return _TILES(*tensors, maps=maps, plan=plan)
 
 
@@ -98,7 +101,8 @@ def _write(call: Call, chunk: Chunk, outside: FarSums, sight: near.Sight, out: T
         part, log_sum = near.outputs(tokens, group, call.scale)
         group.queries.read(logits[:, 0, :, None])[..., 0] = log_sum
         parts.append((group.queries, part))
-    logs[:, 0] = log_sums = logits.logsumexp(1)
+    log_sums = logits.logsumexp(1)
+    logs[:, 0] = log_sums = log_sums if call.learned is None else torch.logaddexp(log_sums, call.learned)
     logs[:, 1] = (log_scale + torch.zeros_like(denominator)).masked_fill_(negligible, float("-inf"))
     weights = logits.sub_(log_sums[:, None]).exp_()
     if sum(rows.size * rows.number for rows, _ in parts) < out.shape[1]:
@@ -123,7 +127,7 @@ def _backward(
         return _of_reference(inputs, grad_out[0], maps, plan)
     call = Call.of(inputs, maps, plan)
     sight = near.Sight.of(plan, call.tokens.q, inputs[9])
-    d, pull, d_keys = call.zeros(inputs[10:]), None, ()
+    d, pull, d_keys = call.zeros(inputs[11:]), None, ()
     if call.few and plan.mixed:
         keys, pull = call.maps.differentiable(1, slice(0, d.k.shape[-2]), d.k, d.weights)
         d_keys = torch.zeros_like(keys.values), torch.zeros_like(keys.values[..., 0])
@@ -143,7 +147,8 @@ def _backward(
         pull(*d_keys)
     d_sinks = call.unflattened(d.sinks.k, 0), call.unflattened(d.sinks.v, 1)
     d_earlier = None if d_earlier is None else d_earlier.view(inputs[7].shape)
-    return d.q, d.k, d.v, None, *d_sinks, None, d_earlier, None, None, *d.weights
+    d_learned = call.of_learned(logs[:, 0], gradient, out)
+    return d.q, d.k, d.v, None, *d_sinks, None, d_earlier, None, None, d_learned, *d.weights
 
 
 def _add_gradients(

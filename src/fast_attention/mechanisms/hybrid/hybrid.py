@@ -6,27 +6,24 @@ the attention sinks of StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.biases.bias import Bias
 from fast_attention.engine import dispatch
 from fast_attention.engine.kv_cache import KVCache, append, last
-from fast_attention.engine.offsets import Positions
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import replaced, symbolic
-from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid import chosen
-from fast_attention.mechanisms.hybrid.declared import by_choice, by_window, check_window
+from fast_attention.mechanisms.hybrid.declared import check_window, declared
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
+from fast_attention.mechanisms.hybrid.near_far import NearFar
 from fast_attention.mechanisms.hybrid.ranges import far_state, plan_of
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
-from fast_attention.mechanisms.hybrid.weights import HybridWeights
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
@@ -47,7 +44,7 @@ class HybridState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Hybrid(Attention[Any, HybridState]):
+class Hybrid(NearFar[HybridState]):
     """Exact weights for near keys and for the first and last ones, estimated weights for all others, one normaliser.
 
     ``out_i = sum_j a_ij v_j / sum_j a_ij`` with ``a_ij = exp(q_i . k_j / sqrt(d))`` where query i sees key j through
@@ -74,8 +71,7 @@ class Hybrid(Attention[Any, HybridState]):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """The far part decides whether weights are trained or drawn; chosen blocks are not causal."""
-        far = self.far.traits
-        return by_choice(far) if isinstance(self.near, Selected) else by_window(far, self.bias)
+        return declared(self.near, self.far.traits)
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -94,44 +90,6 @@ class Hybrid(Attention[Any, HybridState]):
         at_least(self, "first", self.first, 0)
         at_least(self, "last", self.last, 0)
 
-    @property
-    def needs_weights(self) -> bool:
-        """Whether ``far`` or the bias of ``near`` needs weights."""
-        return self.far.needs_weights or self.near.needs_weights
-
-    def weights(self, shape: Shape) -> Any:
-        """The weights of ``far``; with a learned bias those of both parts."""
-        far = self.far.weights(shape)
-        return HybridWeights(far, self.near.weights(shape)) if self.near.needs_weights else far
-
-    def heads_of(self, w: Any) -> int | None:
-        """The heads that a learned bias, or else ``far``, has weights for."""
-        return self.near.heads_of(w.near) if self.near.needs_weights else self.far.heads_of(w)
-
-    def _parts(self, w: Any, q: Tensor) -> tuple[Any, Positions | None]:
-        """The weights of ``far`` and the bias of ``near``."""
-        far, near = w if self.near.needs_weights else (w, ())
-        return far, None if self.bias is None else self.window.positions(q, near, self.near.scale)[1]
-
-    def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
-        """The weights of ``far`` suited to these queries and keys."""
-        far = self.far.calibrated(self._scaled(q), k, self._parts(w, q)[0], key_mask=key_mask)
-        return w._replace(far=far) if self.near.needs_weights else far
-
-    def _scaled(self, q: Tensor) -> Tensor:
-        return q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
-
-    @property
-    def window(self) -> Local | BlockLocal:
-        """``near`` where it goes by positions; where it is chosen, nothing asks."""
-        assert not isinstance(self.near, Selected)
-        return self.near
-
-    @property
-    def bias(self) -> Bias | None:
-        """What scores of near keys gain by their distance."""
-        return None if isinstance(self.near, Selected) else self.near.bias
-
     def _reads(
         self, q: Tensor, near: KVCache, sinks: SinkTokens, w: Any, *, start: int, is_causal: bool,
         far: LinearState | None = None,
@@ -139,12 +97,12 @@ class Hybrid(Attention[Any, HybridState]):
         """``near_far_attention`` of queries from position ``start`` on, in front of which whole blocks are padded."""
         length, keys = q.shape[-2], near.k.shape[-2]
         front = start % self.near.block_size if isinstance(self.near, BlockLocal) else 0
-        q = self._scaled(q)
+        q = self.scaled(q)
         if symbolic() or front:
             q = pad(q, (0, 0, front, 0))
         plan = plan_of(self.window, length + front, keys, start - front, is_causal=is_causal)
-        far_w, bias = self._parts(w, q)
-        out = near_far_attention(q, *near, sinks, self.far, far_w, plan, earlier=far, bias=bias)
+        far_w, bias, learned = self.parts(w, q)
+        out = near_far_attention(q, *near, sinks, self.far, far_w, plan, earlier=far, bias=bias, learned_sinks=learned)
         return out[..., front:, :] if symbolic() or front else out
 
     @in_float32
@@ -158,18 +116,20 @@ class Hybrid(Attention[Any, HybridState]):
     @in_float32
     def far_state(self, k: Tensor, v: Tensor, visible: Tensor, w: Any) -> LinearState:
         """The sums over some keys as far ones, those ``visible`` (..., 1, S)."""
-        return far_state(k, v, visible, self.far, w)
+        return far_state(k, v, visible, self.far, self.parts(w, k)[0])
 
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``near_far_attention``, or exact attention where the near part covers everything."""
-        sizes = q.shape[-2], k.shape[-2]
+        sizes, (far_w, _, learned) = (q.shape[-2], k.shape[-2]), self.parts(w, q)
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
             dispatch.record("exact attention", f"{self.near!r} covers everything")
-            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale)
+            return softmax_attention(
+                q, k, v, is_causal=is_causal, key_mask=key_mask, scale=self.near.scale, sinks=learned
+            )
         if isinstance(self.near, Selected):
-            q = self._scaled(q)
-            return chosen.attend(q, k, v, w, self.near, self.far, first=self.first, last=self.last, key_mask=key_mask)
+            q, ends = self.scaled(q), {"first": self.first, "last": self.last}
+            return chosen.attend(q, k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
         dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
@@ -180,7 +140,7 @@ class Hybrid(Attention[Any, HybridState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: HybridState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, HybridState]:
         """Attend to sink tokens, sums of far keys, near and new tokens; keys that leave ``near`` join the sums."""
-        phi = self.far.per_token(self._parts(w, q)[0])[1]
+        phi = self.far.per_token(self.parts(w, q)[0])[1]
         before = 0 if state is None else state.sinks.present.sum(-1, keepdim=True)
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0, before=before)

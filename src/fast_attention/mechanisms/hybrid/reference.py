@@ -19,64 +19,15 @@ from torch import Tensor
 from fast_attention.engine import masks, offsets
 from fast_attention.engine.blocks import join, slices, split
 from fast_attention.engine.bounds import no_less
-from fast_attention.engine.custom_gradient import Tensors
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import exporting, replaced
 from fast_attention.feature_maps.feature_map import Features
+from fast_attention.mechanisms.hybrid.arguments import INPUTS, Arguments, Inputs, Maps
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
 from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
-from fast_attention.mechanisms.linear.kernelised import TokenMap
 from fast_attention.mechanisms.linear.reference import masked_keys
-
-Maps = Callable[..., tuple[TokenMap, TokenMap]]  # weights of the far part -> the maps of queries and of keys
-
-
-class Arguments(NamedTuple):
-    """The tensors of a call."""
-
-    q: Float[Tensor, "*batch length width"]
-    k: Float[Tensor, "*batch keys width"]
-    v: Float[Tensor, "*batch keys values"]
-    visible: Bool[Tensor, "*#batch keys"]
-    sinks: SinkTokens
-    earlier: FarSums  # over all keys before these
-    numbers: Float[Tensor, "heads offsets"] | None  # what near keys' scores gain by the offsets of a block's span
-    weights: Tensors  # of the far part
-
-    @staticmethod
-    def of(tensors: tuple[Any, ...]) -> Arguments:
-        """From a flat tuple."""
-        q, k, v, visible = tensors[:4]
-        return Arguments(q, k, v, visible, SinkTokens(*tensors[4:7]), FarSums(*tensors[7:9]), tensors[9], tensors[10:])
-
-
-class Inputs(NamedTuple):
-    """Queries, the keys around them, the features of both, and the sums of the keys outside every span."""
-
-    q: Float[Tensor, "*batch length width"]
-    k: Float[Tensor, "*batch keys width"]
-    v: Float[Tensor, "*batch keys values"]
-    visible: Bool[Tensor, "*#batch keys"] | None  # None: all
-    sinks: SinkTokens
-    queries: Features
-    keys: Features
-    outside: FarSums
-    numbers: Float[Tensor, "heads offsets"] | None  # as in ``Arguments``
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors in a flat tuple."""
-        return (*self[:4], *self.sinks, *self.queries, *self.keys, *self.outside, self.numbers)
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *t: Any) -> Inputs:
-        """From a flat tuple."""
-        features = Features(*t[3:5]), Features(*t[5:7])
-        return Inputs(q, k, v, visible, SinkTokens(*t[:3]), *features, FarSums(*t[7:9]), t[9])
-
-
-INPUTS = 14  # tensors of ``Inputs``
 
 
 class Sight(NamedTuple):
@@ -101,7 +52,7 @@ def near_far(*tensors: Any, maps: Maps, plan: Plan) -> Float[Tensor, "*batch len
     x = Arguments.of(tensors)
     queries, keys = maps(*x.weights)
     features = queries(x.q), masked_keys(keys, x.k, x.visible)
-    return _OPAQUE(*Inputs(*x[:5], *features, x.earlier, x.numbers).flat(), *plan)[0]
+    return _OPAQUE(*Inputs(*x[:5], *features, x.earlier, x.numbers, x.learned_sinks).flat(), *plan)[0]
 
 
 def _near_and_far(*arguments: Any) -> tuple[Tensor]:
@@ -148,30 +99,33 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
             part = torch.where(sight.near[:, columns], part, _estimated(queries, keys, columns))
         logits.append(part if masked is None else torch.where(masked[..., columns], float("-inf"), part))
     logits.append(sink_logits.masked_fill(unknown, float("-inf")))
-    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside))
+    above = None if x.learned_sinks is None else x.learned_sinks[:, None]
+    out, weights = (join(t, q.shape[-2]) for t in _softmax(logits, around(x.v), queries, x.outside, above))
     return out + weights @ x.sinks.v
 
 
 def attend_near(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: SinkTokens, queries: Features, outside: FarSums,
-    numbers: Float[Tensor, "heads keys"] | None,
+    numbers: Float[Tensor, "heads keys"] | None, learned_sinks: Float[Tensor, "*#batch"] | None,
 ) -> Float[Tensor, "*batch length values"]:  # fmt: skip
     """``attend_spans`` where all keys are near and no sink token comes later: a step of decoding."""
     q = q * q.shape[-1] ** -0.5
     near = q @ k.mT if numbers is None else q @ k.mT + numbers[:, None]
     pairs = ((near, visible), (q @ sinks.k.mT, sinks.present))
     logits = [torch.where(visible[..., None, :], scores, float("-inf")) for scores, visible in pairs]
-    out, weights = _softmax(logits, v, queries, outside)
+    out, weights = _softmax(logits, v, queries, outside, learned_sinks)
     return out + weights @ sinks.v
 
 
-def _softmax(logits: list[Tensor], v: Tensor, queries: Features, outside: FarSums) -> tuple[Tensor, Tensor]:
+def _softmax(
+    logits: list[Tensor], v: Tensor, queries: Features, outside: FarSums, learned_sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Outputs over the keys with values ``v`` and those ``outside``; the weights of all other logits."""
     sums, keys = queries.values @ outside.sums, v.shape[-2]
     denominator = sums[..., -1]
     negligible = denominator < least(denominator)
     total = no_less(_log(denominator, queries.log_scale, outside.log_scale[..., None]), FLOOR)  # finite: if alone
-    weights = torch.cat([*logits, total[..., None]], -1).softmax(-1)
+    weights = masks.masked_softmax(torch.cat([*logits, total[..., None]], -1), None, learned_sinks)
     mean = sums[..., :-1] / denominator.masked_fill(negligible, 1.0)[..., None]  # first: a weight may be far larger
     weight = weights[..., -1].masked_fill(negligible, 0.0)
     return weights[..., :keys] @ v + weight[..., None] * mean, weights[..., keys:-1]

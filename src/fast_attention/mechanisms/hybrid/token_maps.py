@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine.custom_gradient import Tensors
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.mechanisms.hybrid.reference import Maps
+from fast_attention.mechanisms.hybrid.arguments import Maps
 from fast_attention.mechanisms.linear.reference import masked_keys
 
 FEW = 2**22  # features of all keys, 16 MiB in float32, up to which they are made once

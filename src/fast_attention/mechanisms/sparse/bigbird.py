@@ -15,16 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.biases.bias import Bias, Biased
-from fast_attention.engine.blocks import count, join, split
-from fast_attention.engine.fused import fused_attention
+from fast_attention.engine.blocks import count
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.sparse.gathered import gathered_softmax
-from fast_attention.mechanisms.sparse.gathered_bias import biased_rows
+from fast_attention.mechanisms.sparse.global_rows import with_global_rows
 from fast_attention.mechanisms.sparse.pattern import pattern
-from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.value import at_least
 
 
@@ -43,6 +41,7 @@ def bigbird_attention(
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
     scale: float | None = None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch heads length values"]:
     """Softmax over the union of window, random and global keys (arXiv 2007.14062, section 2 and appendix D).
 
@@ -53,7 +52,8 @@ def bigbird_attention(
     from the token after them. A key counts once however often it is reached, as in the dense masked softmax.
 
     A sequence ends at its last key that may be seen, so padding moves neither the last block nor the random ones.
-    ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them.
+    ``bias`` gives what scores gain by offsets j - i, as ``engine.offsets`` has them; the exponentials of ``sinks`` (H,)
+    add to normalisers.
     """
     length, half = q.shape[-2], window_blocks // 2
     front, first, last = global_blocks(block_size, num_global_blocks, num_global_tokens, is_causal=is_causal)
@@ -61,7 +61,9 @@ def bigbird_attention(
         blocks = (length + front + block_size - 1) // block_size
         left = blocks - first - (half + 1 if key_mask is None or is_causal else 0)  # that the random blocks must reach
         if left - last <= num_random_blocks:
-            return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale, bias=bias)
+            return softmax_attention(
+                q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale, bias=bias, sinks=sinks
+            )
     visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if front > 0:
         q, k, v = (F.pad(x, (0, 0, front, 0)) for x in (q, k, v))
@@ -72,15 +74,16 @@ def bigbird_attention(
     settings = {"first": first, "last": last, "half": half, "draws": num_random_blocks, "is_causal": is_causal}
     blocks = pattern(seeds[:, None], total, number=number, **settings)
     table = blocks.expand(*q.shape[:-2], *blocks.shape[-2:])
-    if key_mask is None and front == 0 and not is_causal and bias is None and not symbolic():
+    if key_mask is None and front == 0 and not is_causal and bias is None and sinks is None and not symbolic():
         return gathered_softmax(
             q, k, v, table, visible, size=block_size, start=first, stop=number - last, scale=scale
         )  # fmt: skip
-    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, scale=scale, bias=bias)
+    added: Any = {"scale": scale, "bias": bias, "sinks": sinks}
+    out = gathered_softmax(q, k, v, table, visible, size=block_size, is_causal=is_causal, **added)
     if first + last > 0 and not is_causal:  # causal: all that the first blocks may see is in the first blocks
         ids = [torch.full_like(total, i) for i in range(first)] + [total - last + i for i in range(last)]
         ids = torch.cat(ids, -1)[..., 0, :]
-        out = _with_global_rows(out, q, k, v, ids, visible, size=block_size, scale=scale, bias=bias)
+        out = with_global_rows(out, q, k, v, ids, visible, size=block_size, **added)
     return out[..., front:, :]
 
 
@@ -90,30 +93,8 @@ def global_blocks(size: int, num_blocks: int, num_tokens: int, *, is_causal: boo
     return front, (num_tokens + front) // size + (num_blocks + 1) // 2, 0 if is_causal else num_blocks // 2
 
 
-def _with_global_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor,
-    *, size: int, scale: float | None, bias: Positions | None,
-) -> Tensor:  # fmt: skip
-    """``out`` with the rows of the global blocks ``ids`` (..., 1, G) computed over all keys."""
-    length, blocks = q.shape[-2], split(q, size)
-    ids = ids.clamp(min=0).clamp(max=blocks.shape[-3] - 1).expand(*q.shape[:-2], ids.shape[-1])
-    rows = take(blocks, ids).flatten(-3, -2)
-    mask = visible[..., None, :].expand(*rows.shape[:-1], length)
-    if bias is None:
-        rows = fused_attention(rows, k, v, mask, scale=scale)
-    else:
-        rows = biased_rows(rows, k, v, ids, mask, bias, size=size, scale=scale)
-    rows = rows.unflatten(-2, (-1, size))
-    numbers = torch.arange(blocks.shape[-3], device=q.device)
-    parts = split(out, size)
-    for i in range(ids.shape[-1]):
-        global_block = (numbers == ids[..., i, None])[..., None, None]
-        parts = torch.where(global_block, rows[..., i : i + 1, :, :], parts)
-    return join(parts, length)
-
-
 class Seeds(NamedTuple):
-    """One number per head (H,), from which the random blocks follow at any length, and the weights of a bias."""
+    """One number per head (H,), from which the random blocks follow at any length; the weights of sinks and bias."""
 
     seeds: Tensor
     bias: Any = None
@@ -135,6 +116,7 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
             prepended by the caller). Blocks are counted from the token after them.
         scale: Factor on the dot products; None means 1/sqrt(width).
         bias: What scores gain by the distance of query and key: ``ALiBi()``, ``T5Buckets()`` or ``TransformerXL()``.
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     block_size: int = 64
@@ -144,6 +126,7 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
     num_global_tokens: int = 0
     scale: float | None = None
     bias: Bias | None = None
+    sinks: bool = False
 
     unbiased = Traits(
         paper="Zaheer et al. 2020, arXiv 2007.14062",
@@ -172,9 +155,14 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
         return True
 
     def weights(self, shape: Shape) -> Seeds:
-        """A random seed per head, and the weights of the bias."""
-        learned = self.bias is not None and self.bias.learned
+        """A random seed per head, and the weights of sinks and bias."""
+        learned = super().needs_weights
         return Seeds(torch.randint(2**31, (shape.heads,)), super().weights(shape) if learned else None)
+
+    def with_sinks(self, sinks: Tensor, w: Seeds) -> tuple[Any, Any]:
+        """Beside the seeds stand the sinks."""
+        mechanism, scores = super().with_sinks(sinks, w.bias)
+        return mechanism, w._replace(bias=scores)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Seeds, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Softmax over the pattern of each block."""
@@ -183,5 +171,5 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
             q, k, v, w.seeds, block_size=self.block_size, window_blocks=self.window_blocks,
             num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks,
             num_global_tokens=self.num_global_tokens, is_causal=is_causal, key_mask=key_mask, scale=self.scale,
-            bias=bias,
+            bias=bias, sinks=self.sinks_of(w.bias),
         )  # fmt: skip

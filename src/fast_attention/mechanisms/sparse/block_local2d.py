@@ -6,6 +6,7 @@ The blocks, and their shift from layer to layer, are Swin's (Liu et al. 2021, ar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -27,15 +28,17 @@ def block_local2d_attention(
     num_prefix_tokens: int = 0,
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
     scale: float | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys of the query's block of ``block_size`` rows and columns (arXiv 2103.14030, section 3.2).
 
     Blocks begin at row and column ``shift``; before the first and behind the last one are smaller ones, which is what
     Swin's cyclic shift with its mask gives. Tokens stand as in ``local2d_attention``. O(n b^2 d) time, O(n d) memory.
+    The exponentials of ``sinks`` (H,) add to normalisers.
     """
     (rows, columns), (down, across) = pair(block_size), pair(shift)
     return grid_softmax(
-        q, k, v, key_mask, width=width, down=Axis(rows, shift=down), across=Axis(columns, shift=across),
+        q, k, v, key_mask, sinks, width=width, down=Axis(rows, shift=down), across=Axis(columns, shift=across),
         leading=num_prefix_tokens, scale=scale,
     )  # fmt: skip
 
@@ -55,6 +58,7 @@ class BlockLocal2d(InGrid):
         num_prefix_tokens: The first so many tokens, such as a class token and registers, stand outside the grid: they
             see everything and are seen by all.
         scale: Factor on the dot products; None means 1/sqrt(head_dim).
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     height: int | None = None
@@ -63,8 +67,9 @@ class BlockLocal2d(InGrid):
     shift: int | tuple[int, int] = 0
     num_prefix_tokens: int = 0
     scale: float | None = None
+    sinks: bool = False
 
-    traits = replace(
+    unbiased = replace(
         TRAITS,
         paper="Liu et al. 2021, arXiv 2103.14030",
         formula="softmax over j in the block of i, as a grid, of q_i k_j^T / sqrt(d), times v",
@@ -80,12 +85,11 @@ class BlockLocal2d(InGrid):
         if not all(side < size for side, size in zip(pair(self.shift), pair(self.block_size), strict=True)):
             raise ValueError(f"{self!r}: shift must be less than block_size, at which blocks begin again")
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Softmax inside the block."""
         self.check_length(q.shape[-2])
         return block_local2d_attention(
             q, k, v, width=self.width, block_size=self.block_size, shift=self.shift,
             num_prefix_tokens=self.num_prefix_tokens, key_mask=key_mask, scale=self.scale,
+            sinks=self.sinks_of(w),
         )  # fmt: skip

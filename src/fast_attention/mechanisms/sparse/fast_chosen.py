@@ -15,6 +15,7 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.fused import flash_forward
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiled import flatten
+from fast_attention.engine.tiling import shares
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import gathered, reference
 
@@ -22,25 +23,28 @@ BLOCKS = 8  # of queries that are computed together
 
 
 def chosen_softmax(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, *, size: int, scale: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, sinks: Tensor | None = None,
+    *, size: int, scale: float | None,
+) -> Tensor:  # fmt: skip
     """``gathered_softmax``, noncausal, of a ``table`` that names no block twice; keys are as many as queries."""
     if dispatch.obstacle(q, k) or q.shape[-1] != v.shape[-1]:
-        return gathered.gathered_softmax(q, k, v, table, key_mask, size=size, scale=scale)
+        return gathered.gathered_softmax(q, k, v, table, key_mask, size=size, scale=scale, sinks=sinks)
     why = "every block of queries reads a few blocks of keys"
     dispatch.record("the flash kernel over gathered blocks", why, rows=size, choices=table.shape[-1])
     settings = {"is_causal": False, "start": 0, "stop": table.shape[-2]}
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return _fast(q, k, v, table, key_mask, None, None, size=size, scale=factor, **settings)
+    return _fast(q, k, v, table, key_mask, None, None, sinks, size=size, scale=factor, **settings)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: None, vectors: None,
-    *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
+    sinks: Tensor | None, *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     queries, keys, values = (flatten(x, size).view(-1, size, x.shape[-1]) for x in (q, k, v))
     index = table.clamp(min=0).reshape(-1, *table.shape[-2:])
     index = (index + torch.arange(len(index))[:, None, None] * table.shape[-2]).flatten(0, 1)
+    heads = None if sinks is None else sinks.to(q.dtype).expand(q.shape[:-2])
+    heads = None if heads is None else heads.flatten().repeat_interleave(table.shape[-2])
     visible, out, work = _visible(table, key_mask, index, size), torch.empty_like(queries), Workspace(q)
     for first in range(0, len(queries), BLOCKS):
         part, bias = slice(first, first + BLOCKS), None
@@ -48,7 +52,8 @@ def _forward(
         if visible is not None:
             bias = torch.zeros_like(visible[None, part, None], dtype=q.dtype)
             bias.masked_fill_(~visible[part, None], float("-inf"))
-        out[part] = flash_forward(queries[None, part], k, v, bias, keep=False, is_causal=False, scale=scale)[0][0]
+        rows, (logs,) = flash_forward(queries[None, part], k, v, bias, keep=False, is_causal=False, scale=scale)
+        out[part] = rows[0] if heads is None else rows[0].mul_(shares(logs[0], heads[part, None])[..., None])
     if visible is not None:
         out.masked_fill_(~visible.any(-1)[:, None, None], 0.0)
     out = out.view(*q.shape[:-2], -1, q.shape[-1])

@@ -17,6 +17,7 @@ from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiled import flatten
+from fast_attention.engine.tiling import shares, sink_gradient
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import past_blocks
 from fast_attention.mechanisms.sparse.past_tiles import Group, Head, heads
@@ -112,12 +113,16 @@ def _tile_gradients(head: Head, group: Group, rows: Rows, into: tuple[Tensor, Te
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, choices: Tensor, key_mask: Tensor,
-    *, keep: bool, size: int, start: int, scale: float,
+    sinks: Tensor | None, *, keep: bool, size: int, start: int, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     out, logs, work = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1]), Workspace(q)
     each = heads(q, k, v, choices, key_mask, size=size, start=start, scale=scale)
     for head, out_rows, log_rows in zip(each, flatten(out), logs.view(-1, q.shape[-2]), strict=True):
         attend(head, out_rows, log_rows, work)
+    if sinks is not None:
+        scores = sinks[:, None].to(logs.dtype)
+        out.mul_(shares(logs, scores)[..., None])
+        torch.logaddexp(logs, scores, out=logs)
     return out, (logs,) if keep else ()
 
 
@@ -125,7 +130,7 @@ def _backward(
     inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, size: int, start: int, scale: float,
 ) -> Tensors:  # fmt: skip
-    q, k, v, choices, key_mask = inputs
+    q, k, v, choices, key_mask, sinks = inputs
     dq, work, length = q.new_empty(q.shape), Workspace(q), k.shape[-2]
     dk, dv = (x.new_zeros(*x.shape[:-2], length + -length % size, x.shape[-1]) for x in (k, v))
     blocks = (flatten(x).unflatten(1, (-1, size)) for x in (dk, dv))
@@ -133,7 +138,8 @@ def _backward(
     each = heads(q, k, v, choices, key_mask, size=size, start=start, scale=scale)
     for head, grad, out, logs, dq_rows, dk_blocks, dv_blocks in zip(each, *rows, flatten(dq), *blocks, strict=True):
         gradients(head, Rows(grad, (grad * out).sum(-1), logs[:, 0]), dq_rows, dk_blocks, dv_blocks, work)
-    return dq, dk[..., :length, :], dv[..., :length, :], None, None
+    d_sinks = None if sinks is None else sink_gradient(sinks, kept[0], gradient[0], outputs[0])
+    return dq, dk[..., :length, :], dv[..., :length, :], None, None, d_sinks
 
 
 _fast = in_float32(CustomGradient(past_blocks.chosen_softmax, _forward, _backward))
@@ -141,13 +147,14 @@ _fast = in_float32(CustomGradient(past_blocks.chosen_softmax, _forward, _backwar
 
 @opaque(like_queries)
 def chosen_softmax(
-    q: Tensor, k: Tensor, v: Tensor, choices: Tensor, key_mask: Tensor, *, size: int, start: int, scale: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, choices: Tensor, key_mask: Tensor, sinks: Tensor | None = None,
+    *, size: int, start: int, scale: float,
+) -> Tensor:  # fmt: skip
     """``past_blocks.chosen_softmax``, head by head where that serves."""
     why, number = dispatch.obstacle(q, k), choices.shape[-1]
     if why:
         dispatch.record("softmax in tiles of gathered queries", why, rows=past_blocks.ROWS, choices=number)
-        return past_blocks.chosen_softmax(q, k, v, choices, key_mask, size=size, start=start, scale=scale)
+        return past_blocks.chosen_softmax(q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale)
     why = "every query reads a few blocks of its past"
     dispatch.record("softmax in tiles of gathered queries, head by head", why, rows=past_blocks.ROWS, choices=number)
-    return _fast(q, k, v, choices, key_mask, size=size, start=start, scale=scale)
+    return _fast(q, k, v, choices, key_mask, sinks, size=size, start=start, scale=scale)

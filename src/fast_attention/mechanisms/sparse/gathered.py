@@ -16,11 +16,11 @@ from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped
-from fast_attention.engine.tiling import Blocks, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiling import Sinks, Tile, Tiling
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.sparse import reference
-from fast_attention.mechanisms.sparse.gathered_bias import GatheredBias
-from fast_attention.mechanisms.sparse.reference import ends, first_named, with_ends
+from fast_attention.mechanisms.sparse.gathered_tiles import Pattern
+from fast_attention.mechanisms.sparse.reference import ends, with_ends
 
 
 def gathered_softmax(
@@ -36,31 +36,32 @@ def gathered_softmax(
     start: int = 0,
     stop: int | None = None,
     bias: Positions | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax attention of every block of ``size`` queries over the blocks of keys that ``table`` names.
 
     A block named twice counts once, -1 names none, and a query that sees nothing gets zeros. The blocks of queries
     before ``start`` and from ``stop`` on see all keys, whatever the table and ``key_mask`` say. ``bias`` gives what
-    scores gain by offsets, and is for blocks in the table only.
+    scores gain by offsets, and ``sinks`` make normalisers larger by ``e^sink``: both for blocks in the table only.
     """
     factor, stop = float(q.shape[-1] ** -0.5 if scale is None else scale), table.shape[-2] if stop is None else stop
-    if bias is None and flex.SIZE % size == 0 and not patterns.obstacle(q, k, v, key_mask):
+    if bias is None and sinks is None and flex.SIZE % size == 0 and not patterns.obstacle(q, k, v, key_mask):
         visible = patterns.chosen(q, table, size=size, is_causal=is_causal, start=start, stop=stop)
         return flex.attend(q, k, v, visible, key_mask, scale=factor)
     terms, length = (None, None), q.shape[-2]
     if bias is not None:
         terms = bias(torch.arange(1 - length, length, device=q.device))
     settings: Any = {"size": size, "is_causal": is_causal, "start": start, "stop": stop, "scale": factor}
-    return _gathered(q, k, v, table, key_mask, *terms, **settings)
+    return _gathered(q, k, v, table, key_mask, *terms, sinks, **settings)
 
 
 @opaque(like_queries)
 def _gathered(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    *, size: int, is_causal: bool, start: int, stop: int, scale: float,
+    sinks: Tensor | None, *, size: int, is_causal: bool, start: int, stop: int, scale: float,
 ) -> Tensor:  # fmt: skip
     sizes, number = {"rows": size, "choices": table.shape[-1]}, table.shape[-2]
-    tensors: Any = (q, k, v, table, key_mask, numbers, vectors)
+    tensors: Any = (q, k, v, table, key_mask, numbers, vectors, sinks)
     settings: Any = {"size": size, "is_causal": is_causal, "scale": scale}
     if why := dispatch.obstacle(q, k):
         dispatch.record("softmax in blocks", why, **sizes)
@@ -75,11 +76,11 @@ def _gathered(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
+    sinks: Tensor | None, *, keep: bool, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Kept are the ends' normalisers, and the ends' outputs as the kernel laid them out."""
     terms = offsets.ready(numbers, vectors, q)
-    tiling = _tiling(k, table, start, stop, *terms, size=size, is_causal=is_causal)
+    tiling = _tiling(k, table, start, stop, *terms, Sinks.ready(sinks, q), size=size, is_causal=is_causal)
     out, first, last = tiled.attend(q, k, v, key_mask, tiling, scale=scale), start * size, stop * size
     if first == 0 and last >= q.shape[-2]:
         return out, ()
@@ -92,13 +93,13 @@ def tile_gradients(
     inputs: tuple[Any, ...], outputs: Tensors, kept: tuple[Tensor, ...], gradient: tuple[Tensor, ...],
     *, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> Tensors:  # fmt: skip
-    """The gradients of queries, keys and values, tile by tile."""
-    q, k, v, table, key_mask, numbers, vectors = inputs
-    terms, into = offsets.ready(numbers, vectors, q)
-    tiling = _tiling(k, table, start, stop, terms, into, size=size, is_causal=is_causal)
+    """The gradients of queries, keys, values, of what positions add and of sinks, tile by tile."""
+    q, k, v, table, key_mask, numbers, vectors, sinks = inputs
+    (terms, into), every = offsets.ready(numbers, vectors, q), Sinks.ready(sinks, q)
+    tiling = _tiling(k, table, start, stop, terms, into, every, size=size, is_causal=is_causal)
     if not kept:
         grads = tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale)
-        return *grads, None, None, *(into or (None, None))
+        return *grads, None, None, *(into or (None, None)), None if every is None else every.total(sinks)
     first, last = start * size, stop * size
     rows, grad = (ends(q, first, last), k, v, None), ends(gradient[0], first, last)
     d_rows, dk, dv, _ = flash_backward(rows, kept[:1], kept[1:], (grad,), is_causal=False, scale=scale)
@@ -107,90 +108,26 @@ def tile_gradients(
     assert dv is not None
     dq, dk, dv = tiled.gradients(q, k, v, key_mask, gradient[0], tiling, scale=scale, start=(dk, dv))
     dq[..., :first, :], dq[..., last:, :] = d_rows[..., :first, :], d_rows[..., first:, :]
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 _tiled = in_float32(CustomGradient(reference.gathered_softmax, _forward, tile_gradients))
 
 
 def _tiling(
-    k: Tensor, table: Tensor, start: int, stop: int, terms: Terms | None, into: Terms | None,
+    k: Tensor, table: Tensor, start: int, stop: int, terms: Terms | None, into: Terms | None, sinks: Sinks | None,
     *, size: int, is_causal: bool,
 ) -> Tiling:  # fmt: skip
     """One tile for each block of queries from ``start`` to ``stop`` and each group of heads."""
     table = table.expand(*k.shape[:-2], *table.shape[-2:]).reshape(-1, *table.shape[-2:])
     heads = tiled.heads_together(size * size * table.shape[-1])
-    pattern = _Pattern(table, k, heads, size=size, is_causal=is_causal)
+    pattern = Pattern(table, k, heads, size=size, is_causal=is_causal)
     if terms is None:
-        return Tiling(heads, lambda group: (pattern.tile(i, group) for i in range(start, stop)), size)
+        return Tiling(heads, lambda group: (pattern.tile(i, group) for i in range(start, stop)), size, sinks)
 
     def biased(group: slice) -> Iterator[Tile]:
         grouped = Grouped(terms, range(group.start, min(group.stop, len(table))), into)
         yield from (pattern.biased(i, group, grouped) for i in range(start, stop))
         grouped.collect()
 
-    return Tiling(heads, biased, size)
-
-
-class _Pattern:
-    """Which blocks of ``size`` keys every block of queries sees: ``table`` (heads, blocks, choices), -1 for none.
-
-    Choices that are dead for all heads (named twice, none, or all in the future) are not read. What some heads see and
-    others not is ``masked``; where all heads agree, the triangle of a causal block and the end of the sequence are a
-    ``bias`` that many tiles share.
-    """
-
-    def __init__(self, table: Tensor, like: Tensor, group: int, *, size: int, is_causal: bool) -> None:
-        self.length, self.dtype, self.size, self.is_causal = like.shape[-2], like.dtype, size, is_causal
-        heads, blocks, _ = table.shape
-        query_block = torch.arange(blocks)[:, None]
-        alive = first_named(table)
-        alive = alive & (table <= query_block) if is_causal else alive
-        order = alive.any(0).byte().argsort(dim=-1, descending=True, stable=True).expand_as(table)  # the dead come last
-        self.alive, self.table = alive.gather(-1, order), table.gather(-1, order)
-        some, every = self.alive.any(0), self.alive.all(0)
-        self.agreed, self.choices = (some == every).all(-1).tolist(), some.sum(-1).tolist()
-        self.index = self.table.clamp(min=0) + (torch.arange(heads) % group)[:, None, None] * blocks
-        self.diagonal = self._choice_of(query_block if is_causal else torch.full_like(query_block, -2))
-        self.end = self._choice_of(torch.full_like(query_block, blocks - 1 if self.length % size else -2))
-        self.biases: dict[tuple[int, ...], Tensor | None] = {}
-
-    def _choice_of(self, block: Tensor) -> list[int]:
-        """Per block of queries: the choice that names ``block`` for all heads, -1 for no head, -2 for some."""
-        named = self.alive & (self.table == block)
-        choice = torch.where(named.all(0).any(-1), named.all(0).byte().argmax(-1), -1)
-        return choice.masked_fill((named.any(0) != named.all(0)).any(-1), -2).tolist()
-
-    def tile(self, i: int, group: slice) -> Tile:
-        """Block ``i`` of queries against its choices."""
-        number, size = self.choices[i], self.size
-        queries = Span(i * size, min(size, self.length - i * size))
-        keys = Blocks(self.index[group, i, :number].flatten(), size)
-        diagonal, end = self.diagonal[i], self.end[i]
-        if self.agreed[i] and diagonal > -2 and end > -2 and number > 0:
-            bias = self._bias(number, diagonal, end)
-            return Tile(queries, keys, None if bias is None else bias[: queries.size])
-        positions = self.table[group, i, :number, None] * size + torch.arange(size)
-        visible = (self.alive[group, i, :number, None] & (positions < self.length)).flatten(1)[:, None]
-        if self.is_causal:
-            rows = torch.arange(queries.first, queries.first + queries.size)[:, None]
-            visible = visible & (positions.flatten(1)[:, None] <= rows)
-        return Tile(queries, keys, masked=~visible)
-
-    def biased(self, i: int, group: slice, terms: Grouped) -> Tile:
-        """The same with what positions add."""
-        tile, size = self.tile(i, group), self.size
-        first = (self.table[group, i, : self.choices[i]].clamp(min=0) - i) * size + (self.length - 1)
-        visible = tile.bias if isinstance(tile.bias, Tensor) else None
-        return tile._replace(bias=GatheredBias(terms.terms, terms.gradients, first, size, visible))
-
-    def _bias(self, number: int, diagonal: int, end: int) -> Tensor | None:
-        key = number, diagonal, end
-        if key not in self.biases:
-            visible = torch.ones(self.size, number, self.size, dtype=torch.bool)
-            if end >= 0:
-                visible[:, end, self.length % self.size :] = False
-            if diagonal >= 0:
-                visible[:, diagonal] &= torch.ones(self.size, self.size, dtype=torch.bool).tril()
-            self.biases[key] = bias_of(visible.flatten(1), self.dtype)
-        return self.biases[key]
+    return Tiling(heads, biased, size, sinks)

@@ -8,10 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fast_attention.engine import masks, offsets
-from fast_attention.engine.fused import biased_attention
-from fast_attention.engine.offsets import Positions, Terms, diagonals, toeplitz
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.offsets import Terms, diagonals, toeplitz
 from fast_attention.engine.workspace import Workspace
 
 
@@ -71,16 +68,3 @@ class GatheredBias(NamedTuple):
         products = work("products", heads, rows, choices * each)
         strides = rows * choices * each, choices * each - 1, each, 1
         return products, products.as_strided((heads, rows, choices, self.size), strides, rows - 1)
-
-
-@in_float32
-def biased_rows(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, bias: Positions, *, size: int, scale: float | None
-) -> Tensor:
-    """Softmax over all keys of the queries of the blocks ``ids`` (..., H, G)."""
-    factor, length = float(q.shape[-1] ** -0.5 if scale is None else scale), k.shape[-2]
-    queries = (ids[..., None] * size + torch.arange(size, device=q.device)).flatten(-2)
-    terms = bias(torch.arange(1 - length, length, device=q.device))
-    index = (torch.arange(length, device=q.device) - queries[..., None] + (length - 1)).clamp(min=0)
-    scores = offsets.gathered(q[..., None, :, :], terms, index[..., None, :, :], scale=factor)[..., 0, :, :]
-    return biased_attention(q, k, v, masks.merge(scores, mask, q.dtype), scale=factor)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fast_attention.engine import tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiling import Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiling import Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import grid_reference as reference
 from fast_attention.mechanisms.sparse.grid import Axis
@@ -28,6 +28,14 @@ class Batch(NamedTuple):
     queries: Stripes
     keys: Stripes
     tiling: Tiling
+
+    def beside(self, sinks: Sinks | None) -> Tiling:
+        """The tiles beside the sinks of some heads, which every stripe has."""
+        if sinks is None:
+            return self.tiling
+        stripes = len(self.queries.columns)
+        gradient = None if sinks.gradient is None else torch.zeros_like(sinks.gradient).repeat(stripes)
+        return self.tiling._replace(sinks=Sinks(sinks.scores.repeat(stripes), gradient))
 
 
 @lru_cache(maxsize=32)
@@ -93,13 +101,14 @@ class _Inputs:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None,
     *, keep: bool, width: int, down: Axis, across: Axis, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     inputs, out = _Inputs(q, k, v, key_mask), q.new_empty(*q.shape[:-1], v.shape[-1])
-    rows = out.view(-1, *out.shape[-2:])
+    rows, every = out.view(-1, *out.shape[-2:]), Sinks.ready(sinks, q)
     for batch, group in inputs.batches(width, down, across):
-        batch.queries.scatter(tiled.attend(*inputs.of(batch, group), batch.tiling, scale=scale), rows[group])
+        tiling = batch.beside(None if every is None else every.of(group))
+        batch.queries.scatter(tiled.attend(*inputs.of(batch, group), tiling, scale=scale), rows[group])
     return out, ()
 
 
@@ -107,17 +116,21 @@ def _backward(
     inputs: tuple[Any, ...], outputs: Tensors, kept: Tensors, gradient: tuple[Tensor, ...],
     *, width: int, down: Axis, across: Axis, scale: float,
 ) -> Tensors:  # fmt: skip
-    q, k, v, key_mask = inputs
+    q, k, v, key_mask, sinks = inputs
     striped, grad_out = _Inputs(q, k, v, key_mask), tiled.flatten(gradient[0])
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    rows = [x.view(-1, *x.shape[-2:]) for x in (dq, dk, dv)]
+    rows, every = [x.view(-1, *x.shape[-2:]) for x in (dq, dk, dv)], Sinks.ready(sinks, q)
     for batch, group in striped.batches(width, down, across):
         grad = batch.queries.gather(grad_out[group], 0, partial(striped.work, "grad"))
-        new = tiled.gradients(*striped.of(batch, group), grad, batch.tiling, scale=scale)
+        some = None if every is None else every.of(group)
+        tiling = batch.beside(some)
+        new = tiled.gradients(*striped.of(batch, group), grad, tiling, scale=scale)
+        if some is not None and tiling.sinks is not None:
+            some.collect(tiling.sinks)
         batch.queries.scatter(new[0], rows[0][group])
         for dx, part in zip(rows[1:], new[1:], strict=True):
             batch.keys.add(part, dx[group])
-    return dq, dk, dv, None
+    return dq, dk, dv, None, None if every is None else every.total(sinks)
 
 
 tiled_softmax = in_float32(CustomGradient(reference.grid_softmax, _forward, _backward))

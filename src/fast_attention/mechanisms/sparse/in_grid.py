@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fast_attention.biases.sinks import Sunk
 from fast_attention.mechanism import Attention
 from fast_attention.value import at_least
 
@@ -11,7 +14,7 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return value if isinstance(value, tuple) else (value, value)
 
 
-class InGrid(Attention[tuple[()], None]):
+class InGrid(Sunk, Attention[Any, None]):  # type: ignore[reportIncompatibleVariableOverride]
     """An attention among the tokens of a grid, row by row, behind ``num_prefix_tokens`` others."""
 
     height: int | None

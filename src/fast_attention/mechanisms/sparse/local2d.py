@@ -6,6 +6,7 @@ The window is that of neighborhood attention (Hassani et al. 2022, arXiv 2204.07
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -29,6 +30,7 @@ def local2d_attention(
     num_prefix_tokens: int = 0,
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
     scale: float | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the ``window`` of rows and columns around the query's, moved inwards at the borders of the grid.
 
@@ -36,11 +38,12 @@ def local2d_attention(
     the query at i sees the w from ``min(max(i - w // 2, 0), n - w)`` on (arXiv 2204.07143, section 3.1), all n where
     they are fewer; with ``dilation`` d the same among the places i modulo d, d apart (arXiv 2209.15001, section 3.2).
     The first ``num_prefix_tokens`` see everything and are seen by all. O(n w^2 d) time, O(n d) memory.
+    The exponentials of ``sinks`` (H,) add to normalisers.
     """
     (rows, columns), (down, across) = pair(window), pair(dilation)
     return grid_softmax(
-        q, k, v, key_mask, width=width, down=Axis(rows, down, tile=ROWS), across=Axis(columns, across, tile=COLUMNS),
-        leading=num_prefix_tokens, scale=scale,
+        q, k, v, key_mask, sinks, width=width, down=Axis(rows, down, tile=ROWS),
+        across=Axis(columns, across, tile=COLUMNS), leading=num_prefix_tokens, scale=scale,
     )  # fmt: skip
 
 
@@ -71,6 +74,7 @@ class Local2d(InGrid):
         num_prefix_tokens: The first so many tokens, such as a class token and registers, stand outside the grid: they
             see everything and are seen by all.
         scale: Factor on the dot products; None means 1/sqrt(head_dim).
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     height: int | None = None
@@ -79,8 +83,9 @@ class Local2d(InGrid):
     dilation: int | tuple[int, int] = 1
     num_prefix_tokens: int = 0
     scale: float | None = None
+    sinks: bool = False
 
-    traits = TRAITS
+    unbiased = TRAITS
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -90,12 +95,11 @@ class Local2d(InGrid):
         if not all(side % 2 for side in pair(self.window)):
             raise ValueError(f"Local2d(window={self.window!r}): window must be odd, with the query in its middle")
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Softmax inside the window."""
         self.check_length(q.shape[-2])
         return local2d_attention(
             q, k, v, width=self.width, window=self.window, dilation=self.dilation,
             num_prefix_tokens=self.num_prefix_tokens, key_mask=key_mask, scale=self.scale,
+            sinks=self.sinks_of(w),
         )  # fmt: skip

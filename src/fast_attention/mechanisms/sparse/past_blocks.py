@@ -79,13 +79,15 @@ def chosen_softmax(
     v: Float[Tensor, "*batch keys values"],
     choices: Int[Tensor, "*batch length choices"],
     key_mask: Bool[Tensor, "*#batch2 keys"],
+    sinks: Float[Tensor, "heads"] | None = None,
     *,
     size: int,
     start: int,
     scale: float,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax of each query, the first at position ``start``, over the past blocks of its ``choices`` (-1 names none)
-    and, causally, over the block that it stands in. A query that sees nothing gets zeros.
+    and, causally, over the block that it stands in. A query that sees nothing gets zeros. With ``sinks`` normalisers
+    are larger by ``e^sink``.
     """
     length, number = choices.shape[-2:]
     lead, first, front = q.shape[:-2], start // size, start % size
@@ -97,14 +99,14 @@ def chosen_softmax(
         join(x, front + length)[..., front:, :] for x in (near, scale * queries @ keys[..., first:, :, :].mT)
     )
     if number == 0:
-        weights, far = masks.masked_softmax(scores, near), 0.0
+        weights, far = masks.masked_softmax(scores, near, sinks), 0.0
     else:
         tiles = Tiles.of(choices, keys.shape[-3])
         far_scores = tiles.scores(scale * q, keys)
         seen_keys = tiles.named[..., None] & take(visible[..., None], choices.clamp(min=0))[..., 0].flatten(-3, -2)
         sight = torch.cat([near, seen_keys.unflatten(-2, (-1, number)).flatten(-2)], -1)
         far_scores = far_scores.unflatten(-2, (-1, number)).flatten(-2)
-        weights = masks.masked_softmax(torch.cat([scores, far_scores], -1), sight)
+        weights = masks.masked_softmax(torch.cat([scores, far_scores], -1), sight, sinks)
         far = tiles.outputs(weights[..., size:].unflatten(-1, (number, size)).flatten(-3, -2), values)
         far = far.unflatten(-2, (-1, number)).sum(-2)
     weights = split(pad(weights[..., :size], (0, 0, front, 0)), size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -52,7 +54,7 @@ biased_softmax = in_float32(banded_softmax)  # numbers of thousands are no numbe
 
 def gathered_softmax(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor, numbers: Tensor | None, vectors: Tensor | None,
-    *, size: int, is_causal: bool, scale: float, start: int, stop: int,
+    sinks: Tensor | None, *, size: int, is_causal: bool, scale: float, start: int, stop: int,
 ) -> Tensor:  # fmt: skip
     """Softmax attention over the blocks of keys that a table names; arguments as in ``gathered.py``."""
     length, number = q.shape[-2], table.shape[-2]
@@ -64,10 +66,12 @@ def gathered_softmax(
     if is_causal:
         mask = mask & (position[..., None, :] <= queries[..., None])
     blocks, attend = split(q, size), blockwise_softmax
+    if sinks is not None:
+        attend = partial(biased_attention, sinks=sinks[:, None])
     if numbers is not None:
         index = (position[..., None, :] - queries[..., None] + (length - 1)).clamp(0, 2 * length - 2)
         bias = offsets.gathered(blocks, Terms(numbers, vectors), index, scale=scale)
-        mask, attend = masks.merge(bias, mask, q.dtype), biased_attention
+        mask, attend = masks.merge(bias, mask, q.dtype), biased_attention if sinks is None else attend
     keys, values = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
     out = join(attend(blocks, keys, values, mask, scale=scale), length)
     return out if start == 0 and stop == number else with_ends(out, q, k, v, start * size, stop * size, scale=scale)

@@ -7,12 +7,13 @@ chooses for itself in Mixture of Block Attention (Lu et al. 2025, arXiv 2502.131
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention.biases.sinks import Sunk
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Traits
@@ -40,6 +41,7 @@ def selected_attention(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
     scale: float | None = None,
+    sinks: Float[Tensor, "heads"] | None = None,
 ) -> Float[Tensor, "*batch length values"]:
     """Softmax over the keys of chosen blocks (arXiv 2509.24006, equations 3 to 5; 2502.13189, equations 2 to 6).
 
@@ -52,17 +54,18 @@ def selected_attention(
 
     Masked keys are in no mean, and a block without a visible key is not chosen. Masked tokens are in no mean of
     queries either, unless all of a block are; each is a query nevertheless. Gradients go through the softmax over what
-    was chosen, not through the choice. Where there are at most ``topk`` blocks, this is exact attention.
+    was chosen, not through the choice. Where there are at most ``topk`` blocks, this is exact attention. The
+    exponentials of ``sinks`` (H,) add to normalisers.
     """
     length = q.shape[-2]
     if not symbolic() and length <= topk * block_size:
-        return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        return softmax_attention(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale, sinks=sinks)
     visible = torch.ones(1, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     if is_causal:
         means, alive = block_means(k, key_mask, block_size)
-        return attend_past(q, k, v, visible, means, alive, size=block_size, topk=topk, start=0, scale=scale)
+        return attend_past(q, k, v, visible, means, alive, sinks, size=block_size, topk=topk, start=0, scale=scale)
     table = choosing.of_blocks(q, k, key_mask, size=block_size, topk=topk)
-    return fast_chosen.chosen_softmax(q, k, v, table, visible, size=block_size, scale=scale)
+    return fast_chosen.chosen_softmax(q, k, v, table, visible, sinks, size=block_size, scale=scale)
 
 
 def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
@@ -73,33 +76,35 @@ def block_means(k: Tensor, key_mask: Tensor | None, size: int) -> tuple[Tensor, 
 
 def attend_past(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, means: Tensor, alive: Tensor,
-    *, size: int, topk: int, start: int, scale: float | None,
+    sinks: Tensor | None, *, size: int, topk: int, start: int, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Outputs of queries from position ``start`` on, the last of which is the last key."""
     choices = choosing.of_tokens(q, means, alive, size=size, start=start, number=topk - 1)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return chosen_softmax(q, k, v, choices, visible, size=size, start=start, scale=factor)
+    return chosen_softmax(q, k, v, choices, visible, sinks, size=size, start=start, scale=factor)
 
 
 @dataclass(frozen=True, repr=False)
-class Selected(Attention[tuple[()], SelectedState]):
+class Selected(Sunk, Attention[Any, SelectedState]):  # type: ignore[reportIncompatibleVariableOverride]
     """Chosen blocks: a query sees its own block and the ``topk - 1`` others whose mean key is nearest.
 
     Nearest to the mean of the query's block; with is_causal=True to the query itself, among the blocks before its own,
-    so that nothing later moves a choice and decoding in any split is one pass. Nothing is learned or drawn. What a
+    so that nothing later moves a choice and decoding in any split is one pass. Nothing is drawn. What a
     window leaves out for being far is seen if its mean is near; what is near in position only may be left out in turn.
 
     Args:
         block_size: Tokens per block; the last block may be shorter.
         topk: Blocks that a query sees, its own among them.
         scale: Factor on the dot products; None means 1/sqrt(width).
+        sinks: Whether every head has a learned score more, of no value, that takes weight from all keys (gpt-oss).
     """
 
     block_size: int = 64
     topk: int = 8
     scale: float | None = None
+    sinks: bool = False
 
-    traits = Traits(
+    unbiased = Traits(
         paper="Lu et al. 2025, arXiv 2502.13189 (causal); Zhang et al. 2025, arXiv 2509.24006 (noncausal)",
         formula="softmax over the blocks of the largest mean(q_I) . mean(k_J), causal q_i . mean(k_J), times v",
         cost="n b c d, and to choose (n / b)^2 d, causal n^2 d / b",
@@ -120,17 +125,15 @@ class Selected(Attention[tuple[()], SelectedState]):
         """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
         return keys <= self.topk * self.block_size
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Softmax over the chosen blocks."""
         return selected_attention(
             q, k, v, block_size=self.block_size, topk=self.topk, is_causal=is_causal, key_mask=key_mask,
-            scale=self.scale,
+            scale=self.scale, sinks=self.sinks_of(w),
         )  # fmt: skip
 
     def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: SelectedState | None, *, key_mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: SelectedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, SelectedState]:
         """Attend to the blocks that the new tokens choose among all before; blocks that they fill get their means."""
         cache = append(None if state is None else state.near, k, v, key_mask)
@@ -142,6 +145,7 @@ class Selected(Attention[tuple[()], SelectedState]):
             means, alive = torch.cat([state.means, means], -2), torch.cat([state.alive, alive], -1)
         start = total - q.shape[-2]
         out = attend_past(
-            q, cache.k, cache.v, cache.visible, means, alive, size=size, topk=self.topk, start=start, scale=self.scale
-        )
+            q, cache.k, cache.v, cache.visible, means, alive, self.sinks_of(w), size=size, topk=self.topk, start=start,
+            scale=self.scale,
+        )  # fmt: skip
         return out, SelectedState(cache, means, alive)

@@ -1,0 +1,80 @@
+"""Learned sinks (OpenAI 2025, arXiv 2508.10925): of every head a score in the normaliser that has no value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fast_attention.traits import Shape, Traits
+
+PAPER = "OpenAI 2025, arXiv 2508.10925"  # gpt-oss
+SINKS_ARE_TAKEN = "Softmax(), Local(), BlockLocal(), BigBird(), Hybrid(), Selected() and windows of grids do"
+
+
+class SinkWeights(NamedTuple):
+    """The sinks' scores, and the weights of a bias."""
+
+    sinks: Float[Tensor, "heads"]
+    bias: Any = ()
+
+
+@runtime_checkable
+class TakesSinks(Protocol):
+    """A mechanism whose sinks' scores another module may hold."""
+
+    @property
+    def takes_sinks(self) -> bool:
+        """Whether it has none of its own, which would stand in their place."""
+        ...
+
+    def with_sinks(self, sinks: Tensor, w: Any) -> tuple[Any, Any]:
+        """The mechanism, and with the scores (H,) its weights."""
+        ...
+
+
+class Sunk:
+    """Adds ``sinks`` to the settings of a mechanism of softmax: one learned score of each head, and its traits.
+
+    A subclass is a frozen dataclass with the field ``sinks``, and gives its traits without them as ``unbiased``.
+    """
+
+    sinks: bool = False
+    unbiased: ClassVar[Traits]
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """What the mechanism can do; with sinks it is learned, and approximates nothing without."""
+        return learned(self.unbiased) if self.sinks else self.unbiased
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether there are sinks."""
+        return self.sinks
+
+    def weights(self, shape: Shape) -> Any:
+        """The scores of the sinks, which begin small, as gpt-oss's do."""
+        return SinkWeights(nn.Parameter(torch.randn(shape.heads) * 0.02)) if self.sinks else ()
+
+    def sinks_of(self, w: Any) -> Tensor | None:
+        """The scores of the sinks; None without."""
+        return w.sinks if self.sinks else None
+
+    @property
+    def takes_sinks(self) -> bool:
+        """Whether another module may hold the sinks' scores: there are none of its own."""
+        return not self.sinks
+
+    def with_sinks(self, sinks: Tensor, w: Any) -> tuple[Any, Any]:
+        """The mechanism and its weights with the scores (H,) that another module holds."""
+        mechanism: Any = self
+        return replace(mechanism, sinks=True), SinkWeights(sinks, w)
+
+
+def learned(traits: Traits) -> Traits:
+    """The traits of a mechanism that has sinks."""
+    paper, formula = f"{traits.paper}; {PAPER}", f"{traits.formula}, with a sink's exp(s_h) in every normaliser"
+    return replace(traits, paper=paper, formula=formula, learned=True, approximates=None)
