@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 from fast_attention.lab import pages
 from fast_attention.lab.drawing import bars, figure_grid, line, picture
@@ -43,12 +39,3 @@ def test_a_page_is_one_file_that_reads_in_the_dark() -> None:
     assert 'name="viewport"' in html
     loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import|<script|<link""", html)
     assert all((a or b).startswith("#") for a, b in loads), loads
-
-
-def test_the_wheel_holds_the_templates(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent.parent
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    built = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    held = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    assert {f"fast_attention/lab/templates/{name}" for name in ("page.html", "page.css")} <= {*held}
