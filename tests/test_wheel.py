@@ -73,7 +73,7 @@ def test_the_wheel_works_where_the_source_is_not(built: Path, tmp_path: Path) ->
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
     subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True)
     path = os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])
-    command = [sys.executable, "-S", str(ROOT / "tests" / "installed.py"), "lab", "hf"]
+    command = [sys.executable, "-S", str(ROOT / "tests" / "installed.py"), "lab", "hf", "demo"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))
