@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DATE := $(shell date +%Y-%m-%d)
+# Bytecode is kept even where the environment says otherwise: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE =
 
 MINUTES ?= 30
 
-.PHONY: demo test fuzz test-compiled lint kernels oracles test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
+.PHONY: demo test fuzz test-compiled lint kernels oracles test-wheel test-peers test-ray test-transformers test-torch test-torch-oldest test-torch-newest bench docs gpu clean
 
 demo: .venv/demo
 	$(BIN)/fast-attention compare --out report
@@ -32,12 +34,28 @@ lint: .venv/dev
 
 # Triton kernels without a GPU: run by Triton's interpreter, and compiled for three generations of GPUs.
 kernels: .venv/dev
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/gpu
 
 # The oracles, with every shape in a signature checked at run time.
 oracles: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_oracles.py \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_oracles.py \
 		--jaxtyping-packages=fast_attention,beartype.beartype
+
+# The wheel in an empty environment: without extras, with those of make demo; then whether every extra resolves.
+# PYTHON takes another Python: make test-wheel PYTHON=python3.13 (where only the registry's torch is to be had: several GB).
+test-wheel: .venv/dev
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	$(BIN)/python -m build --no-isolation --outdir .venv-wheel/dist > /dev/null
+	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt .venv-wheel/dist/*.whl
+	.venv-wheel/bin/python -I tests/installed.py
+	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt "$$(echo .venv-wheel/dist/*.whl)[lab]"
+	.venv-wheel/bin/python -I tests/installed.py lab
+	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt "$$(echo .venv-wheel/dist/*.whl)[demo]"
+	.venv-wheel/bin/python -I tests/installed.py lab hf demo
+	set -e; for extra in $$(.venv-wheel/bin/python -I tests/installed.py --extras); do echo "extra $$extra"; \
+		.venv-wheel/bin/python -m pip install --quiet --dry-run -c constraints.txt "$$(echo .venv-wheel/dist/*.whl)[$$extra]"; \
+	done
 
 # The laws against five published packages, in an environment of their own.
 test-peers: .venv-peers/ready
@@ -110,7 +128,7 @@ gpu:
 	fi
 
 clean:
-	rm -rf .venv .venv-peers .venv-ray .venv-transformers .venv-torch-oldest .venv-torch-newest .venv-bench report out build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-wheel .venv-peers .venv-ray .venv-transformers .venv-torch-oldest .venv-torch-newest .venv-bench report out build dist .pytest_cache .ruff_cache
 
 .venv/python: constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import compileall
+import os
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +25,40 @@ def test_the_texts_of_all_faults_stand_once_in_their_files() -> None:
     assert not wrong, wrong
 
 
-WARM = multiprocessing.get_context("forkserver")  # torch and what tests import is loaded once, not once a fault
-WARM.set_forkserver_preload(["tests.warm"])
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[bool, subprocess.Popen[str]]]:
+    """Processes that have loaded torch and what tests import: once, not once a fault; by whether Triton interprets."""
+    started: dict[bool, subprocess.Popen[str]] = _Started()
+    yield started
+    for server in started.values():
+        server.communicate()
+
+
+class _Started(dict[bool, "subprocess.Popen[str]"]):
+    def __missing__(self, interpreted: bool) -> subprocess.Popen[str]:
+        self[interpreted] = warm.server(interpreted)
+        return self[interpreted]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source with its bytecode: what a fault does not touch is compiled once."""
+    source = tmp_path_factory.mktemp("compiled") / "src"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.gz", "__pycache__"))
+    assert compileall.compile_dir(source, quiet=1)
+    return source
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
-def test_seeded_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.gz"))
+def test_seeded_fault_is_found(
+    fault: Fault, tmp_path: Path, compiled: Path, servers: dict[bool, subprocess.Popen[str]]
+) -> None:
+    shutil.copytree(compiled, tmp_path / "src", copy_function=os.link)
     path = tmp_path / "src" / "fast_attention" / fault.file
     text = path.read_text()
     assert text.count(fault.old) == 1, f"{fault.old!r} stands {text.count(fault.old)} times in {fault.file}"
+    path.unlink()  # or the link's other end changes too
     path.write_text(text.replace(fault.old, fault.new))
     arguments = [part.strip("'") for part in fault.tests.split(" ", 2)]
-    run = WARM.Process(target=warm.tests, args=(arguments, str(tmp_path / "src"), str(tmp_path / "said")))
-    run.start()
-    run.join()
-    assert run.exitcode == 11, f"not found by {fault.tests}:\n{(tmp_path / 'said').read_text()[-2500:]}"
+    code = warm.ask(servers[arguments[0].startswith("tests/gpu")], arguments, tmp_path / "src", tmp_path / "said")
+    assert code == 11, f"not found by {fault.tests}:\n{(tmp_path / 'said').read_text()[-2500:]}"

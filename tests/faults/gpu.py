@@ -29,7 +29,7 @@ FAULTS = [
         "gpu/sums.py",
         "+ values[None, :], products, mask=inside)",
         "+ values[None, :], products.to(tl.bfloat16).to(tl.float32), mask=inside)",
-        TESTS + "every_configuration",
+        TESTS + "'every_configuration and 150'",
     ),
     Fault(
         "a kernel reads the token behind the last one",
@@ -43,7 +43,7 @@ FAULTS = [
         "gpu/tiles.py",
         "[:, None] * stride + columns[None, :], mask=inside, other=0.0)\n    return tl.where(inside, feature(x.to(tl.float32), offset, MAP), 0.0)",
         "[:, None] * stride + columns[None, :], mask=inside, other=0.0)\n    return feature(x.to(tl.float32), offset, MAP)",
-        TESTS + "every_configuration",
+        TESTS + "'every_configuration and 130'",
     ),
     Fault(
         "kernels read hidden tokens",
@@ -78,7 +78,7 @@ FAULTS = [
         "gpu/sums.py",
         "chunks - 1 - step if REVERSED else step",
         "step",
-        TESTS + "every_configuration",
+        TESTS + "'every_configuration and 150'",
     ),
     Fault(
         "kernels forget the first state",

@@ -15,13 +15,23 @@ from fast_attention import LinearAttention, attention, explain, implementation
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
-from fast_attention.gpu import maps, operations, plain
+from fast_attention.gpu import configurations, maps, operations, plain
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
+from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
 from tests.oracles.linear import linear as oracle
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-SIZES = [(16, 16, 64), (20, 33, 70), (64, 64, 300), (130, 70, 65)]  # width, values, tokens
+LONG = 150 if INTERPRETED else 300  # tokens that are more than one chunk
+SIZES = [(16, 16, 64), (20, 33, 70), (64, 64, LONG), (130, 70, 65)]  # width, values, tokens
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two blocks, or four with float32's digits, for Triton's interpreter takes milliseconds a block."""
+    if INTERPRETED:
+        rows = {width: row._replace(chunk=2 * row.block) for width, row in configurations.TABLE.items()}
+        monkeypatch.setattr(configurations, "TABLE", rows)
 
 
 @pytest.mark.parametrize("phi", [EluPlusOne(), Relu(offset=0.1)], ids=repr)
@@ -101,7 +111,7 @@ def test_hidden_tokens_are_not_read() -> None:
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Tensor]:
         torch.manual_seed(1)
-        (q, k, v), mask = tensors(20, 33, 300)
+        (q, k, v), mask = tensors(20, 33, LONG)
         first = torch.rand(2, 2, 20 * 33 + 20, requires_grad=True)
         scanned = operations.chunk_scan(q, k, v, mask, first, 1e-6, maps.ELU, 0.0, True)[:2]
         read = operations.read_sums(q, operations.key_sums(k, v, mask, maps.ELU, 0.0), 1e-6, maps.ELU, 0.0, True)[0]

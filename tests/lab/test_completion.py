@@ -1,8 +1,9 @@
-"""Shell completion: what bash and zsh are told for the start of a command line."""
+"""Completion in a shell: the script that it asks for, and what comes after the words on its line."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,47 +12,61 @@ import pytest
 
 from fast_attention.lab.command_line import COMMANDS
 
-RUN = [sys.executable, "-m", "fast_attention"]
+SHELLS = [name for name in ("bash", "zsh") if shutil.which(name)]
+LIGHT = "import sys; sys.modules['torch'] = None\nfrom fast_attention.cli import main; main([])"
 
 
-def told(tmp_path: Path, *arguments: str, **variables: str) -> str:
-    """What the command prints with these variables of the environment, in a home of its own."""
-    held = {**os.environ, "HOME": str(tmp_path), **variables}
-    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, check=True, env=held).stdout
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder for shells to be set up in, with the command on the path."""
+    command = tmp_path / "bin" / "fast-attention"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fast_attention "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    return tmp_path
 
 
-def bash(tmp_path: Path, line: str) -> list[str]:
-    """The words that bash is offered for the last word of a line."""
-    variables = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_FAST_ATTENTION_COMPLETE": "complete_bash"}
-    return told(tmp_path, **variables).split()
+def said(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("fast-attention com", ["compare"]),
-        ("fast-attention t", ["train", "tasks"]),
-        ("fast-attention compare --mod", ["--model"]),
-        ("fast-attention convert --keep", ["--keep-layers"]),
-    ],
-)
-def test_bash_is_offered_commands_and_their_options(line: str, offered: list[str], tmp_path: Path) -> None:
-    assert bash(tmp_path, line) == offered
+def completed(line: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What bash is offered at a line's end, where torch cannot be loaded: a shell does not wait for it."""
+    monkeypatch.setenv("_FAST_ATTENTION_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    return {*said(sys.executable, "-c", LIGHT).split()}
 
 
-def test_every_command_is_offered(tmp_path: Path) -> None:
-    assert {*bash(tmp_path, "fast-attention ")} == {*COMMANDS}
+@pytest.mark.skipif("bash" not in SHELLS, reason="there is no bash")
+def test_bash_completes_by_the_script_that_is_shown(home: Path) -> None:
+    script = home / "script"
+    script.write_text(said("bash", "-c", "fast-attention --show-completion; true"))
+    ask = "COMP_WORDS=(fast-attention co); COMP_CWORD=1; _fast_attention_completion fast-attention"
+    assert said("bash", "-c", f"source {script}; {ask}; echo ${{COMPREPLY[@]}}").split() == ["compare", "convert"]
 
 
-def test_zsh_is_told_what_an_option_does(tmp_path: Path) -> None:
-    variables = {"_TYPER_COMPLETE_ARGS": "fast-attention compare --model", "_FAST_ATTENTION_COMPLETE": "complete_zsh"}
-    assert '"--model":' in told(tmp_path, **variables)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_is_set_up_in_its_own_files(shell: str, home: Path) -> None:
+    said(shell, "-c", "fast-attention --install-completion; true")
+    read = (home / f".{shell}rc").read_text()
+    place = {"bash": ".bash_completions/fast-attention.sh", "zsh": ".zfunc/_fast-attention"}[shell]
+    assert str(Path(place).parent) in read
+    assert "_FAST_ATTENTION_COMPLETE" in (home / place).read_text()
 
 
-def test_the_script_that_is_installed_asks_for_this_command(tmp_path: Path) -> None:
-    variables = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # as where no shell can be recognised
-    shown = told(tmp_path, "--show-completion", "bash", **variables)
-    assert "complete -o default -F _fast_attention_completion fast-attention" in shown
-    told(tmp_path, "--install-completion", "bash", **variables)
-    assert (tmp_path / ".bash_completions" / "fast-attention.sh").read_text(encoding="utf-8").strip() == shown.strip()
-    assert "fast-attention.sh" in (tmp_path / ".bashrc").read_text(encoding="utf-8")
+def test_commands_and_their_options_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert completed("fast-attention ", monkeypatch) == {*COMMANDS}
+    assert completed("fast-attention advise x --le", monkeypatch) == {"--length"}
+    assert {"--mechanisms", "--lengths", "--out"} <= completed("fast-attention compare --", monkeypatch)
+
+
+def test_zsh_is_offered_a_command_s_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_FAST_ATTENTION_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "fast-attention compare --mech")
+    assert '"--mechanisms":' in said(sys.executable, "-c", LIGHT)

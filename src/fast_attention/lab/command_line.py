@@ -66,7 +66,7 @@ def _readable(name: str, arguments: list[str]) -> bool:
 def run(arguments: list[str]) -> int:
     """Run one command; the exit code. What cannot be carried out is one line on stderr."""
     try:
-        app, words = _app(arguments), _repeat(_ahead(arguments))
+        app, words = _app(_to_complete() or arguments), _repeat(_ahead(arguments))
         return copy_context().run(app, args=words, prog_name="fast-attention", standalone_mode=False) or 0
     except _UsageError as error:
         return refuse(2, f"{error.format_message()} (see fast-attention --help)")
@@ -106,6 +106,13 @@ def _app(arguments: list[str]) -> typer.Typer:
         else:
             app.command(name, help=None if asked else command.words)(lambda: None)
     return app
+
+
+def _to_complete() -> list[str]:
+    """Get the words on a shell's line, if a shell asks what may come next: its script puts them into variables."""
+    if "_FAST_ATTENTION_COMPLETE" not in os.environ:
+        return []
+    return (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
 
 
 def _asked(arguments: list[str]) -> str:
