@@ -247,7 +247,7 @@ def _by_name(rows: list[measured.Speed], is_causal: bool) -> dict[str, dict[int,
 def _linked(expression: str) -> str:
     """An expression as a link to the page of its mechanism."""
     name = expression.split("(")[0]
-    return f"[`{expression}`](mechanisms/{name}.md)" if name in catalogue.names() else f"`{expression}`"
+    return f"[`{expression}`](ideas/{name}.md)" if name in catalogue.names() else f"`{expression}`"
 
 
 def _link(record: measured.Record) -> str:

@@ -72,7 +72,13 @@ def _without_empty(app: Any, name: str, source: list[str]) -> None:
         source[0] = "\n".join(line for line in source[0].split("\n") if line not in empty)
 
 
+def _built_pages(app: Any, name: str, source: list[str]) -> None:
+    """Lead to the pages of mechanisms, which a build makes: the files themselves lead to what is in the repository."""
+    source[0] = source[0].replace("](ideas/", "](mechanisms/")
+
+
 def setup(app: Any) -> None:
     """Write pages first; Sphinx lists the sources afterwards."""
     app.connect("builder-inited", _write, priority=100)
     app.connect("source-read", _without_empty)
+    app.connect("source-read", _built_pages)

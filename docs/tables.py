@@ -116,7 +116,7 @@ def short() -> str:
         cross = _yes(t.cross) if isinstance(mechanism, Attention) else "mixer"
         weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
         rows.append(
-            f"| [`{name}`](mechanisms/{name}.md) | {t.cost} | {_yes(t.causal)} | {_yes(t.padding)} | {cross} | "
+            f"| [`{name}`](ideas/{name}.md) | {t.cost} | {_yes(t.causal)} | {_yes(t.padding)} | {cross} | "
             f"{_yes(t.mask)} | {t.memory or '-'} | {weights}{', to max_len' if t.bounded else ''} | {t.paper} |"
         )
     return "\n".join(rows)
