@@ -141,8 +141,8 @@ NEEDS = (
          gain("Local(window=64, bias=ALiBi())"), "positions"),
     Need("scores with positions: T5", "Local(window=64, bias=T5Buckets())", told("as with ALiBi, and learned"),
          "positions"),
-    Need("models with learned sinks (gpt-oss)", "Local(window=64, sinks=True)", told("`Softmax`, `Local` and "
-         "`BlockLocal` take them"), "swap"),
+    Need("models with learned sinks (gpt-oss)", "Local(window=64, sinks=True)", told("windows, blocks, "
+         "`Selected` and `Hybrid` take them"), "swap"),
     Need("the same bits in any batch and split", "Softmax()", told("`with fast_attention.batch_invariant():`, any "
          "mechanism, slower"), "decode"),
 )  # fmt: skip

@@ -93,7 +93,7 @@ KNOWN = (
     Known("ViTDet, SAM, Segment Anything", "BlockLocal2d(64, 64, block_size=14)", False,
           "without its bias of relative positions; pad the image to whole blocks for its own borders"),
     Known("gpt-oss, learned sinks, attention sink logits", "Softmax(sinks=True)",
-          note="Local(sinks=True) and BlockLocal(sinks=True) have them too"),
+          note="also Local, BlockLocal, BigBird, Selected, Local2d, Hybrid(near=Local(sinks=True))"),
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),

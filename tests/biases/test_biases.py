@@ -22,10 +22,12 @@ from fast_attention import (
     TransformerXL,
     attention,
     catalogue,
+    explain,
     implementation,
 )
 from fast_attention.biases.alibi import alibi_slopes
 from fast_attention.biases.t5_buckets import t5_buckets
+from fast_attention.counting import peak_bytes
 from tests.cases import bind, qkv, some_keys
 
 BUCKETS = T5Buckets(num_buckets=8, max_distance=16)
@@ -158,3 +160,34 @@ def test_settings_out_of_range_are_refused(text: str, message: str) -> None:
 def test_slopes_for_other_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="slopes of 3 heads, and q has 2"):
         Local(bias=ALiBi(slopes=(1.0, 0.5, 0.25)))(*qkv(5))
+
+
+@pytest.mark.parametrize("sizes", [(900, 900), (800, 1000), (1, 40)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bias", ["bias=ALiBi()", "bias=T5Buckets(num_buckets=8), sinks=True"])
+def test_the_flash_kernel_reads_offsets(bias: str, is_causal: bool, masked: bool, sizes: tuple[int, int]) -> None:
+    """Outputs and gradients are those of all scores at once, also of rows before the first visible key."""
+    bound = bind(f"Softmax({bias})")
+    q, k, v = (x.requires_grad_() for x in qkv(*sizes))
+    mask = torch.rand(2, sizes[1]) > 0.3 if masked else None
+    if mask is not None:
+        mask[0, :120], mask[1] = False, mask[1] & (sizes[0] > 1)
+    out = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+    assert "flash kernel" in str(explain(bound, q, k, v, is_causal=is_causal, key_mask=mask))
+    with implementation("reference"):
+        wanted = bound(q, k, v, is_causal=is_causal, key_mask=mask)
+    torch.testing.assert_close(out, wanted, atol=1e-12, rtol=1e-9)
+    grad, leaves = torch.randn_like(out), [q, k, v, *bound.parameters()]
+    for a, b in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, wanted)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-8)
+
+
+def test_offsets_take_no_memory_of_every_pair() -> None:
+    bound = bind("Softmax(bias=ALiBi())", dtype=torch.float32)
+    peaks = []
+    for length in (1024, 4096):
+        q, k, v = qkv(length, batch=1, dtype=torch.float32)
+        with torch.no_grad():
+            peaks.append(peak_bytes(lambda q=q, k=k, v=v: bound(q, k, v, is_causal=True), "cpu"))
+    assert peaks[1] < 5 * peaks[0]

@@ -3,6 +3,11 @@
 from tests.faults.fault import ORACLE, Fault
 
 FAULTS = [
+    Fault("a biased block of queries stands one offset further", "mechanisms/dense/offset_flash.py",
+          "self.numbers.storage_offset() + length - last", "self.numbers.storage_offset() + length - last + (last < length)",
+          "tests/biases/test_biases.py -k flash"),
+    Fault("keys under a mask weigh beside a bias", "mechanisms/dense/offset_flash.py", "torch.finfo(q.dtype).min / 4 / scale", "-1.0",
+          "tests/biases/test_biases.py -k flash"),
     Fault("relu's tiles see one key ahead", "mechanisms/dense/rectified.py", "scores.tril_(rows.start + ahead - start)",
           "scores.tril_(rows.start + ahead - start + 1)", "tests/engine/test_chunks.py -k relu"),
     Fault("relu's norm has no gradient", "mechanisms/dense/rectified.py", "slopes.sub_(shift)", "pass",
@@ -22,6 +27,6 @@ FAULTS = [
           "R, share = (part.R, None) if", ORACLE + "MixtureSynthesizer"),
     Fault("the fused kernel's gradient does not know of sinks", "mechanisms/dense/sinks.py", "torch.logaddexp(log_sums, ", "torch.maximum(log_sums, ",
           "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
-    Fault("sinks get the gradient of a larger share", "mechanisms/dense/sinks.py", "share = (sinks[:, None] - kept[0]).exp_()",
-          "share = (sinks[:, None] - kept[0]).exp_() * 2", "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
+    Fault("sinks get the gradient of a larger share", "mechanisms/dense/sinks.py", "return *gradients[:3], sink_gradient(",
+          "return *gradients[:3], 2 * sink_gradient(", "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
 ]  # fmt: skip

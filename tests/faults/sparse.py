@@ -4,6 +4,7 @@ from tests.faults.fault import LAW, ORACLE, Fault
 
 GRID = "tests/sparse/test_local2d.py -k dense_masked"
 BIASES = "tests/biases/test_biases.py -k "
+SINKS = "tests/engine/test_sinks.py -k "
 
 FAULTS = [
     Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
@@ -42,10 +43,10 @@ FAULTS = [
           "range(inner + each * number + 1, count)", "tests/sparse/test_tiles.py"),
     Fault("a tile at the edge forgets how much was cut off", "mechanisms/sparse/banded.py",
           "Span(low + left, visible", "Span(low, visible", "tests/sparse/test_tiles.py"),
-    Fault("a causal block sees its own future", "mechanisms/sparse/gathered.py",
+    Fault("a causal block sees its own future", "mechanisms/sparse/gathered_tiles.py",
           "dtype=torch.bool).tril()",
           "dtype=torch.bool).tril(1)", "tests/sparse/test_tiles.py"),
-    Fault("the last block of keys has no end", "mechanisms/sparse/gathered.py",
+    Fault("the last block of keys has no end", "mechanisms/sparse/gathered_tiles.py",
           "visible[:, end, self.length % self.size :] = False",
           "pass", "tests/sparse/test_tiles.py"),
     Fault("a block of the future is chosen", "mechanisms/sparse/choosing.py",
@@ -71,6 +72,14 @@ FAULTS = [
           "numbers[:, offsets].add_(_by_head(band.sum(1), numbers))", "pass", BIASES + "'fast and Local and T5Buckets'"),
     Fault("a dilated window's offsets count its own steps", "mechanisms/sparse/local.py", "bias(steps * dilation)",
           "bias(steps)", BIASES + "any_mask"),
-    Fault("gathered blocks stand one position further off", "mechanisms/sparse/gathered.py",
+    Fault("gathered blocks stand one position further off", "mechanisms/sparse/gathered_tiles.py",
           "* size + (self.length - 1)", "* size + self.length", BIASES + "'fast and BigBird'"),
+    Fault("gathered blocks forget the sinks", "mechanisms/sparse/gathered.py", "*terms, Sinks.ready(sinks, q), size", "*terms, None, size", SINKS + "'plain_forms and BigBird'"),
+    Fault("global rows forget the sinks", "mechanisms/sparse/global_rows.py", "key_mask=visible, scale=scale, sinks=sinks)",
+          "key_mask=visible, scale=scale)", SINKS + "'plain_forms and BigBird'"),
+    Fault("chosen blocks have the sinks of another head", "mechanisms/sparse/fast_chosen.py", "heads.flatten().repeat_interleave(table.shape[-2])",
+          "heads.flatten().repeat(table.shape[-2])", SINKS + "'plain_forms and Selected'"),
+    Fault("past blocks keep a normaliser without sinks", "mechanisms/sparse/fast_past_blocks.py", "        torch.logaddexp(logs, scores, out=logs)\n", "",
+          SINKS + "'plain_forms and Selected'"),
+    Fault("stripes of a grid give sinks no gradient", "mechanisms/sparse/grid_tiles.py", "some.collect(tiling.sinks)", "pass", SINKS + "'plain_forms and Local2d'"),
 ]  # fmt: skip

@@ -51,13 +51,13 @@ def strategy(mechanism: Attention[Any, Any] | Mixer[Any, Any], is_causal: bool) 
     if isinstance(mechanism, ByLength):
         return by_length(strategy(mechanism.short, is_causal), strategy(mechanism.long, is_causal))
     if isinstance(mechanism, Hybrid) and not isinstance(mechanism.near, Selected):
-        return HYBRID if mechanism.near.bias is None else HEADS
+        return HYBRID if mechanism.near.is_plain else HEADS
     if reductions.serves(mechanism):
         return reductions.SLOTS
     if isinstance(mechanism, Local | BlockLocal):
         return WINDOWS
     if isinstance(mechanism, BigBird):
-        return BLOCKS if mechanism.bias is None else HEADS
+        return BLOCKS if mechanism.is_plain else HEADS
     if isinstance(mechanism, AFTLocal | AFTConv):
         return BIASED_WINDOWS
     if mechanism.traits.memory != "constant" or getattr(mechanism, "clamp", None):

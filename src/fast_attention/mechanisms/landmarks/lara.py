@@ -60,20 +60,20 @@ def lara_attention(
     values = masks.masked_softmax(scores, visible) @ masks.drop(v, key_mask)
     proposal, log_alpha = _log_sum(proposals, proposed), 0.0
     if query_weight != 0.0:
-        own = proposals.diagonal(dim1=-2, dim2=-1)
-        alpha = (own - proposal).exp()[..., None, :] + query_weight * _preferences(q, queries, key_mask, count)
-        proposal, log_alpha = own, alpha.clamp(min=SMALLEST).log()
+        density = proposals.diagonal(dim1=-2, dim2=-1)
+        alpha = (density - proposal).exp()[..., None, :] + query_weight * _preferences(q, queries, key_mask, count)
+        proposal, log_alpha = density, alpha.clamp(min=SMALLEST).log()
     log_weights = (_log_sum(scores, visible) - proposal)[..., None, :] + log_alpha
     return masks.masked_softmax(q @ draws.mT + log_weights, proposed) @ values
 
 
 def _preferences(
-    q: Tensor, landmarks: Tensor, key_mask: Tensor | None, count: Tensor | None
+    q: Tensor, mean_queries: Tensor, key_mask: Tensor | None, count: Tensor | None
 ) -> Float[Tensor, "*batch length landmarks"]:
     """``t_nc`` less its mean over landmarks: how much of landmark c's weight over visible queries is query n's."""
-    logits = q @ landmarks.mT
-    seen = logits if key_mask is None else logits.masked_fill(~key_mask[..., None], torch.finfo(logits.dtype).min)
-    t = (logits - seen.logsumexp(-2, keepdim=True)).clamp(max=0.0).exp()
+    logits = q @ mean_queries.mT
+    visible = logits if key_mask is None else logits.masked_fill(~key_mask[..., None], torch.finfo(logits.dtype).min)
+    t = (logits - visible.logsumexp(-2, keepdim=True)).clamp(max=0.0).exp()
     if count is None:
         return t - t.mean(-1, keepdim=True)
     proposed = (count > 0)[..., None, :]
