@@ -51,7 +51,7 @@ def costs(record: Study) -> tuple[Figure, str]:
     return figure, alt
 
 
-def _told(record: Study, name: str, summary: Summary, cost: float, unit: str) -> str:
+def _words_of(record: Study, name: str, summary: Summary, cost: float, unit: str) -> str:
     spread = "" if summary.spread is None else f" ± {exactly(summary.spread)}"
     return f"{label(name)}: {record.meta['metric']} {exactly(summary.mean)}{spread}, {exactly(cost)} {unit}"
 
@@ -68,7 +68,7 @@ def _scatter(axes: Axes, record: Study, shown: dict[str, Summary], cost: Callabl
             marker=MARKERS[at % len(MARKERS)], markersize=7, capsize=3, linewidth=1, linestyle="none",
             label=label(name),
         )  # fmt: skip
-        hover.point(axes, cost(summary), summary.mean, _told(record, name, summary, cost(summary), unit))
+        hover.point(axes, cost(summary), summary.mean, _words_of(record, name, summary, cost(summary), unit))
     points = [(cost(summary), summary.mean) for summary in shown.values()]
     best = frontier(points, lambda point: point, rising=_rising(record))
     axes.plot(*zip(*best, strict=True), color=PALE, linewidth=1, zorder=0)
