@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +48,7 @@ def reproduce_command(
     chosen = listing.named(name)
     if seeds is not None and not chosen.seeds:
         raise InputError(f"--seeds: {name} repeats nothing that is drawn")
-    inputs.threads(threads or torch.get_num_threads())
+    inputs.threads(threads or (1 if chosen.trains else torch.get_num_threads()))
     folder = out or Path("out") / name
     with inputs.alone(folder):
         path = folder / Reproduced.data
@@ -67,20 +66,21 @@ def _meta(chosen: Reproduction, minutes: float, seeds: int) -> dict[str, Any]:
 
 def carry_out(chosen: Reproduction, record: Reproduced, folder: Path) -> str:
     """Run under a progress bar; every row is written as soon as it is measured, and a run that was stopped resumes."""
-    began, spent = time.perf_counter(), record.meta.get("seconds", 0.0)
+    clock, spent = chosen.clock, record.meta.get("seconds", 0.0)
+    began = clock()
     total = 60 * record.meta["minutes"]
 
     def keep() -> None:
-        record.meta["seconds"] = round(spent + time.perf_counter() - began, 1)
+        record.meta["seconds"] = round(spent + clock() - began, 1)
         record.save(folder / record.data)
 
     with progress.measured(total) as (update, _):
 
         def watch(words: str) -> None:
-            update(words, min(spent + time.perf_counter() - began, total))
+            update(words, min(spent + clock() - began, total))
 
         def run() -> None:
-            budget = Budget(max(total - spent, 0.0), record.meta["seeds"], tuple(record.rows), watch)
+            budget = Budget(max(total - spent, 0.0), record.meta["seeds"], tuple(record.rows), watch, clock)
             for row in chosen.run(budget):
                 record.rows.append(row)
                 keep()

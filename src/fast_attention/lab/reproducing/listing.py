@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.reproducing.capacity import CAPACITY
 from fast_attention.lab.reproducing.performer import PERFORMER
 from fast_attention.lab.reproducing.reproduction import Reproduction
 from fast_attention.lab.tables import Table
 
-REPRODUCTIONS = {each.name: each for each in (PERFORMER,)}
+ALL = (
+    PERFORMER,
+    CAPACITY,
+)
+REPRODUCTIONS = {each.name: each for each in ALL}
 
 
 def named(name: str) -> Reproduction:
