@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fast_attention.lab.inputs import InputError
+from fast_attention.lab.reproducing.cab import CAB
 from fast_attention.lab.reproducing.capacity import CAPACITY
+from fast_attention.lab.reproducing.decoding import DECODING
 from fast_attention.lab.reproducing.performer import PERFORMER
 from fast_attention.lab.reproducing.reproduction import Reproduction
 from fast_attention.lab.tables import Table
@@ -11,6 +13,8 @@ from fast_attention.lab.tables import Table
 ALL = (
     PERFORMER,
     CAPACITY,
+    CAB,
+    DECODING,
 )
 REPRODUCTIONS = {each.name: each for each in ALL}
 
