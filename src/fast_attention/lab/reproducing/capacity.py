@@ -50,6 +50,7 @@ PUBLISHED = tuple(
     for size, loss in zip(each.sizes, LOGS.get(each.label, ()), strict=False)
 )
 GENEROUS = 4.0  # times its share of the time may be taken by a training: most end before
+MANY = 400
 FULL = 0.01  # a loss below which all is retrieved
 NEAR = 0.03  # two losses this near are the same
 
@@ -98,10 +99,10 @@ def claims(record: Reproduced) -> list[Claim]:
 
 
 def _softmax(record: Reproduced) -> Claim:
-    known = {size: loss for size, loss in losses(record, "softmax", ended=True).items() if size <= 400}
+    known = {size: loss for size, loss in losses(record, "softmax", ended=True).items() if size <= MANY}
     words = f"its loss is at most {max(known.values()):.4f} up to {max(known)}" if known else "not measured"
-    paper = "softmax retrieves everything up to 400 associations"
-    return Claim(paper, words, max(known.values()) <= FULL if known else None)
+    holds = max(known.values()) <= FULL if MANY in known else None
+    return Claim(f"softmax retrieves everything up to {MANY} associations", words, holds)
 
 
 def _order(record: Reproduced) -> Claim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,7 +78,9 @@ def _tokens(models: dict[str, Model], position: int, budget: Budget) -> dict[str
     states: dict[str, Any] = {}
     for name in (LINEAR, CACHED):
         states[name] = models[name].decode(pixels[:, :-1])[1] if position > 1 else None
-    runs = {name: lambda name=name: models[name].decode(pixels[:, -1:], states[name]) for name in states}
+    runs: dict[str, Callable[[], Any]] = {
+        name: lambda name=name: models[name].decode(pixels[:, -1:], states[name]) for name in states
+    }
     runs[PLAIN] = lambda: models[PLAIN](pixels)
     device, part = torch.device("cpu"), budget.left / len(POSITIONS)
     clock.in_turns(runs, device, 1)
@@ -175,7 +177,7 @@ def why(record: Reproduced) -> list[str]:
         "single token does, most of all on a GPU: there many images at once make up for it, here nothing does.",
         "Exact attention with a cache, which everybody has today, is the baseline to beat; the paper has it in its "
         "appendix only. It reads all keys for a token, and its time passes that of the rest of the model late.",
-        "The time of an image is the sum over its tokens, of which some were timed and the others lie on lines between.",
+        "The time of an image is the sum over its tokens: some were timed, the others lie on lines between them.",
         f"Exact attention alone is measured up to {CACHE:,} tokens: to read them it needs all pairs.",
     ]
 

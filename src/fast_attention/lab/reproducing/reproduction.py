@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from fast_attention.lab.drawing import Picture
 from fast_attention.lab.progress import nothing
 from fast_attention.lab.records import Record
-from fast_attention.lab.tables import Row as TableRow
 from fast_attention.lab.tables import Table, Value
 
 Row = dict[str, Any]
@@ -65,6 +64,7 @@ class Budget:
     rows: tuple[Row, ...] = ()
     watch: Callable[[str], None] = nothing
     clock: Callable[[], float] = time.perf_counter
+    began: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "began", self.clock())
@@ -135,5 +135,5 @@ class Reproduction:
 def verdicts(claims: list[Claim]) -> Table:
     """What the paper says, what is so here, and whether they agree."""
     words = {True: Value("agrees", "fast"), False: Value("disagrees", "slow"), None: Value("not measured", "even")}
-    rows = [TableRow([claim.paper, Value(claim.ours, "words"), words[claim.holds]]) for claim in claims]
-    return Table(["the paper says that", "here", ""], rows, left=(1, 2))
+    rows = [[claim.paper, claim.ours, words[claim.holds]] for claim in claims]
+    return Table(["the paper says that", "here", ""], rows, left=(1, 2), plain=True)
