@@ -256,7 +256,8 @@ def test_the_efficiency_length_is_the_last_crossing() -> None:
 
     crossing = cab.efficiency_length(record(8.0, 8.0, 8.0, 8.0), "x", cab.UNFUSED)
     assert crossing == pytest.approx(256 * math.sqrt(8), rel=1e-9)
-    assert cab.efficiency_length(record(0.5, 8.0, 8.0, 8.0), "x", cab.UNFUSED) == pytest.approx(crossing)
+    for first in (0.5, 99.0):  # whatever came before
+        assert cab.efficiency_length(record(first, 8.0, 8.0, 8.0), "x", cab.UNFUSED) == pytest.approx(crossing)
     assert cab.efficiency_length(record(0.5, 0.5, 0.5, 0.5), "x", cab.UNFUSED) == 256
     assert cab.efficiency_length(record(99.0, 99.0, 99.0, 99.0), "x", cab.UNFUSED) == math.inf
     assert cab.efficiency_length(record(1.0, 1.0, 1.0, 1.0), "x", cab.FUSED) is None
