@@ -65,12 +65,13 @@ def page(chosen: Reproduction, record: Reproduced, source: Path) -> str:
 def overview(records: Iterable[tuple[Reproduction, Reproduced, Path]]) -> str:
     """The closing table: a row for every record."""
     rows = []
-    for chosen, record, source in records:
+    for chosen, record, _ in records:
         claims = chosen.claims(record)
         agree = f"{sum(claim.holds is True for claim in claims)} of {len(claims)}"
-        cells = [f"[{chosen.name}](reproductions/{chosen.name}.md)", chosen.paper, agree, chosen.sentence(record)]
-        rows.append([*cells, f"{source.name}"])
-    held = Table(["reproduction", "paper", "points that agree", "what differs", "record"], rows)
+        rows.append(
+            [f"[{chosen.title}](reproductions/{chosen.name}.md) ({chosen.paper})", agree, chosen.sentence(record)]
+        )
+    held = Table(["reproduction", "points that agree", "what differs"], rows)
     words = (
         "Papers' figures and tables measured here, each by `fast-attention reproduce NAME`, on two cores in at most 30 "
         "minutes. Published numbers are theirs, ours are of the newest record, and where they disagree the first line "

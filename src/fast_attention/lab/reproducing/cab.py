@@ -200,7 +200,7 @@ def why(record: Reproduced) -> list[str]:
 
 CAB = Reproduction(
     name="cab",
-    title="Efficiency length: the tokens from which a mechanism is faster than exact attention, unfused and fused",
+    title="Tokens from which mechanisms are faster than exact attention",
     paper="Zhang et al. 2023, CAB, arXiv 2210.07661, efficiency lengths",
     minutes=10,
     seeds=0,

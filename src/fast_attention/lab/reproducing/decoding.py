@@ -184,7 +184,7 @@ def why(record: Reproduced) -> list[str]:
 
 DECODING = Reproduction(
     name="decoding",
-    title="Time of a generated token against its position: a constant state, a cache, and neither",
+    title="Time of a generated token against its position",
     paper="Katharopoulos et al. 2020, arXiv 2006.16236, Tables 1 and 2",
     minutes=10,
     seeds=0,

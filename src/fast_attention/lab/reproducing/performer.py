@@ -238,7 +238,7 @@ PUBLISHED = (
 )
 PERFORMER = Reproduction(
     name="performer",
-    title="Error of attention from random features, orthogonal or not, positive or trigonometric, against their number",
+    title="Error of random features against their number",
     paper="Choromanski et al. 2020, arXiv 2009.14794, Fig. 4",
     minutes=5,
     seeds=15,
