@@ -219,7 +219,7 @@ def why(record: Reproduced) -> list[str]:
         f"weights at {_listed(useful) if useful else 'none'}.",
         "The paper says of its inputs only that they are suitably normalised. The errors depend on their scale more "
         "than on anything else: of positive features they grow with |q + k|, of trigonometric ones with |q - k| and "
-        "where attention weights are small, so the two lines cross between standard deviations of 0.5 and 1.",
+        "where attention weights are small, so that the scale decides which line is lower.",
         "The paper draws means over 15 draws. Here they are medians: at 1 the estimates have tails so heavy that a "
         "mean is that of its worst draw. Flat lines there are no mistake: with fewer features than about "
         "e^(|q + k|^2) nothing averages out.",
