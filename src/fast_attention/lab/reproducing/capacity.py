@@ -186,10 +186,8 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
     right.xaxis.set_major_formatter(lambda value, _: amount(int(value)))
     labelled(right, f"numbers in the state, {size} associations", "recall: share of queries answered right")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
-    return (
-        figure,
-        f"Loss of {len(shown)} mechanisms against associations, beside the paper's; recall against state size.",
-    )
+    words = "loss against associations, dotted the paper's, hollow where time ended the training; recall against state"
+    return figure, f"Of {len(shown)} mechanisms: {words}"
 
 
 def _line(axes: Axes, record: Reproduced, label: str, at: int) -> None:
