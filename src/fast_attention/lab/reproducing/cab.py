@@ -15,9 +15,10 @@ from torch import Tensor
 from fast_attention import clock
 from fast_attention.catalogue import parse
 from fast_attention.lab import measure
-from fast_attention.lab.drawing import COLOURS, INK, PALE, against_length, figure_grid, labelled, picture
+from fast_attention.lab.drawing import COLOURS, INK, PALE, against_length, figure_grid, labelled, line, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.measure import Setting
-from fast_attention.lab.numbers import milliseconds
+from fast_attention.lab.numbers import digits, milliseconds
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
 from fast_attention.lab.tables import Table, Value
 
@@ -147,11 +148,15 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
             own = times(record, name)
             points = {length: own[length] / exact[length] for length in sorted(own.keys() & exact.keys())}
             colour, dash = (*COLOURS, PALE)[at % 7], "-" if at < 7 else "--"
-            axes.plot([*points], [*points.values()], dash, color=colour, marker="o", markersize=3, label=name)
+            line(axes, points, dash, Series(name, up=_times), color=colour, label=name)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         labelled(axes, "tokens", "")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure, f"Time of a forward pass over that of exact attention, {len(names)} mechanisms against length."
+
+
+def _times(ratio: float) -> str:
+    return f"{digits(ratio, 3)} times"
 
 
 def tables(record: Reproduced) -> list[Table]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, figure_grid, labelled, picture
+from fast_attention.lab import hover
+from fast_attention.lab.drawing import COLOURS, INK, PALE, PAPER, figure_grid, labelled, line, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.numbers import amount
 from fast_attention.lab.reproducing.associations import SIZES, Contender, trained
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
@@ -173,13 +176,9 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
     for at, each in enumerate(shown):
         rows = record.of(contender=each.label, associations=size)
         if rows:
-            right.scatter(
-                rows[0]["state"],
-                statistics.fmean(r["recall"] for r in rows),
-                color=_colour(at),
-                marker=_marker(at),
-                s=42,
-            )
+            recall = statistics.fmean(r["recall"] for r in rows)
+            right.scatter(rows[0]["state"], recall, color=_colour(at), marker=_marker(at), s=42)
+            hover.point(right, rows[0]["state"], recall, f"{each.label}: {recall:.3f}, {rows[0]['state']:,} numbers")
     left.set_xticks(SIZES, [str(n) for n in SIZES])
     labelled(left, "associations in a sequence of one layer; dotted: the paper", "loss (0.5: nothing is retrieved)")
     right.set_xscale("log")
@@ -192,21 +191,15 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
 
 def _line(axes: Axes, record: Reproduced, label: str, at: int) -> None:
     points, ended = losses(record, label), losses(record, label, ended=True)
-    axes.plot(
-        [*points], [*points.values()], color=_colour(at), linewidth=1.2, label=label, marker=_marker(at), markersize=4
-    )
+    options: Any = {"color": _colour(at), "marker": _marker(at), "markersize": 4}
+    line(axes, points, "-", Series(label, _many), linewidth=1.2, label=label, **options)
     late = {size: loss for size, loss in points.items() if size not in ended}
-    axes.plot(
-        [*late],
-        [*late.values()],
-        linestyle="none",
-        marker=_marker(at),
-        markersize=4,
-        color=_colour(at),
-        markerfacecolor="white",
-    )
-    paper = published(label)
-    axes.plot([*paper], [*paper.values()], ":", color=_colour(at), linewidth=1)
+    line(axes, late, "", markerfacecolor=PAPER, **options)
+    line(axes, published(label), ":", color=_colour(at), linewidth=1, marker="")
+
+
+def _many(size: int) -> str:
+    return f"{size} associations"
 
 
 def _colour(at: int) -> str:

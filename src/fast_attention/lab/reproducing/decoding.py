@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from fast_attention import clock
 from fast_attention.catalogue import parse
 from fast_attention.lab.bench import decoding
-from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, logarithmic, picture
+from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, logarithmic, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.numbers import bytes_of, digits, milliseconds
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
@@ -140,7 +141,7 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
         for name, colour in zip(MECHANISMS, (COLOURS[0], INK, COLOURS[1]), strict=True):
             points = {position: 1000 * seconds for position, seconds in sorted(times(record, part, name).items())}
             if points:
-                axes.plot([*points], [*points.values()], color=colour, marker="o", markersize=3, label=name)
+                line(axes, points, "-", Series(name, up=milliseconds), color=colour, label=name)
         axes.set_title(title)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

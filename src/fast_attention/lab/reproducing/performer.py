@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, logarithmic, number, picture
+from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, logarithmic, number, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.numbers import digits
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
 from fast_attention.lab.tables import Table, Value
@@ -179,7 +180,7 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
         for each in ESTIMATORS:
             points = medians(record, scale, each.label)
             colour, dash = COLOURS[each.features == "trigonometric"], "-" if each.orthogonal else "--"
-            axes.plot([*points], [*points.values()], dash, color=colour, marker="o", markersize=3, label=each.label)
+            line(axes, points, dash, Series(each.label, "{} rows".format), color=colour, label=each.label)
         axes.axhline(medians(record, scale, UNIFORM)[0], color=INK, linestyle=":", label=UNIFORM)
         axes.set_title(f"standard deviation {scale:g}")
         axes.xaxis.set_major_formatter(number)

@@ -136,4 +136,4 @@ def verdicts(claims: list[Claim]) -> Table:
     """What the paper says, what is so here, and whether they agree."""
     words = {True: Value("agrees", "fast"), False: Value("disagrees", "slow"), None: Value("not measured", "even")}
     rows = [[claim.paper, claim.ours, words[claim.holds]] for claim in claims]
-    return Table(["the paper says that", "here", ""], rows, left=(1, 2), plain=True)
+    return Table(["the paper says that", "here", "verdict"], rows, left=(1, 2), plain=True)
