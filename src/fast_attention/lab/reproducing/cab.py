@@ -99,11 +99,11 @@ def efficiency_length(record: Reproduced, name: str, baseline: str) -> float | N
     The shortest that was measured where it is faster everywhere, infinity where it is not at the longest; None: not
     measured.
     """
-    own, exact = times(record, name), times(record, baseline)
-    lengths = sorted(own.keys() & exact.keys())
+    seconds, exact = times(record, name), times(record, baseline)
+    lengths = sorted(seconds.keys() & exact.keys())
     if len(lengths) < 2:
         return None
-    gaps = {length: math.log(own[length] / exact[length]) for length in lengths}
+    gaps = {length: math.log(seconds[length] / exact[length]) for length in lengths}
     if gaps[lengths[-1]] >= 0:
         return math.inf
     for before, after in reversed([*itertools.pairwise(lengths)]):
@@ -145,8 +145,8 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
         against_length(axes, LENGTHS, f"time over that of {baseline}")
         axes.axhline(1.0, color=INK, linewidth=1.2)
         for at, name in enumerate(names):
-            own = times(record, name)
-            points = {length: own[length] / exact[length] for length in sorted(own.keys() & exact.keys())}
+            seconds = times(record, name)
+            points = {length: seconds[length] / exact[length] for length in sorted(seconds.keys() & exact.keys())}
             colour, dash = (*COLOURS, PALE)[at % 7], "-" if at < 7 else "--"
             line(axes, points, dash, Series(name, up=_times), color=colour, label=name)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

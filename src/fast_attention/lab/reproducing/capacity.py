@@ -154,11 +154,11 @@ def _numbers(record: Reproduced) -> Claim:
 def _favor(record: Reproduced) -> Claim:
     names = [f"FAVOR+ {m}, {how}" for m in (64, 512) for how in ("redrawn", "fixed")]
     ours = {name: {n: loss for n, loss in losses(record, name, ended=True).items() if n >= 60} for name in names}
-    seen = {name: known for name, known in ours.items() if known}
+    shown = {name: known for name, known in ours.items() if known}
     words = "; ".join(
-        f"{name}: {', '.join(f'{loss:.3f} at {size}' for size, loss in known.items())}" for name, known in seen.items()
+        f"{name}: {', '.join(f'{loss:.3f} at {size}' for size, loss in known.items())}" for name, known in shown.items()
     )
-    holds = all(loss >= 0.4 for known in seen.values() for loss in known.values()) if seen else None
+    holds = all(loss >= 0.4 for known in shown.values() for loss in known.values()) if shown else None
     return Claim("FAVOR+ learns next to nothing from 60 associations on", words or "not measured", holds)
 
 
