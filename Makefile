@@ -99,6 +99,7 @@ docs: .venv/dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/costs.py
 	$(BIN)/python docs/choose.py
+	$(BIN)/python docs/reproduction_pages.py
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going docs docs/_build
 
 # On a machine with a GPU, with its own python ($(PYTHON)) and what that has installed: nothing is fetched.
