@@ -110,8 +110,8 @@ def _softmax(record: Reproduced) -> Claim:
 
 def _order(record: Reproduced) -> Claim:
     names, ordered, shared = list(FEATURES), [], []
-    for wider, narrower in zip(names[1:], names, strict=False):
-        few, many = (losses(record, name, ended=True) for name in (narrower, wider))
+    for larger, smaller in zip(names[1:], names, strict=False):
+        few, many = (losses(record, name, ended=True) for name in (smaller, larger))
         for size in few.keys() & many.keys():
             if max(few[size], many[size]) > FULL:
                 shared.append(size)
