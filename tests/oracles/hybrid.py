@@ -46,6 +46,7 @@ def hybrid(
     """
     scale = 1 / math.sqrt(q.shape[1]) if m.near.scale is None else m.near.scale
     near_bias = getattr(m.near, "bias", None)
+    biases: Any
     w, biases = w if type(near_bias).__name__ == "T5Buckets" or m.near.sinks else (w, ())
     sink, biases = (biases.sinks[head], biases.bias) if m.near.sinks else (None, biases)
     whole = [j for j in range(len(k)) if key_mask is None or bool(key_mask[j])]

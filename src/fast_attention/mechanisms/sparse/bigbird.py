@@ -161,12 +161,12 @@ class BigBird(Biased, Attention[Seeds, None]):  # type: ignore[reportIncompatibl
 
     def with_sinks(self, sinks: Tensor, w: Seeds) -> tuple[Any, Any]:
         """Beside the seeds stand the sinks."""
-        mechanism, scores = super().with_sinks(sinks, w.bias)
+        mechanism, scores = super().with_sinks(sinks, () if w.bias is None else w.bias)
         return mechanism, w._replace(bias=scores)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Seeds, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Softmax over the pattern of each block."""
-        q, bias = self.positions(q, w.bias, self.scale)
+        q, bias = self.positions(q, () if w.bias is None else w.bias, self.scale)
         return bigbird_attention(
             q, k, v, w.seeds, block_size=self.block_size, window_blocks=self.window_blocks,
             num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks,
