@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import count, split, split_mask
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.tracing import symbolic
@@ -35,7 +36,7 @@ def pooled(
 
 def _sums(blocks: Float[Tensor, "*batch blocks size width"]) -> Float[Tensor, "*batch blocks width"]:
     """``blocks.sum(-2, dtype=torch.float64)``, which would make a copy of all in float64 on a CPU, head by head."""
-    if symbolic() or blocks.device.type != "cpu" or blocks.dtype == torch.float64 or blocks.dim() < 4:
+    if dispatch.obstacle(blocks) or blocks.dtype == torch.float64 or blocks.dim() < 4:
         return blocks.sum(-2, dtype=torch.float64)
     heads = blocks.flatten(0, -4)
     copy = heads.new_empty(heads.shape[1:], dtype=torch.float64)
