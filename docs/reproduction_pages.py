@@ -47,7 +47,7 @@ def page(chosen: Reproduction, record: Reproduced, source: Path) -> str:
     parts = [
         f"# {chosen.title}", chosen.sentence(record), f"*{chosen.paper}.*",
         f"![{chosen.drawing(record).alt}]({chosen.name}.svg)",
-        "## What the paper says", table(verdicts(chosen.claims(record))),
+        "## Point by point", table(verdicts(chosen.claims(record))),
     ]  # fmt: skip
     for each in chosen.tables(record):
         parts += [f"## {each.title}", table(each)]
