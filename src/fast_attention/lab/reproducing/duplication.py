@@ -170,9 +170,9 @@ def tables(record: Reproduced) -> list[Table]:
     """Table 2 in its own shape, every cell above the paper's."""
     rows = []
     for rounds in rounds_of(record):
-        said = TABLE.get(rounds, (None,) * len(READ))
+        published = TABLE.get(rounds, (None,) * len(READ))
         cells = []
-        for other, value in zip(READ, said, strict=True):
+        for other, value in zip(READ, published, strict=True):
             low, high = (accuracy(record, rounds, other, which) for which in ("low", "high"))
             below = "not published" if value is None else f"published {100 * value:.1f}"
             words = f"{100 * accuracy(record, rounds, other):.1f}"

@@ -79,10 +79,10 @@ def claims(record: Reproduced) -> list[Claim]:
 
 def _claim(record: Reproduced, words: str, package: str, causal: bool, law: str) -> Claim:
     rows = [row for row in record.of(package=package) if row["causal"] == causal]
-    found = [each for row in rows for each in row["laws"] if each["law"] == law and each["status"] != "not claimed"]
-    if not found:
+    judged = [each for row in rows for each in row["laws"] if each["law"] == law and each["status"] != "not claimed"]
+    if not judged:
         return Claim(words, "it was not measured", None)
-    worst = max(found, key=lambda each: math.inf if each["size"] is None else each["size"])
+    worst = max(judged, key=lambda each: math.inf if each["size"] is None else each["size"])
     broken = worst["status"] == "broken"
     unit = f"{size(worst)} of the outputs' rms" if law in LEAKS else f"{size(worst)} rows or tensors are lost"
     where = f" ({worst['detail']})" if broken and worst["detail"] else ""
@@ -101,9 +101,9 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
             law = next(each for each in row["laws"] if each["law"] == name)
             if law["status"] != "not claimed":
                 value = 1e2 if law["size"] is None else max(law["size"], 1e-9)
-                place = at + (number - (len(LEAKS) - 1) / 2) * high
+                height = at + (number - (len(LEAKS) - 1) / 2) * high
                 colour = COLOURS[number] if law["status"] == "broken" else GOOD
-                axes.barh(place, value, high, color=colour, alpha=1.0 if law["status"] == "broken" else 0.35)
+                axes.barh(height, value, high, color=colour, alpha=1.0 if law["status"] == "broken" else 0.35)
         axes.barh(0, 0, color=COLOURS[number], label=name)
     axes.barh(0, 0, color=GOOD, alpha=0.35, label="kept")
     axes.axvline(1e-4, color=COLOURS[-1], linewidth=0.8, linestyle=":")

@@ -202,10 +202,10 @@ def tables(record: Reproduced) -> list[Table]:
         f"Bits per masked byte after {_trainings(record.rows)[0]['steps']} steps, 95 % intervals over the seeds "
         f"({base}); time and peak memory of the mixing of one layer, forward and backward"
     )
-    said = [[each.what, str(each.value), each.where] for each in PUBLISHED]
+    printed = [[each.what, str(each.value), each.where] for each in PUBLISHED]
     return [
         Table(["mixer", "bits", "seeds", "parameters", *costs], rows, title=title),
-        Table(["", "published", "where"], said, left=(1, 2), title="Published", plain=True),
+        Table(["", "published", "where"], printed, left=(1, 2), title="Published", plain=True),
     ]
 
 

@@ -70,10 +70,10 @@ def reformer(causal: bool) -> AttentionUnderTest:
     make = lambda: kind(dim=WIDTH, heads=HEADS, bucket_size=8, n_hashes=4, causal=causal)  # noqa: E731
     described = third_party(make, inputs="x", width=WIDTH, length=LENGTH, causal=causal, mask="input_mask")
 
-    def call(made: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    def call(layer: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
-            return described.call(made, inputs, is_causal, key_mask)
+            return described.call(layer, inputs, is_causal, key_mask)
 
     return replace(described, call=call)
 

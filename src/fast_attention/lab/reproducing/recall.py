@@ -91,7 +91,7 @@ def claims(record: Reproduced) -> list[Claim]:
     exact = next(iter(points(record, ALL).values()))
     ours = [*window.values()]
     ends = f"{ours[0]:.2f} with {min(window):,} numbers to {ours[-1]:.2f} with {max(window):,}"
-    found, size = max((value, -size) for size, value in {**linear, **both}.items())
+    best, size = max((value, -size) for size, value in {**linear, **both}.items())
     within = max((value for at, value in window.items() if at <= -size), default=0.0)
     learnt = {size: linear[size] for size in sorted({row["state"] for row in record.rows if _learnt(row)})}
     least = [*learnt.values()]
@@ -103,8 +103,8 @@ def claims(record: Reproduced) -> list[Claim]:
         ),
         Claim(
             "linear attention and a window recall more than a window of the same state",
-            f"the best of them has {found:.2f} with {-size:,} numbers, the best window of at most as many {within:.2f}",
-            found > within,
+            f"the best of them has {best:.2f} with {-size:,} numbers, the best window of at most as many {within:.2f}",
+            best > within,
         ),
         Claim(
             "more features recall more",
@@ -122,11 +122,11 @@ def _learnt(row: Row) -> bool:
 @picture
 def drawing(record: Reproduced) -> tuple[Figure, str]:
     """Accuracy against numbers of state: ours at the left, read off the papers' figure at the right."""
-    figure, (here, there) = figure_grid(4.0, 1, 2, sharey=True)
+    figure, (measured, published) = figure_grid(4.0, 1, 2, sharey=True)
     for family, colour in STYLES.items():
         held = points(record, family)
-        here.plot([*held], [*held.values()], color=colour, marker="o", markersize=4, label=family)
-        here.scatter(
+        measured.plot([*held], [*held.values()], color=colour, marker="o", markersize=4, label=family)
+        measured.scatter(
             [row["state"] for row in record.of(family=family)],
             [row["accuracy"] for row in record.of(family=family)],
             s=6,
@@ -134,15 +134,15 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
             alpha=0.5,
         )
     for (words, held), colour in zip(CURVES.items(), (COLOURS[0], COLOURS[2]), strict=True):
-        there.plot([*held], [*held.values()], color=colour, marker="o", markersize=4, label=words)
-    for axes, title in ((here, "here"), (there, "published")):
+        published.plot([*held], [*held.values()], color=colour, marker="o", markersize=4, label=words)
+    for axes, title in ((measured, "here"), (published, "published")):
         axes.set_xscale("log")
         axes.set_title(title)
         axes.xaxis.set_major_formatter(number)
-        labelled(axes, "numbers of state", "accuracy" if axes is here else "")
-        axes.legend(fontsize=7, loc="upper left" if axes is here else "lower right")
-    baselines(here, TASK.baselines(), 0.5)
-    there.axhline(1.0, color=PALE, linewidth=0.8, linestyle=":")
+        labelled(axes, "numbers of state", "accuracy" if axes is measured else "")
+        axes.legend(fontsize=7, loc="upper left" if axes is measured else "lower right")
+    baselines(measured, TASK.baselines(), 0.5)
+    published.axhline(1.0, color=PALE, linewidth=0.8, linestyle=":")
     return figure, "Accuracy of associative recall against the numbers that a decoder keeps, by family of mechanism."
 
 
@@ -157,11 +157,11 @@ def tables(record: Reproduced) -> list[Table]:
                 spread = "" if len(values) < 2 else f"{min(values):.3f} to {max(values):.3f}"
                 mean = f"{statistics.fmean(values):.3f}"
                 rows.append([name, family, f"{held[0]['state']:,}", mean, spread, str(len(values))])
-    said = [[words, f"{size:,}", f"{value:g}"] for words, held in CURVES.items() for size, value in held.items()]
+    printed = [[words, f"{size:,}", f"{value:g}"] for words, held in CURVES.items() for size, value in held.items()]
     heads = ["mechanism of both layers", "family", "numbers of state", "accuracy", "range", "seeds"]
     return [
         Table(heads, rows, left=(1,), title=f"Recall after {record.rows[0]['steps']} steps"),
-        Table(["published", "numbers of state", "accuracy"], said, title="Published, read off the figure"),
+        Table(["published", "numbers of state", "accuracy"], printed, title="Published, read off the figure"),
     ]
 
 

@@ -83,15 +83,15 @@ def random_content(q: Tensor, k: Tensor) -> Tensor:
 
 def random_scores(q: Tensor, k: Tensor) -> Tensor:
     """Independent Gaussian scores with each head's own standard deviation: of full rank before the softmax."""
-    own = scores(q, k)
-    drawn = torch.randn_like(own)
-    return (drawn * _ratio(own, drawn)).softmax(-1)
+    models = scores(q, k)
+    drawn = torch.randn_like(models)
+    return (drawn * _ratio(models, drawn)).softmax(-1)
 
 
 def permuted(q: Tensor, k: Tensor) -> Tensor:
     """The model's own rows, the weights of each in an order of its own."""
-    own = trained(q, k)
-    return own.gather(-1, torch.rand_like(own).argsort(-1))
+    weights = trained(q, k)
+    return weights.gather(-1, torch.rand_like(weights).argsort(-1))
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -99,9 +99,9 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT / q.shape[-1] ** 0.5
 
 
-def _ratio(own: Tensor, drawn: Tensor) -> Tensor:
+def _ratio(models: Tensor, drawn: Tensor) -> Tensor:
     """What brings drawn scores to the spread within the rows of a head's own; the rest moves no softmax."""
-    spread, others = (x.var(-1).mean(-1)[:, None, None] for x in (own, drawn))
+    spread, others = (x.var(-1).mean(-1)[:, None, None] for x in (models, drawn))
     return (spread / others).sqrt()
 
 
