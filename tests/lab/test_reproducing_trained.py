@@ -54,6 +54,7 @@ def test_a_spectrum_of_known_matrices() -> None:
     shares = spectrum.cumulative(torch.stack([torch.eye(8), torch.full((8, 8), 1 / 8)]))
     assert torch.allclose(shares[0], torch.arange(1, 9) / 8)
     assert torch.allclose(shares[1], torch.ones(8), atol=1e-5)
+    assert spectrum.cumulative(torch.diag(torch.tensor([1.0, 3.0]))[None])[0].tolist() == [0.75, 1.0]
 
 
 def test_nulls_keep_what_they_say() -> None:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
 from fast_attention.lab.reproducing.runs import equal_steps
 from fast_attention.lab.tables import Table, Value
@@ -158,7 +159,8 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
             values = [accuracy(record, rounds, b) for b in READ] if title == "here" else TABLE.get(rounds)
             if values is not None:
                 colour = COLOURS[at - 1] if rounds else INK
-                line(axes, dict(zip(places, values, strict=True)), color=colour, label=f"trained with {name(rounds)}")
+                says = Series(f"trained with {name(rounds)}", lambda at: f"reading with {words[at]}", "{:.1%}".format)
+                line(axes, dict(zip(places, values, strict=True)), "-", says, color=colour, label=says.name)
         axes.set_xticks(places, words)
         axes.set_title(title)
         labelled(axes, "read with", "accuracy" if axes is panels[0] else "")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
+from fast_attention.lab import hover
 from fast_attention.lab.drawing import COLOURS, GOOD, figure_grid, labelled, picture
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.numbers import digits
@@ -104,6 +105,8 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
                 height = at + (number - (len(LEAKS) - 1) / 2) * high
                 colour = COLOURS[number] if law["status"] == "broken" else GOOD
                 axes.barh(height, value, high, color=colour, alpha=1.0 if law["status"] == "broken" else 0.35)
+                text = f"{row['package']} {row['layer']}: {name}, {size(law)}"
+                hover.box(axes, 1e-9, height - high / 2, value, height + high / 2, text)
         axes.barh(0, 0, color=COLOURS[number], label=name)
     axes.barh(0, 0, color=GOOD, alpha=0.35, label="kept")
     axes.axvline(1e-4, color=COLOURS[-1], linewidth=0.8, linestyle=":")

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 from fast_attention import catalogue
-from fast_attention.lab import measure
+from fast_attention.lab import hover, measure
 from fast_attention.lab.drawing import COLOURS, INK, PALE, figure_grid, labelled, number, picture
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.numbers import bytes_of, milliseconds
@@ -178,6 +178,7 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
                     ms, summary.mean, summary.spread or 0.0, color=colour, marker="osD^vP*X"[at % 8], linestyle="none",
                     capsize=3, label=label(name),
                 )  # fmt: skip
+                hover.point(axes, ms, summary.mean, f"{label(name)}: {interval(summary)} bits, {milliseconds(ms)}")
         axes.set_title(f"{length:,} tokens")
         axes.xaxis.set_major_formatter(number)
         labelled(axes, "milliseconds of a layer's mixing, forward and backward", "")

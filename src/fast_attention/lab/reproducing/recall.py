@@ -12,7 +12,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, figure_grid, labelled, number, picture
+from fast_attention.lab import hover
+from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, figure_grid, labelled, line, number, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
 from fast_attention.lab.reproducing.runs import equal_steps, trained
 from fast_attention.lab.study.plan import EXACT, matched
@@ -125,16 +127,13 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
     figure, (measured, published) = figure_grid(4.0, 1, 2, sharey=True)
     for family, colour in STYLES.items():
         held = points(record, family)
-        measured.plot([*held], [*held.values()], color=colour, marker="o", markersize=4, label=family)
-        measured.scatter(
-            [row["state"] for row in record.of(family=family)],
-            [row["accuracy"] for row in record.of(family=family)],
-            s=6,
-            color=colour,
-            alpha=0.5,
-        )
+        line(measured, held, "-", Series(family, "{:,} numbers".format), color=colour, label=family)
+        for row in record.of(family=family):
+            measured.scatter(row["state"], row["accuracy"], s=6, color=colour, alpha=0.5)
+            text = f"{row['mechanism']}, seed {row['seed']}: {row['accuracy']:.3f}, {row['state']:,} numbers"
+            hover.point(measured, row["state"], row["accuracy"], text)
     for (words, held), colour in zip(CURVES.items(), (COLOURS[0], COLOURS[2]), strict=True):
-        published.plot([*held], [*held.values()], color=colour, marker="o", markersize=4, label=words)
+        line(published, held, "-", Series(words, "{:,} numbers".format), color=colour, label=words)
     for axes, title in ((measured, "here"), (published, "published")):
         axes.set_xscale("log")
         axes.set_title(title)

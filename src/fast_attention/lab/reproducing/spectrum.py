@@ -17,6 +17,7 @@ from fast_attention.lab import texts
 from fast_attention.lab.capture import HuggingFace, Layer
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, picture
+from fast_attention.lab.hover import Series
 from fast_attention.lab.loading import DEFAULT_PACKAGE
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
 from fast_attention.lab.tables import Table
@@ -157,9 +158,9 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
     figure, (left, right) = figure_grid(4.2, 1, 2)
     for kind, colour in STYLES.items():
         points = curve(record, kind)
-        line(left, points, color=colour, label=kind)
+        line(left, points, "-", Series(kind, "{:,} values".format), color=colour, label=kind)
         by_layer = {i: curve(record, kind, layer=each)[RANK] for i, each in enumerate(layers(record))}
-        line(right, by_layer, color=colour, label=kind)
+        line(right, by_layer, "-", Series(kind, "layer {}".format), color=colour, label=kind)
     low, high = (curve(record, TRAINED, which) for which in ("low", "high"))
     left.fill_between([*low], [*low.values()], [*high.values()], color=INK, alpha=0.12, linewidth=0)
     left.axvline(RANK, color=COLOURS[-1], linewidth=0.8, linestyle=":")
