@@ -133,12 +133,12 @@ def test_mixers_with_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masked_bytes() -> None:
-    batch = mixers.TASK.batch("train", 3, 16)
+    batch = mixers.TASK.batch("train", 3, 256)
     hidden = batch.tokens == mixers.MASK
     assert torch.equal(hidden, batch.targets != IGNORED)
     assert batch.key_mask is None
     assert abs(hidden.float().mean() - mixers.SHARE) < 0.03
-    assert torch.equal(batch.tokens, mixers.TASK.batch("train", 3, 16).tokens)
+    assert torch.equal(batch.tokens, mixers.TASK.batch("train", 3, 256).tokens)
 
 
 def test_mixers_have_equal_parameters() -> None:

@@ -209,7 +209,7 @@ def why(record: Reproduced) -> list[str]:
 
 DUPLICATION = Reproduction(
     name="duplication",
-    title="Reformer's duplication task with 1, 2, 4 and 8 rounds of hashing, in training and when read",
+    title="Duplication with 1, 2, 4 and 8 rounds of hashing, in training and when read",
     paper="Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451, Table 2",
     minutes=6,
     seeds=0,

@@ -172,7 +172,9 @@ def why(record: Reproduced) -> list[str]:
         f"180,000 sequences with the best of four rates; here {TASK.pairs} pairs among {TASK.vocab} kinds in contexts "
         f"of {TASK.context}, {record.rows[0]['steps']} steps of {SETTINGS.batch_size} sequences, one rate. So sizes of "
         "state are some hundred times smaller, and only the shape of the curves compares.",
-        f"Guesses come to more than with 8,192 kinds: {chance}. That is where the small windows end.",
+        f"Guesses come to more than with 8,192 kinds: {chance}. Mechanisms with features are no better than these: at "
+        "this rate and in so few steps they have not begun to look up. That says how slowly they learn here, not what "
+        "their states can hold.",
         "A window recalls what is asked again within its reach, which two layers and a convolution of four tokens "
         "lengthen; it reaches all at the length of the context.",
         "Based is linear attention with Taylor features in layers that alternate with windows; here a Hybrid joins a "
