@@ -148,7 +148,7 @@ clean:
 
 .venv-peers/ready: pyproject.toml constraints.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e '.[peers]'
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e '.[peers,lab]'
 	touch $@
 
 .venv-ray/ready: pyproject.toml constraints.txt

@@ -1,7 +1,6 @@
 """Write docs/reproductions.md and a page for each reproduction: python docs/reproduction_pages.py.
 
-All is of the newest records. The overview is committed; the pages and their pictures, in docs/reproductions/, are made
-when the site is built.
+All is of the newest records, and made anew when the site is built.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def page(chosen: Reproduction, record: Reproduced, source: Path) -> str:
     parts = [
         f"# {chosen.title}", chosen.sentence(record), f"*{chosen.paper}.*",
         f"![{chosen.drawing(record).alt}]({chosen.name}.svg)",
-        "## What the paper says", table(verdicts(chosen.claims(record))),
+        "## Point by point", table(verdicts(chosen.claims(record))),
     ]  # fmt: skip
     for each in chosen.tables(record):
         parts += [f"## {each.title}", table(each)]
@@ -87,18 +86,26 @@ def known() -> list[tuple[Reproduction, Reproduced, Path]]:
     return [(each, Reproduced.read(path), path) for each, path in pairs if path is not None]
 
 
-def stale() -> bool:
-    """Whether the overview says something else than the records."""
-    return not OVERVIEW.exists() or OVERVIEW.read_text(encoding="utf-8") != overview(known())
+def pages() -> dict[Path, str]:
+    """The overview and the page of every record."""
+    records = known()
+    each = {FOLDER / f"{chosen.name}.md": page(chosen, record, source) for chosen, record, source in records}
+    return {OVERVIEW: overview(records), **each}
+
+
+def stale() -> list[str]:
+    """The pages that say something else than the records, or of no record."""
+    made = pages()
+    held = {path: path.read_text(encoding="utf-8") for path in (OVERVIEW, *FOLDER.glob("*.md")) if path.exists()}
+    return sorted(path.name for path in made.keys() | held.keys() if made.get(path) != held.get(path))
 
 
 def write() -> None:
     """Write the overview, and the page and picture of every record."""
-    records = known()
-    files.write(OVERVIEW, overview(records))
     FOLDER.mkdir(exist_ok=True)
-    for chosen, record, source in records:
-        files.write(FOLDER / f"{chosen.name}.md", page(chosen, record, source))
+    for path, text in pages().items():
+        files.write(path, text)
+    for chosen, record, _ in known():
         files.write(FOLDER / f"{chosen.name}.svg", chosen.drawing(record).svg)
 
 

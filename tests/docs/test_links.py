@@ -13,7 +13,7 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *)(`{3,})[^{\n]*\n.*?^\1\2`*$", re.S | re.M)
 INCLUDE = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)", re.M)
 DOCS = ROOT / "docs"
-BUILT = {"_build", "mechanisms", "reproductions", "auto_gallery"}  # folders that a build makes
+BUILT = {"_build", "mechanisms", "auto_gallery"}  # folders that a build makes
 
 
 def sources() -> list[Path]:
@@ -41,10 +41,8 @@ def slugs(text: str) -> set[str]:
 
 
 def built(file: Path) -> bool:
-    """Whether a build makes this file: a mechanism's picture, or what is made of a reproduction's record."""
-    if file.parent == DOCS / "mechanisms":
-        return file.suffix == ".svg" and file.stem in catalogue.names()
-    return file.parent == DOCS / "reproductions" and any((ROOT / "records").glob(f"*-reproduce-{file.stem}*.json"))
+    """Whether a build makes this file, a mechanism's picture."""
+    return file.parent == DOCS / "mechanisms" and file.suffix == ".svg" and file.stem in catalogue.names()
 
 
 def broken(path: Path, text: str, pages: dict[Path, str]) -> list[str]:

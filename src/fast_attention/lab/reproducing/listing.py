@@ -6,13 +6,23 @@ from fast_attention.lab.inputs import InputError
 from fast_attention.lab.reproducing.cab import CAB
 from fast_attention.lab.reproducing.capacity import CAPACITY
 from fast_attention.lab.reproducing.decoding import DECODING
+from fast_attention.lab.reproducing.duplication import DUPLICATION
+from fast_attention.lab.reproducing.leaks import LEAKING
+from fast_attention.lab.reproducing.mixers import MIXING
 from fast_attention.lab.reproducing.performer import PERFORMER
+from fast_attention.lab.reproducing.recall import RECALL
 from fast_attention.lab.reproducing.reproduction import Reproduction
+from fast_attention.lab.reproducing.spectrum import SPECTRUM
 from fast_attention.lab.tables import Table
 
 ALL = (
     PERFORMER,
     CAPACITY,
+    SPECTRUM,
+    DUPLICATION,
+    RECALL,
+    MIXING,
+    LEAKING,
     CAB,
     DECODING,
 )

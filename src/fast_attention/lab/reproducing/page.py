@@ -24,9 +24,9 @@ def html(reproduction: Reproduction, record: Reproduced) -> str:
         facts["Draws or seeds"] = str(meta["seeds"])
     picture = reproduction.drawing(record)
     sections = [
-        Section("Against the paper", [Words(reproduction.sentence(record), "lead")]),
+        Section(f"Against {reproduction.source}", [Words(reproduction.sentence(record), "lead")]),
         Section("The picture", [Figure(picture, picture.alt)]),
-        Section("What the paper says", [verdicts(reproduction.claims(record))]),
+        Section("Point by point", [verdicts(reproduction.claims(record))]),
         *(Section(each.title, [each]) for each in reproduction.tables(record)),
         Section("Why they differ", [Listing(reproduction.why(record))]),
         pages.run(meta, facts),

@@ -98,6 +98,7 @@ class Reproduction:
         why: Why the two differ.
         trains: Whether it trains: its minutes are then processor time of one thread, so that other work on the machine
             costs it no steps.
+        source: Who says what the claims are about.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Reproduction:
     tables: Callable[[Reproduced], list[Table]]
     why: Callable[[Reproduced], list[str]]
     trains: bool = False
+    source: str = "the paper"
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -124,16 +126,17 @@ class Reproduction:
         wrong = [claim for claim in claims if claim.holds is False]
         right = [f"{claim.paper} ({claim.ours})" for claim in claims if claim.holds]
         unknown = [claim.paper for claim in claims if claim.holds is None]
-        parts = [f"Disagrees with the paper in {len(wrong)} of {len(claims)} points."] if wrong else []
-        parts += [f"It says that {claim.paper}; here {claim.ours}." for claim in wrong]
+        parts = [f"Disagrees with {self.source} in {len(wrong)} of {len(claims)} points."] if wrong else []
+        says = "It says" if self.source == "the paper" else "They say"
+        parts += [f"{says} that {claim.paper}; here {claim.ours}." for claim in wrong]
         if right:
-            head = "Agrees" if wrong or unknown else f"Agrees with the paper in all {len(claims)} points"
+            head = "Agrees" if wrong or unknown else f"Agrees with {self.source} in all {len(claims)} points"
             parts.append(f"{head}: {'; '.join(right)}.")
         return " ".join([*parts, *([f"Not measured: {'; '.join(unknown)}."] if unknown else [])])
 
 
 def verdicts(claims: list[Claim]) -> Table:
-    """What the paper says, what is so here, and whether they agree."""
+    """What is said, what is so here, and whether they agree."""
     words = {True: Value("agrees", "fast"), False: Value("disagrees", "slow"), None: Value("not measured", "even")}
     rows = [[claim.paper, claim.ours, words[claim.holds]] for claim in claims]
-    return Table(["the paper says that", "here", "verdict"], rows, left=(1, 2), plain=True)
+    return Table(["it is said that", "here", "verdict"], rows, left=(1, 2), plain=True)
