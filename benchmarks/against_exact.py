@@ -33,6 +33,7 @@ BASELINES = {
     "masked": "exact attention with the pairs that are read as a boolean mask",
     "written": "softmax over the pairs that are read, written out",
 }
+KINDS = {"exact": "against exact", "masked": "window and mask", "written": "window and mask"}  # of records
 
 
 def passes(attention: Callable[..., Any], inputs: list[Any], weights: list[Any], training: bool) -> Callable[[], Any]:
@@ -114,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
             "finished": surroundings.timestamp(),
         }
         held = {"meta": meta, "rows": [asdict(row) for row in found]}
-        files.write(asked.out, records.sealed("against exact", held) + "\n")
+        files.write(asked.out, records.sealed(KINDS[asked.baseline], held) + "\n")
 
 
 def table(found: list[Row], lengths: Sequence[int]) -> Table:

@@ -15,10 +15,11 @@ from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import Cell, Record
+from fast_attention.lab.reproducing.reproduction import Reproduced
 from fast_attention.lab.study.record import Result, Study
 
 HELD = Path(__file__).parent.parent.parent / "records"
-KINDS: dict[str, type[Record]] = {"study": Study, "bench": Benchmark, "convert": Converted}
+KINDS: dict[str, type[Record]] = {"study": Study, "bench": Benchmark, "convert": Converted, "reproduce": Reproduced}
 CELL = Cell("Local()", 128, "measured", forward_ms=1.25, forward_ratio=0.5, rounds=7)
 MADE = {
     "compare": Comparison({"lengths": [128]}, [CELL], [Error("Local()", 8, "Softmax", [[math.inf, 1.0]])]),
