@@ -211,7 +211,7 @@ def public(module: Any) -> list[str]:
     A package's own names are all values of this library that its ``__init__`` brings together.
     """
     homes = "fast_attention." if module.__name__.endswith((".parallel", ".integrations")) else module.__name__
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith(homes)]
+    own = [name for name, value in vars(module).items() if (getattr(value, "__module__", "") or "").startswith(homes)]
     return [name for name in getattr(module, "__all__", own) if name[0] != "_"]
 
 
