@@ -12,7 +12,7 @@ from fast_attention.conformance.finding import Finding, judged, law, moved, roun
 from fast_attention.conformance.under_test import AttentionUnderTest
 
 LENGTHS = (1, 2, 3, 7, 16, 31, 63, 64, 65, 97)
-FEW_UNITS = 2.0**-146  # eight of the smallest numbers of float32
+SMALLEST = 2.0**-149  # the smallest number of float32
 
 
 @law("any length")
@@ -55,7 +55,7 @@ def finite(subject: AttentionUnderTest, device: str = "cpu") -> Finding:
 def _lost(subject: AttentionUnderTest, device: str) -> tuple[int, str]:
     """Count rows that are zero in float32 and not in float64, or not finite where float64's would fit into float32.
 
-    Numbers of a few units of float32's smallest one, which a product on the way may round to zero, are none.
+    Numbers of no more than float32's smallest one, to which or to zero they may be rounded, are none.
 
     Queries and keys are large and values are not; with 1e18 all are, and sums of their products do not fit.
     """
@@ -69,7 +69,7 @@ def _lost(subject: AttentionUnderTest, device: str) -> tuple[int, str]:
             out = subject.call(single, tuple(low), is_causal, None)
             exact = subject.call(double, tuple(x.to(subject.dtype) for x in inputs), is_causal, None).detach()
             fits = exact.abs() < torch.finfo(torch.float32).max / 100
-            wrong = int(((exact.abs() > FEW_UNITS).any(-1) & (out == 0).all(-1)).sum())
+            wrong = int(((exact.abs() > SMALLEST).any(-1) & (out == 0).all(-1)).sum())
             wrong += int((~out.isfinite() & fits).sum())
             if factor <= 1e2:  # beyond, the gradients of torch's own kernel are NaN for logits from 10^8 on
                 out.float().sum().backward()

@@ -20,7 +20,7 @@ State = TypeVar("State")
 
 
 class HybridWeights(NamedTuple):
-    """The weights of the far part, and those of the near part's bias."""
+    """The weights of the far part, and those of the near part's bias and sinks."""
 
     far: Any
     near: Any
