@@ -194,6 +194,21 @@ def test_a_training_step_keeps_sums_and_no_scores() -> None:
     assert sum(storages.values()) < 5 * q.numel() * 4
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 3, 70])
+def test_few_queries_of_many_keys_keep_few_sums(queries: int, is_causal: bool) -> None:
+    """Blocks of keys are as large as ever: the outputs are the last ones of all queries, and little is kept."""
+    n, bound = 500, bind("Hybrid(near=Local(window=16), far=LearnedFeatures(num_features=4))")
+    q, k, v = (x.requires_grad_() for x in qkv(n))
+    all_of_them = bound(q, k, v, is_causal=is_causal)[..., n - queries :, :]
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
+        ours = bound(q[..., n - queries :, :], k, v, is_causal=is_causal)
+    agree(str(queries), ours, all_of_them, (q, k, v, *bound.parameters()))
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert sum(storages.values()) < 5 * q.numel() * 8
+
+
 def test_a_window_over_everything_is_softmax() -> None:
     q, k, v = qkv(40, dtype=torch.float32)
     mask = some_keys(2, 40)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fast_attention.engine.blocks import count, smaller
+from fast_attention.engine.blocks import count
 from fast_attention.engine.tracing import exporting, symbolic
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
@@ -32,9 +32,9 @@ class Plan(NamedTuple):
     @staticmethod
     def of(length: int, left: int, right: int, is_causal: bool, start: int) -> Plan:
         """A window around each of ``length`` queries, the first at position ``start``. Spans are whole blocks, unless
-        causal.
+        causal. Few queries have small blocks, unless many keys before them must be summed up.
         """
-        block = smaller(BLOCK, length)
+        block = BLOCK if symbolic() else min(BLOCK, max(length, start - left))
         ahead = 0 if is_causal else right + -(left + right) % block
         return Plan._of(length, left, right, is_causal, start, block, left, ahead)
 
