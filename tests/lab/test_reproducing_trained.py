@@ -121,7 +121,8 @@ def test_state_is_counted_from_the_state() -> None:
     width, conv = recall.MODEL["width"], (recall.MODEL["conv"] - 1) * recall.MODEL["width"]
     for window in (2, 8):
         assert recall.state_size(f"Local(window={window})") == 2 * (2 * window * width + conv)
-    assert recall.state_size("LinearAttention()") == 2 * (width * (width + 1) + 1 + conv)
+    heads, each = recall.MODEL["heads"], width // recall.MODEL["heads"]
+    assert recall.state_size("LinearAttention()") == 2 * (heads * (each * (each + 1) + 1) + conv)
 
 
 def test_mixers_with_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
