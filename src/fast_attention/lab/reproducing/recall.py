@@ -175,8 +175,8 @@ def why(record: Reproduced) -> list[str]:
         "A window recalls what is asked again within its reach, which two layers and a convolution of four tokens "
         "lengthen; it reaches all at the length of the context.",
         "Based is linear attention with Taylor features in layers that alternate with windows; here a Hybrid joins a "
-        "window and features under one normaliser, in both layers. Learnt features, which need ten times as many steps, "
-        "are left out.",
+        "window and features under one normaliser, in both layers. Learnt features, which need ten times as many "
+        "steps, are left out.",
         "Sizes are counted from the decoding state itself, of both layers and their convolutions.",
     ]
 
