@@ -39,14 +39,19 @@ class Axis(NamedTuple):
     tile: int = 8
 
     @property
+    def slides(self) -> bool:
+        """Whether each place has a window of its own."""
+        return self.shift == SLIDING
+
+    @property
     def size(self) -> int:
         """Places of queries in a tile."""
-        return self.tile if self.shift == SLIDING else self.window * max(self.tile // self.window, 1)
+        return self.tile if self.slides else self.window * max(self.tile // self.window, 1)
 
     @property
     def span(self) -> int:
         """Places of keys in a tile."""
-        return self.size + self.window - 1 if self.shift == SLIDING else self.size
+        return self.size + self.window - 1 if self.slides else self.size
 
     @property
     def first(self) -> int:
@@ -63,7 +68,7 @@ class Axis(NamedTuple):
 
     def bounds(self, places: Int[Tensor, "*n"], length: int) -> tuple[Tensor, Tensor]:
         """The first place that each place sees, and one behind the last."""
-        if self.shift != SLIDING:
+        if not self.slides:
             low = places - (places - self.shift) % self.window
             return low.clamp(min=0), (low + self.window).clamp(max=length)
         residue, number = places % self.dilation, places.div(self.dilation, rounding_mode="floor")
@@ -81,7 +86,7 @@ class Axis(NamedTuple):
         start = first + number % apart + number.div(apart, rounding_mode="floor") * self.size * apart
         queries = start + torch.arange(self.size, device=device) * apart
         low, high = self.bounds(queries.clamp(min=0).clamp(max=length - 1), length)
-        begin = low[:, :1] if self.shift == SLIDING else start
+        begin = low[:, :1] if self.slides else start
         keys = begin + torch.arange(self.span, device=device) * apart
         visible = (keys[:, None] >= low[..., None]) & (keys[:, None] < high[..., None])
         return Places(queries, keys, visible)

@@ -16,6 +16,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tiling import Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import grid_reference as reference
+from fast_attention.mechanisms.sparse import grid_rows
 from fast_attention.mechanisms.sparse.grid import Axis
 from fast_attention.mechanisms.sparse.stripes import Columns, Rows, Stripes, columns, ordered, rows
 
@@ -104,6 +105,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None,
     *, keep: bool, width: int, down: Axis, across: Axis, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    if key_mask is None and sinks is None and q.shape[-1] == v.shape[-1] and down.slides and across.slides:
+        return grid_rows.attend(q, k, v, width=width, down=down, across=across, scale=scale), ()
     inputs, out = _Inputs(q, k, v, key_mask), q.new_empty(*q.shape[:-1], v.shape[-1])
     rows, every = out.view(-1, *out.shape[-2:]), Sinks.ready(sinks, q)
     for batch, group in inputs.batches(width, down, across):
