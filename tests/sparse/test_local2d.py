@@ -46,11 +46,13 @@ def visible_keys(m: Any, length: int) -> Tensor:
 
 @pytest.mark.parametrize(("m", "length"), GRIDS, ids=repr)
 def test_tiles_are_the_dense_masked_softmax(m: Any, length: int) -> None:
-    """Outputs and gradients, with and without a mask of keys, many heads and one; and the reference's."""
+    """Outputs and gradients, with and without a mask of keys, many heads and one, values of any width and of that of
+    queries, which windows read row by row; and the reference's.
+    """
     torch.manual_seed(3)
     mask = visible_keys(m, length)
-    for lead, masked in (((2, 3), True), ((1, 1), False), ((1, 18), False)):
-        tensors = inputs(lead, length, length)
+    for lead, masked, values in (((2, 3), True, 5), ((1, 1), False, 5), ((1, 18), False, 8)):
+        tensors = inputs(lead, length, length, values=values)
         keys = torch.rand(lead[0], length) > 0.3 if masked else None
         visible = (mask if keys is None else mask & keys[:, None, None]).expand(*lead, length, length)
         with dispatch.recorded() as steps:

@@ -30,9 +30,9 @@ def agree(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def inputs(lead: tuple[int, ...], length: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(lead: tuple[int, ...], length: int, keys: int, *, values: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     """Queries stand as (batch, length, heads, width) in memory; values have their own width."""
-    sizes = ((length, 8), (keys, 8), (keys, 5))
+    sizes = ((length, 8), (keys, 8), (keys, values))
     q, k, v = (torch.randn(*lead, *size, dtype=torch.float64) for size in sizes)
     return q.transpose(-3, -2).contiguous().transpose(-3, -2).requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
