@@ -1,7 +1,7 @@
-"""``gathered_softmax`` of noncausal choices on a CPU: torch's flash kernel, some blocks at a time.
+"""``gathered_softmax`` of noncausal choices on a CPU: some blocks of queries at a time, whatever heads they are of.
 
-The kernel takes one pass over scores where the tiles of ``gathered.py`` take three, forward; backward these are faster.
-They also serve causal choices and blocks that see everything.
+The tiles of ``gathered.py`` hold one block of every head, and serve the backward pass, causal choices and blocks that
+see everything.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import split_mask
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.fused import flash_forward
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiled import flatten
-from fast_attention.engine.tiling import shares
+from fast_attention.engine.tiled import flatten, weights
+from fast_attention.engine.tiling import Sinks
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import gathered, reference
 
@@ -27,10 +26,10 @@ def chosen_softmax(
     *, size: int, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """``gathered_softmax``, noncausal, of a ``table`` that names no block twice; keys are as many as queries."""
-    if dispatch.obstacle(q, k) or q.shape[-1] != v.shape[-1]:
+    if dispatch.obstacle(q, k):
         return gathered.gathered_softmax(q, k, v, table, key_mask, size=size, scale=scale, sinks=sinks)
     why = "every block of queries reads a few blocks of keys"
-    dispatch.record("the flash kernel over gathered blocks", why, rows=size, choices=table.shape[-1])
+    dispatch.record("softmax over gathered blocks", why, rows=size, choices=table.shape[-1])
     settings = {"is_causal": False, "start": 0, "stop": table.shape[-2]}
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     return _fast(q, k, v, table, key_mask, None, None, sinks, size=size, scale=factor, **settings)
@@ -44,26 +43,24 @@ def _forward(
     index = table.clamp(min=0).reshape(-1, *table.shape[-2:])
     index = (index + torch.arange(len(index))[:, None, None] * table.shape[-2]).flatten(0, 1)
     heads = None if sinks is None else sinks.to(q.dtype).expand(q.shape[:-2])
-    heads = None if heads is None else heads.flatten().repeat_interleave(table.shape[-2])
-    visible, out, work = _visible(table, key_mask, index, size), torch.empty_like(queries), Workspace(q)
+    rows = None if heads is None else Sinks(heads.flatten().repeat_interleave(table.shape[-2]))
+    out = queries.new_empty(*queries.shape[:-1], values.shape[-1])
+    visible, work = _visible(table, key_mask, index, size), Workspace(q)
     for first in range(0, len(queries), BLOCKS):
-        part, bias = slice(first, first + BLOCKS), None
-        k, v = (_read(x, index[part], work, name) for name, x in (("k", keys), ("v", values)))
-        if visible is not None:
-            bias = torch.zeros_like(visible[None, part, None], dtype=q.dtype)
-            bias.masked_fill_(~visible[part, None], float("-inf"))
-        rows, (logs,) = flash_forward(queries[None, part], k, v, bias, keep=False, is_causal=False, scale=scale)
-        out[part] = rows[0] if heads is None else rows[0].mul_(shares(logs[0], heads[part, None])[..., None])
-    if visible is not None:
-        out.masked_fill_(~visible.any(-1)[:, None, None], 0.0)
-    out = out.view(*q.shape[:-2], -1, q.shape[-1])
-    return out if out.shape == q.shape else out[..., : q.shape[-2], :].contiguous(), ()
+        part = slice(first, first + BLOCKS)
+        some = (_read(x, index[part], work, name) for name, x in (("k", keys), ("v", values)))
+        masked = None if visible is None else ~visible[part, None]
+        beside = None if rows is None else rows.of(part)
+        P = weights(queries[part], next(some), None, masked, scale=scale, work=work, sinks=beside)
+        torch.bmm(P, next(some), out=out[part])
+    out = out.view(*q.shape[:-2], -1, values.shape[-1])
+    return out if out.shape[-2] == q.shape[-2] else out[..., : q.shape[-2], :].contiguous(), ()
 
 
 def _read(x: Tensor, index: Tensor, work: Workspace, name: str) -> Tensor:
-    """Gathered blocks as the kernel takes them, (1, blocks, span, E)."""
+    """Gathered blocks, (blocks of queries, span, E)."""
     rows = work(name, index.numel(), x[0].numel())
-    return torch.index_select(x.flatten(1), 0, index.flatten(), out=rows).view(1, len(index), -1, x.shape[-1])
+    return torch.index_select(x.flatten(1), 0, index.flatten(), out=rows).view(len(index), -1, x.shape[-1])
 
 
 def _visible(table: Tensor, key_mask: Tensor, index: Tensor, size: int) -> Tensor | None:
