@@ -53,7 +53,6 @@ PUBLISHED = tuple(
     for each in CONTENDERS
     for size, loss in zip(each.sizes, LOGS.get(each.label, ()), strict=False)
 )
-GENEROUS = 2.0  # times its share of the time may be taken by a training: many end before
 MANY = 400
 FULL = 0.01  # a loss below which all is retrieved
 NEAR = 0.03  # two losses this near are the same
@@ -71,7 +70,7 @@ def run(budget: Budget) -> Iterator[Row]:
     for at, (seed, size, each) in enumerate(cells):
         if not budget.left and (at or budget.rows):
             return
-        share = min(GENEROUS * _cost(each, size) / sum(_cost(other, many) for _, many, other in cells[at:]), 1.0)
+        share = _cost(each, size) / sum(_cost(other, many) for _, many, other in cells[at:])  # more, if some end early
         budget.watch(f"{each.label}, {size} associations, seed {seed}")
         row = {"contender": each.label, "mechanism": each.mechanism, "associations": size, "seed": seed}
         yield {**row, **trained(each, size, seed, share * budget.left)}
