@@ -91,7 +91,14 @@ def flex_attention() -> Case:
     return Case("FlexAttention", _unlike_softmax)
 
 
-def _unlike_softmax(width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+def flex_logs() -> Case:
+    """The same with the logarithms of normalisers, through which gradients go too."""
+    return Case("FlexAttention's logarithms", partial(_unlike_softmax, logged=True))
+
+
+def _unlike_softmax(
+    width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool, logged: bool = False
+) -> str:
     q, k, v, grad = _heads(width, values, dtype, device)
     at = torch.arange(TOKENS, device=device)
     hidden = (at[None] < 80) if masked else torch.zeros_like(at[None], dtype=torch.bool)  # some queries see nothing
@@ -99,19 +106,27 @@ def _unlike_softmax(width: int, values: int, dtype: torch.dtype, device: torch.d
     visible = (at >= at[:, None] - 40) & (at <= at[:, None] + 3) & ~hidden
     nothing = ~visible.any(-1, keepdim=True)
 
-    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         scores = (q @ k.mT * width**-0.5).masked_fill(~visible & ~nothing, float("-inf"))
-        return scores.softmax(-1).masked_fill(nothing, 0.0) @ v
+        out, logs = scores.softmax(-1).masked_fill(nothing, 0.0) @ v, scores.logsumexp(-1)
+        return out, logs.masked_fill(nothing[..., 0], 0.0)
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex.attend(q, k, v, pattern, ~hidden if masked else None, scale=None)
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        mask = ~hidden if masked else None
+        if not logged:
+            return (out := flex.attend(q, k, v, pattern, mask, scale=None)), out[..., 0]
+        out, logs = flex.attend_with_logs(q, k, v, pattern, mask, scale=None)
+        return out, logs.masked_fill(nothing[..., 0], 0.0)
 
     for form, kind in ((kernel, dtype), (right, torch.float64)):
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             x = [t.to(kind).requires_grad_() for t in (q, k, v)]
-            out = form(*x)
-            results.append([out, *torch.autograd.grad(out, x, grad.to(kind))])
-    return _unlike("softmax's", ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}")
+            out, logs = form(*x)
+            ends = (out, logs) if logged else (out,)
+            starts = [grad.to(kind), grad[..., 0].to(logs.dtype)][: len(ends)]
+            results.append([*ends, *torch.autograd.grad(ends, x, starts)])
+    parts = ("output", *("logarithm" for _ in range(logged)), "dq", "dk", "dv")
+    return _unlike("softmax's", parts, *results, of=f"{width} and {values} in {dtype}")
 
 
 def exponential(features: int, width: int) -> Case:
