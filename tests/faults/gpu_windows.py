@@ -1,7 +1,8 @@
-"""Faults of the kernels that compute AFT with biases in a window."""
+"""Faults of the kernels that compute AFT with biases in a window, and of Hybrid on a GPU."""
 
 from tests.faults.fault import Fault
 
+HYBRID = "tests/gpu/test_hybrid.py -k "
 WINDOWED = "tests/gpu/test_windowed.py -k "
 
 FAULTS = [
@@ -46,5 +47,26 @@ FAULTS = [
         "x - shift, FLOOR)",
         "x, FLOOR)",
         WINDOWED + "every_configuration",
+    ),
+    Fault(
+        "far keys of a span are near ones too",
+        "mechanisms/hybrid/gpu.py",
+        "hidden = sight.near[:, columns] | ",
+        "hidden = ",
+        HYBRID + "plain_form",
+    ),
+    Fault(
+        "a sink token that is near counts twice",
+        "mechanisms/hybrid/gpu.py",
+        "(apart <= sides[1])",
+        "(apart < 0 * sides[1])",
+        HYBRID + "plain_form",
+    ),
+    Fault(
+        "far sums are read at another scale",
+        "mechanisms/hybrid/gpu.py",
+        "log() + outside.log_scale[..., None, None]",
+        "log()",
+        HYBRID + "plain_form",
     ),
 ]
