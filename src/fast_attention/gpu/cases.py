@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,8 @@ def _unlike_window(reach: int, width: int, values: int, dtype: torch.dtype, devi
     mask = (at % 5 != 1).expand(1, 2, -1) if masked else None
     for is_causal in (True, False):
         results = []
-        for form, kind in ((windowed.window_scan, dtype), (plain_windowed.scan, torch.float64)):
+        forms: list[Any] = [(windowed.window_scan, dtype), (plain_windowed.scan, torch.float64)]
+        for form, kind in forms:
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 x = [t.to(kind).requires_grad_() for t in (q, k, v)]
                 w = band.to(torch.promote_types(kind, torch.float32)).requires_grad_()

@@ -37,8 +37,8 @@ class Biases(NamedTuple):
     @classmethod
     def of(cls, band: Tensor, *, is_causal: bool, strict: bool) -> Biases:
         """Of a band."""
-        seen = band[..., : band.shape[-1] // 2 + 1] if is_causal else band
-        shift, least = seen.amax(-1), seen.amin(-1)
+        visible = band[..., : band.shape[-1] // 2 + 1] if is_causal else band
+        shift, least = visible.amax(-1), visible.amin(-1)
         if not strict:
             shift, least = shift.clamp(min=0.0), least.clamp(max=0.0)
         return cls(band.contiguous(), shift.contiguous(), (least - shift).amin())
@@ -136,13 +136,13 @@ class Launch:
         members = self.batch * self.heads // groups
         tiles = self.blocks * (near + 1 if self.is_causal else 2 * near + 1) * groups
         parts = min(members, max(1, PROGRAMS // tiles))
-        made = torch.zeros(parts, groups, self.length, taps, dtype=torch.float32, device=q.device)
+        gradient = torch.zeros(parts, groups, self.length, taps, dtype=torch.float32, device=q.device)
         gradients.of_biases[(tiles * parts,)](
-            q, k, v, some(mask, q), *self.biases, *read, made, *self._sizes, self.blocks, groups, members, parts,
+            q, k, v, some(mask, q), *self.biases, *read, gradient, *self._sizes, self.blocks, groups, members, parts,
             *self._strides(q, k, v, mask, read[2]), HAS_REST=read[1].numel() > 0, HAS_MASK=mask is not None,
             **self.kind, **self.options,
         )  # fmt: skip
-        return made.sum(0).sum_to_size(band.shape)
+        return gradient.sum(0).sum_to_size(band.shape)
 
     @property
     def _sizes(self) -> tuple[int, ...]:

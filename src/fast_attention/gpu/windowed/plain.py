@@ -23,13 +23,16 @@ def scan(
         for by in range(-reach, 1 if is_causal else reach + 1)
     ]
     if not strict:
-        parts.append(tuple(_moved(x, -reach - 1, z) for x, z in zip(_running(keys, both), (FLOOR, 0.0), strict=True)))
+        tops, sums = _running(keys, both)
+        parts.append((_moved(tops, -reach - 1, FLOOR), _moved(sums, -reach - 1, 0.0)))
     if not (strict or is_causal):
-        later = [x.flip(-2) for x in _running(keys.flip(-2), both.flip(-2))]
-        parts.append(tuple(_moved(x, reach + 1, z) for x, z in zip(later, (FLOOR, 0.0), strict=True)))
+        tops, sums = (x.flip(-2) for x in _running(keys.flip(-2), both.flip(-2)))
+        parts.append((_moved(tops, reach + 1, FLOOR), _moved(sums, reach + 1, 0.0)))
     top = torch.stack([x.detach() for x, _ in parts]).amax(0)
-    sums = sum(spread((x - top).exp(), 2 * k.shape[-1]) * y for x, y in parts)
-    return gated_outputs(q, sums, gated=True)  # type: ignore[arg-type]
+    total = torch.zeros_like(parts[0][1])
+    for x, y in parts:
+        total = total + spread((x - top).exp(), 2 * k.shape[-1]) * y
+    return gated_outputs(q, total, gated=True)
 
 
 def _running(keys: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
