@@ -39,6 +39,9 @@ from fast_attention.gpu.launching import Launch
 from fast_attention.gpu.pooling import gradients as pool_gradients
 from fast_attention.gpu.pooling import kernels as pool_kernels
 from fast_attention.gpu.pooling import launching as pools
+from fast_attention.gpu.windowed import gradients as window_gradients
+from fast_attention.gpu.windowed import kernels as window_kernels
+from fast_attention.gpu.windowed import launching as windows
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
 DECAYED = (64, max(TABLE))  # widths for which sums that decay are compiled: they differ by a few instructions
@@ -100,6 +103,8 @@ KERNELS += [
 ]
 KERNELS += [(pool_kernels, name) for name in ("chunk_pools", "running_pools", "outputs")]
 KERNELS += [(pool_gradients, name) for name in ("of_queries", "running_sums", "of_keys")]
+KERNELS += [(window_kernels, name) for name in ("tile_pools", "running_pools", "outputs")]
+KERNELS += [(window_gradients, name) for name in ("of_queries", "of_keys", "of_biases")]
 KERNELS += [(steps, "elementwise"), (exponential_steps, "exponential")]
 
 
@@ -174,6 +179,17 @@ def pooling(q: Tensor, mask: Tensor) -> None:
         run.of_keys(q, q, mask, sums, (q, out, rest, logs, q) if is_causal else None, gated=True)
 
 
+def windowed(q: Tensor, mask: Tensor) -> None:
+    """The same with biases in a window, for every size of tiles; causal or not is a matter of which tiles are read."""
+    for taps, is_causal in ((11, False), (63, True), (255, True)):
+        band = torch.empty(1, q.shape[-2], taps, device="meta")
+        run = windows.Launch(q, band, is_causal=is_causal, strict=False)
+        out, rest, logs = run.outputs(q, q, q, mask, keep=True)
+        _, far = run.of_queries(q, out, rest, logs, q)
+        run.of_keys(q, q, q, mask, (out, rest, q, logs), far)
+        run.of_biases(q, q, q, mask, (out, rest, q, logs))
+
+
 def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
     """All launches of forward and backward passes, causal and not, for heads of this width."""
     q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
@@ -187,6 +203,8 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
             decayed(q, mask)
         if width == pools.CHANNELS:
             pooling(q, mask)
+            if dtype == torch.bfloat16:  # all products are of float32, whatever is read
+                windowed(q, mask)
     yield from kept
 
 
@@ -203,7 +221,7 @@ def compiled(caught: Caught, target: int) -> dict[str, Any]:
         told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", told)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
-    sizes = "CAUSAL", "WEIGHTED", "DECAYED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BD", "BW", "BE"
+    sizes = "CAUSAL", "WEIGHTED", "DECAYED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BC", "BD", "BW", "BE"
     return {
         "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:],
         **{key: caught.constants.get(key) for key in sizes}, **caught.options, "registers": registers, "stack": stack,

@@ -8,6 +8,7 @@ FLEX = "torch's FlexAttention in 16 bits; else torch's fused attention over bloc
 BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
 SCORES = "products of all pairs, and elementwise operations"
 PLAIN = "products and elementwise operations of torch, chunk by chunk"
+NEAR_FAR = "torch's FlexAttention in 16 bits for near keys, products block by block for far ones; else products for all"
 FOURIER = "torch's FFT"
 TOKENS = "products over all tokens"
 PARTS = "what its parts run by"
@@ -46,14 +47,14 @@ VEHICLES = {
     "FactorizedRandomSynthesizer": SCORES,
     "MixtureSynthesizer": SCORES,
     "AFTFull": SCORES,
-    "AFTLocal": PLAIN,
+    "AFTLocal": KERNELS,
     "AFTSimple": KERNELS,
-    "AFTConv": PLAIN,
+    "AFTConv": KERNELS,
     "WKV": PLAIN,
     "FNet": FOURIER,
     "GMLP": TOKENS,
     "MLPMixer": TOKENS,
-    "Hybrid": PLAIN,
+    "Hybrid": NEAR_FAR,
     "ByLength": PARTS,
     "Adapted": PARTS,
 }

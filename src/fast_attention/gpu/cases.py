@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.gpu.pooling import plain as plain_pooling
+from fast_attention.gpu.windowed import operations as windowed
+from fast_attention.gpu.windowed import plain as plain_windowed
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
@@ -58,12 +60,46 @@ def pools() -> Case:
     return Case.of("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
 
 
+def windows(reach: int) -> Case:
+    """The kernels of pools with biases for keys up to ``reach`` positions away."""
+    size = next(size for size in (5, 20, 70) if reach <= size or size == 70)
+    return Case(f"windows {size}", partial(_unlike_window, size))
+
+
+def _unlike_window(reach: int, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+    q, k, v, grad = _heads(width, values, dtype, device)
+    at = torch.arange(TOKENS, device=device)
+    band = (at[:, None] * at[: 2 * reach + 1] % 7)[None] / 7.0
+    mask = (at % 5 != 1).expand(1, 2, -1) if masked else None
+    for is_causal in (True, False):
+        results = []
+        forms: list[Any] = [(windowed.window_scan, dtype), (plain_windowed.scan, torch.float64)]
+        for form, kind in forms:
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                x = [t.to(kind).requires_grad_() for t in (q, k, v)]
+                w = band.to(torch.promote_types(kind, torch.float32)).requires_grad_()
+                out = form(*x, mask, w, is_causal, False, True)
+                out = out if isinstance(out, Tensor) else out[0]
+                results.append([out, *torch.autograd.grad(out, (*x, w), grad.to(kind))])
+        parts, name = ("output", "dq", "dk", "dv", "dw"), "causal window's" if is_causal else "window's"
+        if why := _unlike(name, parts, *results, of=f"{width} in {dtype}"):
+            return why
+    return ""
+
+
 def flex_attention() -> Case:
     """Softmax over intervals of keys by torch's FlexAttention."""
     return Case("FlexAttention", _unlike_softmax)
 
 
-def _unlike_softmax(width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+def flex_logs() -> Case:
+    """The same with the logarithms of normalisers, through which gradients go too."""
+    return Case("FlexAttention's logarithms", partial(_unlike_softmax, logged=True))
+
+
+def _unlike_softmax(
+    width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool, logged: bool = False
+) -> str:
     q, k, v, grad = _heads(width, values, dtype, device)
     at = torch.arange(TOKENS, device=device)
     hidden = (at[None] < 80) if masked else torch.zeros_like(at[None], dtype=torch.bool)  # some queries see nothing
@@ -71,19 +107,27 @@ def _unlike_softmax(width: int, values: int, dtype: torch.dtype, device: torch.d
     visible = (at >= at[:, None] - 40) & (at <= at[:, None] + 3) & ~hidden
     nothing = ~visible.any(-1, keepdim=True)
 
-    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         scores = (q @ k.mT * width**-0.5).masked_fill(~visible & ~nothing, float("-inf"))
-        return scores.softmax(-1).masked_fill(nothing, 0.0) @ v
+        out, logs = scores.softmax(-1).masked_fill(nothing, 0.0) @ v, scores.logsumexp(-1)
+        return out, logs.masked_fill(nothing[..., 0], 0.0)
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex.attend(q, k, v, pattern, ~hidden if masked else None, scale=None)
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        mask = ~hidden if masked else None
+        if not logged:
+            return (out := flex.attend(q, k, v, pattern, mask, scale=None)), out[..., 0]
+        out, logs = flex.attend_with_logs(q, k, v, pattern, mask, scale=None)
+        return out, logs.masked_fill(nothing[..., 0], 0.0)
 
     for form, kind in ((kernel, dtype), (right, torch.float64)):
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             x = [t.to(kind).requires_grad_() for t in (q, k, v)]
-            out = form(*x)
-            results.append([out, *torch.autograd.grad(out, x, grad.to(kind))])
-    return _unlike("softmax's", ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}")
+            out, logs = form(*x)
+            ends = (out, logs) if logged else (out,)
+            starts = [grad.to(kind), grad[..., 0].to(logs.dtype)][: len(ends)]
+            results.append([*ends, *torch.autograd.grad(ends, x, starts)])
+    parts = ("output", *("logarithm" for _ in range(logged)), "dq", "dk", "dv")
+    return _unlike("softmax's", parts, *results, of=f"{width} and {values} in {dtype}")
 
 
 def exponential(features: int, width: int) -> Case:

@@ -106,6 +106,23 @@ def attend(
 
     A pattern of more than one head has as many as all leading sizes together.
     """
+    return _run(q, k, v, pattern, key_mask, scale=scale)[0]
+
+
+def attend_with_logs(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_mask: Tensor | None, *, scale: float | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``attend``, and the logarithms of the normalisers (..., L) in float32, minus infinity where nothing is seen."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, more = _run(q, k, v, pattern, key_mask, scale=scale, return_aux=AuxRequest(lse=True))
+    return out, more.lse[..., : q.shape[-2]].reshape(out.shape[:-1])
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_mask: Tensor | None, *, scale: float | None,
+    return_aux: Any = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
     lead, length = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v))), q.shape[-2]
     dispatch.record(f"{dispatch.KERNEL}: FlexAttention", "on a GPU", block=SIZE)
     _kinds.add(_kind(q, k, v))
@@ -114,8 +131,10 @@ def attend(
     if key_mask is not None:
         heads = key_mask.expand(*lead, key_mask.shape[-1]).reshape(*q.shape[:2], -1)
         pattern = _masked(pattern, F.pad(heads, (0, k.shape[-2] - heads.shape[-1])))
-    out = compiled()(q, k, v, block_mask=block_mask(pattern, q.shape[-2], k.shape[-2]), scale=scale)
-    return out[..., :length, :].reshape(*lead, length, out.shape[-1])
+    named = {} if return_aux is None else {"return_aux": return_aux}
+    out = compiled()(q, k, v, block_mask=block_mask(pattern, q.shape[-2], k.shape[-2]), scale=scale, **named)
+    out, more = (out, None) if return_aux is None else out
+    return out[..., :length, :].reshape(*lead, length, out.shape[-1]), more
 
 
 def block_mask(pattern: Pattern, length: int, keys: int) -> Any:

@@ -13,13 +13,15 @@ CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of 
 
 
 def obstacle(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None, dropout: float = 0.0
-) -> str:
-    """Why FlexAttention does not compute this call; empty where it does."""
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, attn_mask: Tensor | None = None, dropout: float = 0.0, *,
+    logged: bool = False,
+) -> str:  # fmt: skip
+    """Why FlexAttention does not compute this call, ``logged``: with its normalisers; empty where it does."""
     if attn_mask is not None or dropout > 0.0:
         return "a mask of the caller's, or dropout"
     if not (why := flex.obstacle(q, k, v)):
-        why = self_check.obstacle(cases.flex_attention(), q, v, masked=key_mask is not None)
+        case = cases.flex_logs() if logged else cases.flex_attention()
+        why = self_check.obstacle(case, q, v, masked=key_mask is not None)
     if why:
         dispatch.unserved(q, why)
     return why

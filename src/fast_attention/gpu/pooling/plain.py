@@ -15,19 +15,19 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, gated: bool, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Causal outputs behind a first pool, and the pool after: see ``operations.pool_scan``."""
-    keys, terms, C = *_terms(k, v, key_mask), k.shape[-1]
+    keys, terms, C = *keys_and_terms(k, v, key_mask), k.shape[-1]
     if first is not None:
         top, sums = first[..., None, :C].to(keys.dtype), first[..., None, C:].to(keys.dtype)
         keys, terms = torch.cat([top.detach(), keys], -2), torch.cat([sums, terms], -2)
     tops = running_max(keys.detach())
     rows = decayed_sums(spread((keys - tops).exp(), 2 * C) * terms, tops)
     last = torch.cat([tops[..., -1, :], rows[..., -1, :]], -1)
-    return _outputs(q, rows[..., int(first is not None) :, :], gated), last
+    return gated_outputs(q, rows[..., int(first is not None) :, :], gated), last
 
 
 def sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """The pool of some keys."""
-    keys, terms = _terms(k, v, key_mask)
+    keys, terms = keys_and_terms(k, v, key_mask)
     top = keys.detach().amax(-2, keepdim=True)
     rows = (spread((keys - top).exp(), terms.shape[-1]) * terms).sum(-2)
     return torch.cat([top[..., 0, :], rows], -1)
@@ -35,7 +35,7 @@ def sums(k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def read(q: Tensor, pool: Tensor, gated: bool, keep: bool = True) -> Tensor:
     """What every query reads from one pool."""
-    return _outputs(q, pool[..., None, q.shape[-1] :], gated)
+    return gated_outputs(q, pool[..., None, q.shape[-1] :], gated)
 
 
 def forms(gated: bool) -> Forms:
@@ -46,7 +46,7 @@ def forms(gated: bool) -> Forms:
     )  # fmt: skip
 
 
-def _terms(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def keys_and_terms(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys, hidden ones at ``FLOOR``, and values beside ones, zeros where hidden."""
     k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
     terms = torch.cat([v, torch.ones_like(k)], -1)
@@ -56,7 +56,8 @@ def _terms(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tenso
     return k.masked_fill(hidden, FLOOR), terms.masked_fill(hidden, 0.0)
 
 
-def _outputs(q: Tensor, rows: Tensor, gated: bool) -> Tensor:
+def gated_outputs(q: Tensor, rows: Tensor, gated: bool) -> Tensor:
+    """Numerators over denominators, in the dtype of queries; ``gated``: times ``sigmoid(q)``."""
     numerator, denominator = rows.chunk(2, -1)
     nothing = denominator == 0
     means = (numerator / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)

@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.precision import in_float32, widen
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft.aft_local import WindowState, advanced, aft_local, aft_local_part
+from fast_attention.mechanisms.aft.aft_local import aft_local, aft_local_part
 from fast_attention.mechanisms.aft.reference import same_width
+from fast_attention.mechanisms.aft.window_state import WindowState, advanced
 from fast_attention.value import at_least
 
 
@@ -76,13 +77,12 @@ class AFTConv(Attention[ConvKernel, WindowState]):
         gain, shift = (nn.Parameter(torch.zeros(shape.heads)) for _ in range(2))
         return ConvKernel(kernel, gain, shift)
 
-    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: ConvKernel, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """``aft_local`` with the kernel as every position's band."""
         same_width(self, k, v)
-        return aft_local(q, k, v, conv_band(*w), is_causal=is_causal, key_mask=key_mask)
+        return aft_local(q, k, v, conv_band(*widen(w)), is_causal=is_causal, key_mask=key_mask)
 
     @in_float32
     def attend_part(

@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.kv_cache import KVCache, append, last
-from fast_attention.engine.precision import in_float32
+from fast_attention.engine.precision import in_float32, widen
 from fast_attention.engine.tracing import replaced, symbolic
 from fast_attention.mechanism import Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.hybrid import chosen
+from fast_attention.mechanisms.hybrid import chosen, gpu
 from fast_attention.mechanisms.hybrid.declared import check_window, declared
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
 from fast_attention.mechanisms.hybrid.near_far import NearFar
@@ -118,9 +118,20 @@ class Hybrid(NearFar[HybridState]):
         """The sums over some keys as far ones, those ``visible`` (..., 1, S)."""
         return far_state(k, v, visible, self.far, self.parts(w, k)[0])
 
-    @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``near_far_attention``, or exact attention where the near part covers everything."""
+        if gpu.obstacle(self.near, q, k, v, key_mask, is_causal=is_causal):
+            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        near, (far_w, _, learned) = self.window, self.parts(w, q)
+        out, logs = gpu.near_part(near, q, k, v, key_mask, is_causal=is_causal)
+        visible = append(None, k, v, key_mask).visible
+        sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)
+        q = self.scaled(widen(q))
+        return gpu.merged(out, logs, q, k, v, others, sinks, learned, self.far, far_w, near, is_causal=is_causal)
+
+    @in_float32
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
+        """``attend`` without FlexAttention."""
         sizes, (far_w, _, learned) = (q.shape[-2], k.shape[-2]), self.parts(w, q)
         if not symbolic() and self.bias is None and self.near.covers(*sizes, is_causal=is_causal):
             dispatch.record("exact attention", f"{self.near!r} covers everything")

@@ -96,7 +96,7 @@ def attend_spans(x: Inputs, sight: Sight, plan: Plan) -> Float[Tensor, "*batch l
     for columns in (slice(*pair) for pair in pairwise(ends)):
         part = exact[..., columns]
         if columns in plan.mixed:
-            part = torch.where(sight.near[:, columns], part, _estimated(queries, keys, columns))
+            part = torch.where(sight.near[:, columns], part, estimated(queries, keys, columns))
         logits.append(part if masked is None else torch.where(masked[..., columns], float("-inf"), part))
     logits.append(sink_logits.masked_fill(unknown, float("-inf")))
     above = None if x.learned_sinks is None else x.learned_sinks[:, None]
@@ -131,7 +131,7 @@ def _softmax(
     return weights[..., :keys] @ v + weight[..., None] * mean, weights[..., keys:-1]
 
 
-def _estimated(queries: Features, keys: Features, columns: slice) -> Tensor:
+def estimated(queries: Features, keys: Features, columns: slice) -> Tensor:
     """Logits from features, for some keys of the spans."""
     (fq, a), (fk, b) = queries, keys
     a, b = None if a is None else a[..., None], None if b is None else b[..., None, columns]
