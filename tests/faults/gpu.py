@@ -7,6 +7,7 @@ DECAYED = "tests/gpu/test_decayed.py -k "
 POOLING = "tests/gpu/test_pooling.py -k "
 PACKED = "tests/gpu/test_packed.py -k "
 FLEX = "tests/gpu/test_flex.py -k "
+SIGNED = "tests/gpu/test_signed.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
@@ -205,6 +206,20 @@ FAULTS = [
         "torch.maximum(start, block - left * size)",
         "block - left * size",
         PACKED + "end_with",
+    ),
+    Fault(
+        "sums of sines and cosines do not fade as larger keys come",
+        "mechanisms/linear/signed_gpu.py",
+        "logs = (before - scale).clamp_min(decayed_gpu.NOTHING)",
+        "logs = (before - scale).clamp_min(0.0)",
+        SIGNED + "signs",
+    ),
+    Fault(
+        "the largest scale is that of the packed sequence before",
+        "mechanisms/linear/signed_gpu.py",
+        "earlier.masked_fill(since < step, FLOOR)",
+        "earlier",
+        SIGNED + "packed",
     ),
     Fault(
         "a kernel of exponentials adds chunks at different scales",
