@@ -201,6 +201,27 @@ FAULTS = [
         PACKED + "anew",
     ),
     Fault(
+        "features go on from one packed sequence to the next",
+        "gpu/exponential/sums.py",
+        "        if PACKED and not REVERSED:",
+        "        if False:",
+        PACKED + "a_chunk",
+    ),
+    Fault(
+        "keys learn from queries of the next packed sequence",
+        "gpu/exponential/sums.py",
+        "        if PACKED and REVERSED:",
+        "        if False:",
+        PACKED + "a_chunk",
+    ),
+    Fault(
+        "pools go on from one packed sequence to the next",
+        "gpu/pooling/kernels.py",
+        "            top = tl.where(begins, FLOOR, top)\n            numerator, denominator = tl.where(begins, 0.0, numerator),",
+        "            top = tl.where(begins, FLOOR, top)\n            numerator, denominator = numerator,",
+        PACKED + "a_chunk",
+    ),
+    Fault(
         "windows look into the sequence before theirs",
         "gpu/patterns.py",
         "torch.maximum(start, block - left * size)",

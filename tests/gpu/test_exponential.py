@@ -269,7 +269,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         first = operations.feature_sums(k, v, mask, key_rows, bias, True)
     first.requires_grad_()
     given: dict[str, Any] = {
-        "feature_scan": (q, k, v, mask, first, query_rows, key_rows, bias, True, True),
+        "feature_scan": (q, k, v, mask, first, query_rows, key_rows, bias, None, True, True),
         "feature_sums": (k, v, mask, key_rows, bias, True),
         "feature_read": (q, first, query_rows, bias, True, True),
     }
