@@ -7,6 +7,7 @@ DECAYED = "tests/gpu/test_decayed.py -k "
 POOLING = "tests/gpu/test_pooling.py -k "
 PACKED = "tests/gpu/test_packed.py -k "
 FLEX = "tests/gpu/test_flex.py -k "
+SIGNED = "tests/gpu/test_signed.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
@@ -200,11 +201,46 @@ FAULTS = [
         PACKED + "anew",
     ),
     Fault(
+        "features go on from one packed sequence to the next",
+        "gpu/exponential/sums.py",
+        "        if PACKED and not REVERSED:",
+        "        if False:",
+        PACKED + "a_chunk",
+    ),
+    Fault(
+        "keys learn from queries of the next packed sequence",
+        "gpu/exponential/sums.py",
+        "        if PACKED and REVERSED:",
+        "        if False:",
+        PACKED + "a_chunk",
+    ),
+    Fault(
+        "pools go on from one packed sequence to the next",
+        "gpu/pooling/kernels.py",
+        "            top = tl.where(begins, FLOOR, top)\n            numerator, denominator = tl.where(begins, 0.0, numerator),",
+        "            top = tl.where(begins, FLOOR, top)\n            numerator, denominator = numerator,",
+        PACKED + "a_chunk",
+    ),
+    Fault(
         "windows look into the sequence before theirs",
         "gpu/patterns.py",
         "torch.maximum(start, block - left * size)",
         "block - left * size",
         PACKED + "end_with",
+    ),
+    Fault(
+        "sums of sines and cosines do not fade as larger keys come",
+        "mechanisms/linear/signed_gpu.py",
+        "logs = (before - scale).clamp_min(decayed_gpu.NOTHING)",
+        "logs = (before - scale).clamp_min(0.0)",
+        SIGNED + "signs",
+    ),
+    Fault(
+        "the largest scale is that of the packed sequence before",
+        "mechanisms/linear/signed_gpu.py",
+        "earlier.masked_fill(since < step, FLOOR)",
+        "earlier",
+        SIGNED + "packed",
     ),
     Fault(
         "a kernel of exponentials adds chunks at different scales",

@@ -12,6 +12,7 @@ from torch import Tensor, library
 
 from fast_attention import FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain, implementation
 from fast_attention.engine import dispatch
+from fast_attention.feature_maps.features import Relu
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import kernels, operations, plain
 from fast_attention.traits import Shape
@@ -268,7 +269,7 @@ def test_operations_keep_torchs_rules(name: str) -> None:
         first = operations.feature_sums(k, v, mask, key_rows, bias, True)
     first.requires_grad_()
     given: dict[str, Any] = {
-        "feature_scan": (q, k, v, mask, first, query_rows, key_rows, bias, True, True),
+        "feature_scan": (q, k, v, mask, first, query_rows, key_rows, bias, None, True, True),
         "feature_sums": (k, v, mask, key_rows, bias, True),
         "feature_read": (q, first, query_rows, bias, True, True),
     }
@@ -300,7 +301,7 @@ def test_calls_say_what_ran_and_refuse_what_cannot() -> None:
     wide = [torch.randn(1, 1, 20, n) for n in (WIDEST_PROJECTED + 1, WIDEST_PROJECTED + 1, 4)]
     refused: list[tuple[Any, str]] = [
         ((*wide, FavorPlus(num_features=20)), f"heads of more than {WIDEST_PROJECTED} numbers"),
-        ((q, k, v, "Favor"), "no Triton kernel ran"),
+        ((q, k, v, FavorPlus(num_features=20, kernel=Relu())), "no Triton kernel ran"),
     ]
     for given, words in refused:
         with pytest.raises(NotImplementedError, match=words):

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from fast_attention import (
+    AFTSimple,
     Attention,
     BlockLocal,
     Bound,
     DecayedLinearAttention,
+    FavorPlus,
+    FavorPlusPlus,
+    LearnedFeatures,
     LinearAttention,
     Local,
     Softmax,
@@ -20,8 +24,13 @@ from fast_attention import (
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import Identity, Relu
 from fast_attention.gpu import configurations, flex
+from fast_attention.gpu.configurations import EXPONENTIAL
+from fast_attention.gpu.exponential import operations, plain
+from fast_attention.gpu.pooling import operations as pooling
+from fast_attention.gpu.pooling import plain as plain_pooling
 from fast_attention.integrations import packed_rows
 from fast_attention.integrations.visible import Visibility
+from fast_attention.mechanisms.aft import gpu as aft_gpu
 from fast_attention.packed import Packing
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near
@@ -87,6 +96,56 @@ def test_windows_end_with_their_sequence(
         launched = [step for step in steps if step.path == f"{dispatch.KERNEL}: FlexAttention"]
         assert len(launched) == (1 if name == "auto" else 0)
     assert float((results[0].double() - results[1].double()).abs().max()) < 3e-3
+
+
+CHUNKED = [
+    FavorPlus(num_features=9), FavorPlusPlus(num_features=9), LearnedFeatures(num_features=5),
+    AFTSimple(),
+]  # fmt: skip
+
+
+def chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aft_gpu, "TOKENS", 16)
+    for key, rows in EXPONENTIAL.items():
+        monkeypatch.setitem(EXPONENTIAL, key, type(rows)(*(row._replace(chunk=16, block=16) for row in rows)))
+
+
+@pytest.mark.parametrize("mechanism", CHUNKED, ids=repr)
+def test_every_sequence_begins_a_chunk(mechanism: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several chunks, of one that is full, of less than one, of none."""
+    chunks_of_16(monkeypatch)
+    x, mask, borders = packed_heads((20, 0, 1, 32, 9), 6)
+    with torch.no_grad():
+        x[1][..., :20, :] *= 20  # keys of the first sequence have features of other sizes, and pools
+    x, mask = [t.detach()[:1].requires_grad_() for t in x], mask[:1]
+    bound, results = Bound(mechanism, Shape(2, 6)), []
+    for name in ("auto", "reference"):
+        with implementation(name), dispatch.recorded() as steps:  # type: ignore[arg-type]
+            out = bound(*x, is_causal=True, key_mask=mask, cu_seqlens=borders)
+        launched = [step for step in steps if step.path.startswith(dispatch.KERNEL)]
+        assert len(launched) == (1 if name == "auto" else 0)
+        trained = [each for each in bound.parameters() if each.requires_grad]
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*x, *trained])])
+    for mine, right in zip(*results, strict=True):
+        assert_near(mine, right.detach().double(), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["feature_scan", "pool_scan"])
+def test_second_derivatives_keep_sequences_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks_of_16(monkeypatch)
+    (q, k, v), _, _ = packed_heads((32,), 4)
+    begins, rows, found = torch.tensor([1, 1], dtype=torch.uint8), torch.randn(2, 4, 4), []
+    forms: dict[str, Any] = {
+        "feature_scan": (operations.feature_scan, plain.scan, (rows, rows, None, begins, True, False)),
+        "pool_scan": (pooling.pool_scan, plain_pooling.scan, (begins, True, True)),
+    }
+    kernel, twin, given = forms[name]
+    for form in (kernel, twin):
+        out = form(q, k, v, None, None, *given)[0]
+        (first,) = torch.autograd.grad(out[..., 16:, :].square().sum(), k, create_graph=True)
+        assert not first[..., :16, :].any()
+        found.append(torch.autograd.grad(first.square().sum(), q)[0])
+    assert_near(found[0], found[1].double(), 2e-5)
 
 
 def test_what_no_kernel_packs_goes_one_by_one() -> None:

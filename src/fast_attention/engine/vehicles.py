@@ -21,7 +21,7 @@ VEHICLES = {
     "LinearAttention": KERNELS,
     "DecayedLinearAttention": KERNELS,
     "LogLinearAttention": PLAIN,
-    "Favor": PLAIN,
+    "Favor": KERNELS,
     "FavorPlus": KERNELS,
     "FavorPlusPlus": KERNELS,
     "LearnedFeatures": KERNELS,

@@ -28,14 +28,14 @@ STEP = 32  # features and values of a state that decoding takes at a time
 
 
 def configuration(width: int, values: int, *, exact: bool) -> Configuration:
-    """The row for heads of ``width`` features and ``values`` values; neither is wider than ``WIDEST``.
+    """The row for heads of ``width`` features and ``values`` values; features beyond ``WIDEST`` take no other tiles.
 
     Args:
         width: Features of a head.
         values: Values of a head.
         exact: Products with float32's digits, which take three passes and more registers: blocks of half the tokens.
     """
-    row = TABLE[next(size for size in TABLE if size >= max(width, values))]
+    row = TABLE[next(size for size in TABLE if size >= min(max(width, values), WIDEST))]
     return row._replace(block=row.block // 2) if exact else row
 
 

@@ -27,10 +27,13 @@ feature_step = operation(
 )  # fmt: skip
 
 
-def forms(query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool) -> Forms:
-    """The kernels with one projection."""
+def forms(
+    query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool, begins: Tensor | None = None
+) -> Forms:
+    """The kernels with one projection; ``begins``: of packed sequences, causal."""
+    rows = query_rows, key_rows, bias, begins
     return Forms(
-        lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, query_rows, key_rows, bias, keep, trained)[:2],
+        lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, *rows, keep, trained)[:2],
         lambda k, v, mask: feature_sums(k, v, mask, key_rows, bias, trained),
         lambda q, sums: feature_read(q, sums, query_rows, bias, keep, trained)[0],
         lambda q, k, v, mask, state: feature_step(q, k, v, mask, state, query_rows, key_rows, bias),

@@ -47,14 +47,21 @@ class Launch:
     weights: Weights
     sizes: Exponential
     precision: str
+    begins: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, queries: Tensor, keys: Tensor, bias: Tensor | None, *, trained: bool) -> Launch:
-        """For tokens ``x`` and rows of queries and of keys; float32 keeps float32's digits."""
+    def of(
+        cls, x: Tensor, queries: Tensor, keys: Tensor, bias: Tensor | None, *, trained: bool,
+        begins: Tensor | None = None,
+    ) -> Launch:  # fmt: skip
+        """For tokens ``x`` and rows of queries and of keys; float32 keeps float32's digits.
+
+        ``begins`` (chunks,) says which chunks are the first of a packed sequence.
+        """
         exact, parts = x.dtype == torch.float32, _parts(keys, x)
         bias = None if bias is None else bias.contiguous()
         weights = Weights(parts if queries is keys else _parts(queries, x), parts, bias, trained)
-        return cls(weights, exponential(x.shape[-1], exact=exact), "tf32x3" if exact else "tf32")
+        return cls(weights, exponential(x.shape[-1], exact=exact), "tf32x3" if exact else "tf32", begins)
 
     @property
     def features(self) -> int:
@@ -92,8 +99,8 @@ class Launch:
         last = x.new_empty((batch, heads, D * (E + 2)), dtype=torch.float32)
         size = 16
         sums.running_sums[(batch * heads * -(-D // size),)](
-            states, some(first, states), last, D, E, count, REVERSED=backwards, HAS_FIRST=first is not None, BD=size,
-            BE=power(E), num_warps=4,
+            states, some(first, states), last, some(self.begins, states), D, E, count, REVERSED=backwards,
+            HAS_FIRST=first is not None, PACKED=self.begins is not None, BD=size, BE=power(E), num_warps=4,
         )  # fmt: skip
         return states, last
 

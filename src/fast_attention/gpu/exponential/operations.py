@@ -2,7 +2,8 @@
 
 Tokens are (B, H, n, width), rows of queries and of keys (H, D, width), a bias of the logarithms (H, D); states are
 (B, H, D E + 2 D) in float32: ``sum_j phi(k_j) v_j^T``, ``sum_j phi(k_j)`` and the logarithms of what both are divided
-by. ``trained``: gradients of rows are wanted; the bias has none.
+by. ``trained``: gradients of rows are wanted; the bias has none. ``begins`` (chunks,): which chunks are the first of a
+packed sequence.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ def _launching() -> Any:
     return launching
 
 
-def _launch(x: Tensor, query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, *, trained: bool = False) -> Any:
-    return _launching().Launch.of(x, query_rows, key_rows, bias, trained=trained)
+def _launch(
+    x: Tensor, query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, *, trained: bool = False,
+    begins: Tensor | None = None,
+) -> Any:  # fmt: skip
+    return _launching().Launch.of(x, query_rows, key_rows, bias, trained=trained, begins=begins)
 
 
 def _scan(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, query_rows: Tensor,
-    key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool,
+    key_rows: Tensor, bias: Tensor | None, begins: Tensor | None, keep: bool, trained: bool,
 ) -> Results:  # fmt: skip
-    run, mask = _launch(q, query_rows, key_rows, bias), as_bytes(key_mask, k)
+    run, mask = _launch(q, query_rows, key_rows, bias, begins=begins), as_bytes(key_mask, k)
     q, k, v = contiguous(q, k, v)
     states, last = run.sums(k, v, mask, None if first is None else first.contiguous())
     out, *others = run.outputs(q, k, v, mask, states, is_causal=True, keep=keep)
@@ -44,7 +48,7 @@ def _scan(
 
 def _scan_like(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, query_rows: Tensor, key_rows: Tensor, bias: Any,
-    keep: bool, trained: bool,
+    begins: Any, keep: bool, trained: bool,
 ) -> Results:  # fmt: skip
     (batch, heads, length, width), numbers = q.shape, key_rows.shape[-2] * (v.shape[-1] + 2)
     chunk = exponential(width, exact=q.dtype == torch.float32).forward.chunk
@@ -56,10 +60,10 @@ def _scan_like(
 
 def _scan_vjp(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_rows: Tensor, key_rows: Tensor,
-    bias: Tensor | None, out: Tensor, rest: Tensor, factors: Tensor, shifts: Tensor, states: Tensor, last: Tensor,
-    grad: Tensor, d_last: Tensor, trained: bool,
+    bias: Tensor | None, begins: Tensor | None, out: Tensor, rest: Tensor, factors: Tensor, shifts: Tensor,
+    states: Tensor, last: Tensor, grad: Tensor, d_last: Tensor, trained: bool,
 ) -> Results:  # fmt: skip
-    run, mask = _launch(q, query_rows, key_rows, bias, trained=trained), as_bytes(key_mask, k)
+    run, mask = _launch(q, query_rows, key_rows, bias, trained=trained, begins=begins), as_bytes(key_mask, k)
     q, k, v, grad = contiguous(q, k, v, grad)
     read, behind = _launching().Read(out, rest, factors, shifts), _over_scales(d_last, last, key_rows.shape[-2])
     weights = run.denominators(read, grad)
@@ -133,14 +137,14 @@ def _rows_like(trained: bool, *rows: Tensor) -> Results:
 
 
 feature_scan = operation(
-    "feature_scan", f"{TOKENS}, Tensor? first, {ROWS}, bool keep, bool trained",
+    "feature_scan", f"{TOKENS}, Tensor? first, {ROWS}, Tensor? begins, bool keep, bool trained",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _scan, _scan_like,
 )  # fmt: skip
 _feature_scan_vjp = operation(
     "feature_scan_backward",
-    f"{TOKENS}, {ROWS}, {READ}, Tensor states, Tensor last, Tensor grad, Tensor d_last, bool trained",
+    f"{TOKENS}, {ROWS}, Tensor? begins, {READ}, Tensor states, Tensor last, Tensor grad, Tensor d_last, bool trained",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _scan_vjp,
-    lambda q, k, v, m, a, b, c, o, r, f, s, states, last, g, d, trained: (
+    lambda q, k, v, m, a, b, c, i, o, r, f, s, states, last, g, d, trained: (
         *empty(q, k, v, last), *_rows_like(trained, a, b)
     ),
 )  # fmt: skip
@@ -166,10 +170,10 @@ _feature_read_vjp = operation(
 
 
 def _of_scan(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
-    q, k, v, key_mask, first, *rows = given
+    q, k, v, key_mask, first, *rows, begins = given
     out, last, *read, states = results
     grad, d_last = zeros(gradients[0], out), zeros(gradients[1], last)
-    given = q, k, v, key_mask, *rows, out, *read, states, last, grad, d_last, numbers[1]
+    given = q, k, v, key_mask, *rows, begins, out, *read, states, last, grad, d_last, numbers[1]
     dq, dk, dv, whole, *d_rows = _feature_scan_vjp(*given)
     d_first = None if first is None else _at_scales(whole, first, rows[1].shape[-2])
     return dq, dk, dv, None, d_first, *(d_rows if numbers[1] else ())
@@ -185,6 +189,6 @@ def _of_read(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
     return dq, _at_scales(whole, given[1], given[2].shape[-2]), d_rows if numbers[1] else None
 
 
-differentiable(feature_scan, plain.scan, _of_scan, tensors=8, visible=2)
+differentiable(feature_scan, plain.scan, _of_scan, tensors=9, visible=2)
 differentiable(feature_sums, plain.key_sums, _of_sums, tensors=5, visible=1)
 differentiable(feature_read, plain.read_sums, _of_read, tensors=4, visible=1)

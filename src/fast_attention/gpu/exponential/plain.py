@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu.forms import Forms
+from fast_attention.gpu.packing import one_by_one
 from fast_attention.gpu.plain import SMALLEST
 
 FEW = 16  # tokens
@@ -20,9 +21,11 @@ State = tuple[Tensor, Tensor, Tensor]  # products (..., D, E), sums (..., D) and
 
 def scan(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, query_rows: Tensor,
-    key_rows: Tensor, bias: Tensor | None, keep: bool = True, trained: bool = True,
+    key_rows: Tensor, bias: Tensor | None, begins: Tensor | None = None, keep: bool = True, trained: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first state, and the state after all keys: see ``operations.feature_scan``."""
+    if begins is not None:
+        return one_by_one(forms(query_rows, key_rows, bias).scan, q, k, v, key_mask, first, begins)
     a, (b, values) = _logs(q, query_rows, bias), _keys(k, v, key_mask, key_rows, bias)
     state, outs = apart(first, b.shape[-1]) if first is not None else _nothing(b, values), []
     for at in range(0, q.shape[-2], FEW):

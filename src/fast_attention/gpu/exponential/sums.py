@@ -62,11 +62,20 @@ def chunk_sums(
 
 
 @triton.jit
+def dropped(products, sums, scales, begins):
+    """Sums, or none where a sequence begins."""
+    return tl.where(begins, 0.0, products), tl.where(begins, 0.0, sums), tl.where(begins, FLOOR, scales)
+
+
+@triton.jit
 def running_sums(
-    STATES, FIRST, LAST, D, E, chunks,
-    REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    STATES, FIRST, LAST, BEGINS, D, E, chunks,
+    REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, PACKED: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Every chunk's sums become those of FIRST and the chunks before it (behind it); LAST: all of them."""
+    """Every chunk's sums become those of FIRST and the chunks before it (behind it); LAST: all of them.
+
+    PACKED: of the chunks of its own sequence; ``begins`` says which are a sequence's first.
+    """
     blocks, numbers = tl.cdiv(D, BD), D * E + 2 * D
     program = tl.program_id(0).to(tl.int64)
     n, columns = program // blocks, (program % blocks).to(tl.int32) * BD + tl.arange(0, BD)
@@ -83,7 +92,10 @@ def running_sums(
         sums = tl.load(FIRST + D * E + columns, mask=some, other=0.0)
         scales = tl.load(FIRST + D * E + D + columns, mask=some, other=FLOOR)
     for step in range(0, chunks):
-        state = STATES + (n * chunks + (chunks - 1 - step if REVERSED else step)) * numbers
+        chunk = chunks - 1 - step if REVERSED else step
+        state = STATES + (n * chunks + chunk) * numbers
+        if PACKED and not REVERSED:
+            products, sums, scales = dropped(products, sums, scales, tl.load(BEGINS + chunk) != 0)
         more = tl.load(state + at, mask=inside, other=0.0)
         further = tl.load(state + D * E + columns, mask=some, other=0.0)
         theirs = tl.load(state + D * E + D + columns, mask=some, other=FLOOR)
@@ -93,6 +105,8 @@ def running_sums(
         larger = tl.maximum(scales, theirs)
         a, b = tl.exp(scales - larger), tl.exp(theirs - larger)
         products, sums, scales = products * a[:, None] + more * b[:, None], sums * a + further * b, larger
+        if PACKED and REVERSED:
+            products, sums, scales = dropped(products, sums, scales, tl.load(BEGINS + chunk) != 0)
     LAST += n * numbers
     tl.store(LAST + at, products, mask=inside)
     tl.store(LAST + D * E + columns, sums, mask=some)

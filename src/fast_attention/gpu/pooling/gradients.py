@@ -58,8 +58,8 @@ def of_queries(
 
 
 @triton.jit
-def running_sums(SUMS, AFTER, LAST, C, chunks, CAUSAL: tl.constexpr, BC: tl.constexpr):
-    """Every chunk's sums become those of AFTER and the chunks behind it; LAST: all of them."""
+def running_sums(SUMS, AFTER, LAST, BEGINS, C, chunks, CAUSAL: tl.constexpr, PACKED: tl.constexpr, BC: tl.constexpr):
+    """Every chunk's sums become those of AFTER and the chunks behind it, PACKED of its own sequence; LAST: all."""
     columns, _, n = position(C, 1, BC)
     scale, a, b = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     if CAUSAL:
@@ -70,6 +70,9 @@ def running_sums(SUMS, AFTER, LAST, C, chunks, CAUSAL: tl.constexpr, BC: tl.cons
         write_pool(where, columns, C, scale, a, b)
         decay = tl.exp(log - scale) if CAUSAL else 1.0
         a, b, scale = a * decay + more, b * decay + further, log
+        if PACKED:  # nothing, over what is larger than all
+            begins = tl.load(BEGINS + chunks - 1 - back) != 0
+            a, b, scale = tl.where(begins, 0.0, a), tl.where(begins, 0.0, b), tl.where(begins, -FLOOR, scale)
     write_pool(LAST + n * 3 * C, columns, C, scale, a, b)
 
 

@@ -103,14 +103,23 @@ def chunk_pools(
 
 
 @triton.jit
-def running_pools(POOLS, FIRST, LAST, C, chunks, HAS_FIRST: tl.constexpr, BC: tl.constexpr):
-    """Every chunk's pool becomes that of FIRST and the chunks before it; LAST: all of them."""
+def running_pools(
+    POOLS, FIRST, LAST, BEGINS, C, chunks, HAS_FIRST: tl.constexpr, PACKED: tl.constexpr, BC: tl.constexpr
+):
+    """Every chunk's pool becomes that of FIRST and the chunks before it; LAST: all of them.
+
+    PACKED: of the chunks of its own sequence; ``begins`` says which are a sequence's first.
+    """
     columns, _, n = position(C, 1, BC)
     top, numerator, denominator = no_keys(BC)
     if HAS_FIRST:
         top, numerator, denominator = read_pool(FIRST + n * 3 * C, columns, C)
     for chunk in range(0, chunks):
         where = POOLS + (n * chunks + chunk) * 3 * C
+        if PACKED:
+            begins = tl.load(BEGINS + chunk) != 0
+            top = tl.where(begins, FLOOR, top)
+            numerator, denominator = tl.where(begins, 0.0, numerator), tl.where(begins, 0.0, denominator)
         other, more, further = read_pool(where, columns, C)
         write_pool(where, columns, C, top, numerator, denominator)
         top, numerator, denominator = joined(top, numerator, denominator, other, more, further)

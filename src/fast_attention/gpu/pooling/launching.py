@@ -29,10 +29,11 @@ def _chunk(length: int) -> int:
 class Launch:
     """What all calls over one sequence share."""
 
-    def __init__(self, x: Tensor) -> None:
-        """For tokens ``x``."""
+    def __init__(self, x: Tensor, begins: Tensor | None = None) -> None:
+        """For tokens ``x``; ``begins`` (chunks,): which chunks are the first of a packed sequence."""
         self.batch, self.heads, self.length, self.width = x.shape
-        self.size = _chunk(self.length)
+        self.begins = begins
+        self.size = _chunk(self.length) if begins is None else self.length // len(begins)
         self.chunks = -(-self.length // self.size)
         self.channels = min(power(self.width), CHANNELS)
         self.walks = self.batch * self.heads * -(-self.width // self.channels)
@@ -60,8 +61,9 @@ class Launch:
             HAS_MASK=mask is not None, **self.options,
         )  # fmt: skip
         kernels.running_pools[(self.walks,)](
-            pools, some(first, pools), last, self.width, self.chunks, HAS_FIRST=first is not None, **self.options
-        )
+            pools, some(first, pools), last, some(self.begins, pools), self.width, self.chunks,
+            HAS_FIRST=first is not None, PACKED=self.begins is not None, **self.options,
+        )  # fmt: skip
         return pools, last
 
     def outputs(
@@ -96,8 +98,9 @@ class Launch:
             GATED=gated, HAS_REST=rest.numel() > 0, **self.options,
         )  # fmt: skip
         gradients.running_sums[(self.walks,)](
-            sums, some(after, sums), last, self.width, self.chunks, CAUSAL=causal, **self.options
-        )
+            sums, some(after, sums), last, some(self.begins, sums), self.width, self.chunks, CAUSAL=causal,
+            PACKED=self.begins is not None, **self.options,
+        )  # fmt: skip
         return dq, sums, last
 
     def of_keys(

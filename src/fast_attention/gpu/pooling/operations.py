@@ -2,7 +2,8 @@
 
 Tokens are (B, H, n, C), pools (B, H, 3 C) in float32: the largest key of every channel, which has no gradient, and over
 its exponential the sums of ``exp(k_j) v_j`` and of ``exp(k_j)``. ``gated``: outputs times ``sigmoid(q)``; ``keep``: for
-a backward pass, what rounding took of outputs in sixteen bits and the logarithms of denominators.
+a backward pass, what rounding took of outputs in sixteen bits and the logarithms of denominators. ``begins`` (chunks,):
+which chunks are the first of a packed sequence.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ Results = tuple[Tensor, ...]
 TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask"
 
 
-def _launch(x: Tensor) -> Any:
+def _launch(x: Tensor, begins: Tensor | None = None) -> Any:
     from fast_attention.gpu.pooling.launching import Launch
 
-    return Launch(x)
+    return Launch(x, begins)
 
 
 def _scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, gated: bool, keep: bool
-) -> Results:
-    (q, k, v), mask, run = contiguous(q, k, v), as_bytes(key_mask, k), _launch(k)
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, begins: Tensor | None, gated: bool,
+    keep: bool,
+) -> Results:  # fmt: skip
+    (q, k, v), mask, run = contiguous(q, k, v), as_bytes(key_mask, k), _launch(k, begins)
     pools, settings = None if first is None else first.contiguous(), {"gated": gated, "keep": keep, "is_causal": True}
     if run.chunks == 1:
         last = run.empty(3 * run.width)
@@ -40,17 +42,19 @@ def _scan(
     return out, last, rest, logs
 
 
-def _scan_like(q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, gated: bool, keep: bool) -> Results:
+def _scan_like(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Any, first: Any, begins: Any, gated: bool, keep: bool
+) -> Results:  # fmt: skip
     (out,), wide = empty(q), q.new_empty((*q.shape[:-2], 3 * q.shape[-1]), dtype=torch.float32)
     logs = (*q.shape,) if keep else (*q.shape[:2], 0)
     return out, wide, rest_like(out, keep), wide.new_empty(logs)
 
 
 def _scan_vjp(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, out: Tensor, last: Tensor,
-    rest: Tensor, logs: Tensor, grad: Tensor, d_last: Tensor, gated: bool,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, begins: Tensor | None, out: Tensor,
+    last: Tensor, rest: Tensor, logs: Tensor, grad: Tensor, d_last: Tensor, gated: bool,
 ) -> Results:  # fmt: skip
-    (q, k, v, grad), mask, run, C = contiguous(q, k, v, grad), as_bytes(key_mask, k), _launch(k), k.shape[-1]
+    (q, k, v, grad), mask, run, C = contiguous(q, k, v, grad), as_bytes(key_mask, k), _launch(k, begins), k.shape[-1]
     top, d_numerator, d_denominator = last[..., :C], d_last[..., C : 2 * C], d_last[..., 2 * C :]
     after = torch.cat([top, d_numerator, -d_denominator], -1)
     dq, sums, whole = run.of_queries(q, out, rest, logs, grad, after, gated=gated)
@@ -92,15 +96,17 @@ def _pool_like(k: Tensor, *others: Any) -> Tensor:
 
 
 pool_scan = operation(
-    "pool_scan", f"{TOKENS}, Tensor? first, bool gated, bool keep", "(Tensor, Tensor, Tensor, Tensor)", _scan,
-    _scan_like,
+    "pool_scan", f"{TOKENS}, Tensor? first, Tensor? begins, bool gated, bool keep",
+    "(Tensor, Tensor, Tensor, Tensor)", _scan, _scan_like,
 )  # fmt: skip
 _pool_scan_vjp = operation(
     "pool_scan_backward",
-    f"{TOKENS}, Tensor? first, Tensor out, Tensor last, Tensor rest, Tensor logs, Tensor grad, Tensor d_last, "
-    "bool gated",
+    f"{TOKENS}, Tensor? first, Tensor? begins, Tensor out, Tensor last, Tensor rest, Tensor logs, Tensor grad, "
+    "Tensor d_last, bool gated",
     "(Tensor, Tensor, Tensor, Tensor)", _scan_vjp,
-    lambda q, k, v, mask, first, out, last, *x: (*empty(q, k, v), last.new_empty(0 if first is None else last.shape)),
+    lambda q, k, v, mask, first, begins, out, last, *x: (
+        *empty(q, k, v), last.new_empty(0 if first is None else last.shape)
+    ),
 )  # fmt: skip
 pool_sums = operation("pool_sums", "Tensor k, Tensor v, Tensor? key_mask", "Tensor", _sums, _pool_like)
 _pool_sums_vjp = operation(
@@ -118,13 +124,13 @@ _pool_read_vjp = operation(
 
 
 def _of_scan(given: Any, results: Any, gradients: Any, numbers: Any) -> Results:
-    q, k, v, key_mask, first = given
+    q, k, v, key_mask, first, begins = given
     out, last, rest, logs = results
     if logs.numel() == 0:
         out, last, rest, logs = pool_scan(*given, numbers[0], True)
     grad, d_last = zeros(gradients[0], out), zeros(gradients[1], last)
     dq, dk, dv, d_first = _pool_scan_vjp(
-        q, k, v, key_mask, first, out, last, rest, logs, grad, d_last, numbers[0]
+        q, k, v, key_mask, first, begins, out, last, rest, logs, grad, d_last, numbers[0]
     )  # fmt: skip
     return dq, dk, dv, None, None if first is None else d_first  # type: ignore[return-value]
 
@@ -137,16 +143,16 @@ def _of_read(given: Any, results: Any, gradients: Any, numbers: Any) -> Results:
     return _pool_read_vjp(*given, *results, gradients[0], numbers[0])
 
 
-differentiable(pool_scan, plain.scan, _of_scan, tensors=5, visible=2)
+differentiable(pool_scan, plain.scan, _of_scan, tensors=6, visible=2)
 differentiable(pool_sums, plain.sums, _of_sums, tensors=3, visible=1)
 differentiable(pool_read, plain.read, _of_read, tensors=2, visible=1)
 
 
-def forms(gated: bool, keep: bool) -> Forms:
-    """The kernels."""
+def forms(gated: bool, keep: bool, begins: Tensor | None = None) -> Forms:
+    """The kernels; ``begins``: of packed sequences, causal."""
     return Forms(
-        lambda q, k, v, mask, first: pool_scan(q, k, v, mask, first, gated, keep)[:2],
+        lambda q, k, v, mask, first: pool_scan(q, k, v, mask, first, begins, gated, keep)[:2],
         pool_sums,
         lambda q, pool: pool_read(q, pool, gated, keep)[0],
-        lambda q, k, v, mask, pool: pool_scan(q, k, v, mask, pool, gated, False)[:2],
+        lambda q, k, v, mask, pool: pool_scan(q, k, v, mask, pool, None, gated, False)[:2],
     )

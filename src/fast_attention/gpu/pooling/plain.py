@@ -9,12 +9,16 @@ from torch.nn import functional as F
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, running_max
 from fast_attention.gpu.forms import Forms
+from fast_attention.gpu.packing import one_by_one
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, gated: bool, keep: bool = True
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: Tensor | None, begins: Tensor | None, gated: bool,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal outputs behind a first pool, and the pool after: see ``operations.pool_scan``."""
+    if begins is not None:
+        return one_by_one(forms(gated).scan, q, k, v, key_mask, first, begins)
     keys, terms, C = *keys_and_terms(k, v, key_mask), k.shape[-1]
     if first is not None:
         top, sums = first[..., None, :C].to(keys.dtype), first[..., None, C:].to(keys.dtype)
@@ -41,8 +45,8 @@ def read(q: Tensor, pool: Tensor, gated: bool, keep: bool = True) -> Tensor:
 def forms(gated: bool) -> Forms:
     """These functions."""
     return Forms(
-        lambda q, k, v, mask, first: scan(q, k, v, mask, first, gated), sums, lambda q, pool: read(q, pool, gated),
-        lambda q, k, v, mask, pool: scan(q, k, v, mask, pool, gated),
+        lambda q, k, v, mask, first: scan(q, k, v, mask, first, None, gated), sums,
+        lambda q, pool: read(q, pool, gated), lambda q, k, v, mask, pool: scan(q, k, v, mask, pool, None, gated),
     )  # fmt: skip
 
 

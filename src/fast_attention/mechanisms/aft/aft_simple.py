@@ -73,6 +73,16 @@ class AFTSimple(Attention[tuple[()], Pool]):
         same_width(self, k, v)
         return aft_simple(q, k, v, is_causal=is_causal, key_mask=key_mask)
 
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal, by kernels: every sequence begins a chunk, and pools with it."""
+        same_width(self, k, v)
+        if not is_causal or gpu.obstacle(q, k, v, key_mask):
+            return None
+        return gpu.packed(q, k, v, lengths, key_mask)
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Pool | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, Pool]:

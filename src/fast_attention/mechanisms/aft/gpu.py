@@ -7,10 +7,12 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.gpu import cases, self_check, walking
+from fast_attention.gpu.packing import Chunks
 from fast_attention.gpu.pooling import operations
 from fast_attention.gpu.windowed import operations as windowed
 from fast_attention.mechanisms.aft.reference import Pool
 
+TOKENS = 64  # of a chunk of packed sequences
 WIDEST = 1 << 16  # channels: any number, which a program takes a few of
 
 
@@ -37,6 +39,14 @@ def attend_window(
 ) -> Tensor:
     """Outputs (..., H, L, C): see ``aft_local``."""
     return windowed.attend(q, k, v, key_mask, band, is_causal=is_causal, strict=strict)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None) -> Tensor:
+    """Causal outputs of sequences of so many tokens, one behind another."""
+    rows = Chunks.of(lengths, TOKENS, q.device)
+    forms = operations.forms(gated=True, keep=walking.trains(q, k, v), begins=rows.begins)
+    q, k, v = (rows.spread(x) for x in (q, k, v))
+    return rows.gathered(walking.walk(forms, q, k, v, rows.visible(key_mask), is_causal=True))
 
 
 def advance(

@@ -34,7 +34,7 @@ def attend(
 ) -> Tensor:
     """Outputs (..., L, Ev) for queries (..., L, d), keys (..., S, d), values (..., S, Ev) and rows (..., m, d)."""
     settings: Any = {"is_causal": is_causal, "key_mask": key_mask}
-    if why := favor_gpu.obstacle(phi, q, k, v, heads, key_mask):
+    if why := favor_gpu.obstacle(phi, q, k, v, heads, masked=key_mask is not None):
         dispatch.unserved(q, why)
         return _attend(phi, q, k, v, heads, **settings)
     return favor_gpu.attend(phi, q, k, v, heads, **settings)
@@ -68,7 +68,7 @@ def advance(
     key_mask: Tensor | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal outputs of new tokens behind ``state``, and the state after them."""
-    if why := favor_gpu.obstacle(phi, q, k, v, heads, key_mask) or gpu.few(q, k, v, state, *heads):
+    if why := favor_gpu.obstacle(phi, q, k, v, heads, masked=key_mask is not None) or gpu.few(q, k, v, state, *heads):
         dispatch.unserved(q, why)
         return _advance(phi, q, k, v, heads, state, key_mask)
     return favor_gpu.advance(phi, q, k, v, heads, state, key_mask)

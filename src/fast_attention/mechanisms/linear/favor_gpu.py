@@ -8,15 +8,16 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.gpu import cases, self_check, walking
-from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED
+from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import kernels
 from fast_attention.gpu.forms import Forms
+from fast_attention.gpu.packing import Chunks
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 
 def obstacle(
-    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, key_mask: Tensor | None
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, masked: bool
 ) -> str:  # fmt: skip
     """Why kernels cannot compute attention from these features; empty where they can."""
     why = dispatch.gpu_obstacle(q, k, widest=WIDEST_PROJECTED) or dispatch.gpu_obstacle(q, v, widest=WIDEST)
@@ -25,7 +26,7 @@ def obstacle(
     if heads.bias is not None and heads.bias.requires_grad:
         return "a bias that is trained"
     case = cases.exponential(phi.width(heads.rows), q.shape[-1])
-    return self_check.obstacle(case, q, v, masked=key_mask is not None)
+    return self_check.obstacle(case, q, v, masked=masked)
 
 
 def attend(
@@ -35,6 +36,18 @@ def attend(
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, heads.rows)))
     forms, q = _forms(phi, q, k, v, heads, lead), q.expand(*lead, *q.shape[-2:])
     return walking.walk(forms, bounded(q), bounded(k), v, key_mask, is_causal=is_causal)
+
+
+def packed(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, lengths: tuple[int, ...],
+    key_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Causal outputs of sequences of so many tokens, one behind another."""
+    chunk = exponential(q.shape[-1], exact=q.dtype == torch.float32).forward.chunk
+    rows, lead = Chunks.of(lengths, chunk, q.device), q.shape[:-2]
+    forms = _forms(phi, q, k, v, heads, lead, rows.begins)
+    q, k, v = (rows.spread(x) for x in (bounded(q), bounded(k), v))
+    return rows.gathered(walking.walk(forms, q, k, v, rows.visible(key_mask), is_causal=True))
 
 
 def advance(
@@ -50,7 +63,9 @@ def advance(
     return out, LinearState(kv.unflatten(-1, (D, -1)), k, log_scale)
 
 
-def _forms(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, lead: torch.Size) -> Forms:
+def _forms(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, lead: torch.Size, begins: Tensor | None = None
+) -> Forms:  # fmt: skip
     def flat(x: Tensor) -> Tensor:
         return (x if len(lead) == 2 and x.ndim == 3 else x.expand(*lead, *x.shape[-2:]).flatten(0, -3)).float()
 
@@ -61,4 +76,4 @@ def _forms(phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads,
     keys = queries if heads.key_rows is None else both(heads.key_rows)
     bias = None if heads.bias is None else flat(heads.bias)[:, 0]
     trained = walking.trains(queries, keys)
-    return kernels.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained)
+    return kernels.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained, begins)

@@ -163,6 +163,14 @@ class FavorPlus(RandomKernelised[Projection]):
             return generalised_attention(q, k, v, w.projection, **settings, **visible)
         return favor_plus_attention(q, k, v, w.projection, hyperbolic=self.features == "hyperbolic", **visible)
 
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Projection, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal, by kernels, unless a kernel of another kind is given."""
+        settings = {"is_causal": is_causal, "key_mask": key_mask}
+        return super().attend_packed(q, k, v, w, lengths, **settings) if self.kernel is None else None
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Projection, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:

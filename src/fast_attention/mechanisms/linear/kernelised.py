@@ -16,7 +16,7 @@ from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.feature_map import Map as Map
 from fast_attention.mechanism import Attention, W
-from fast_attention.mechanisms.linear import fast_favor, feature_chunks, in_range, linear_state, reference
+from fast_attention.mechanisms.linear import fast_favor, favor_gpu, feature_chunks, in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.mechanisms.linear.token_features import token_features
@@ -101,6 +101,16 @@ class RandomKernelised(Kernelised[W]):
             lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form),
             lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form),
         )
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: W, lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal, by kernels: every sequence begins a chunk, and sums with it."""
+        phi, heads = self.features_of(w)
+        if not is_causal or favor_gpu.obstacle(phi, q, k, v, heads, masked=True):
+            return None
+        return favor_gpu.packed(phi, q, k, v, heads, lengths, key_mask)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: W, state: LinearState | None, *, key_mask: Tensor | None
