@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +33,36 @@ def device() -> Iterator[torch.device]:
     torch.manual_seed(0)
     with torch.device("cpu" if INTERPRETED else "cuda") as made:
         yield made
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patched_once_a_launch() -> Iterator[None]:
+    """Let the interpreter put its functions into Triton's language once a launch, not with every function it calls.
+
+    Which it does to be sure of the modules that the function sees; here all there are are patched at the beginning. It
+    was more than half of these tests' time.
+    """
+    if not INTERPRETED:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    inside: list[Any] = []
+
+    def patched(function: Any) -> Any:
+        if inside:
+            return None
+        inside.append(function)
+        scope = real(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+
+        def restored() -> None:
+            inside.clear()
+            scope.restore()
+
+        return SimpleNamespace(restore=restored)
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = interpreter._patch_lang
+        patch.setattr(interpreter, "_patch_lang", patched)
+        yield

@@ -34,8 +34,8 @@ class Chunks(NamedTuple):
 
     def visible(self, key_mask: Tensor | None) -> Tensor:
         """Which tokens among chunks may be seen, (..., length)."""
-        seen = torch.ones_like(self.at, dtype=torch.bool) if key_mask is None else key_mask
-        return seen.new_zeros((*seen.shape[:-1], self.length)).index_copy(-1, self.at, seen)
+        shown = torch.ones_like(self.at, dtype=torch.bool) if key_mask is None else key_mask
+        return shown.new_zeros((*shown.shape[:-1], self.length)).index_copy(-1, self.at, shown)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Tokens among chunks as they were packed."""
