@@ -217,8 +217,8 @@ FAULTS = [
     Fault(
         "pools go on from one packed sequence to the next",
         "gpu/pooling/kernels.py",
-        "            top = tl.where(begins, FLOOR, top)\n            numerator, denominator = tl.where(begins, 0.0, numerator),",
-        "            top = tl.where(begins, FLOOR, top)\n            numerator, denominator = numerator,",
+        "begins = tl.load(BEGINS + chunk) != 0",
+        "begins = tl.load(BEGINS + chunk) > 1",
         PACKED + "a_chunk",
     ),
     Fault(
