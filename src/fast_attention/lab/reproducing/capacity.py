@@ -53,6 +53,7 @@ PUBLISHED = tuple(
     for each in CONTENDERS
     for size, loss in zip(each.sizes, LOGS.get(each.label, ()), strict=False)
 )
+LEAST = 12.0  # seconds that a training may take however small its share of the time is
 MANY = 400
 FULL = 0.01  # a loss below which all is retrieved
 NEAR = 0.03  # two losses this near are the same
@@ -71,9 +72,10 @@ def run(budget: Budget) -> Iterator[Row]:
         if not budget.left and (at or budget.rows):
             return
         share = _cost(each, size) / sum(_cost(other, many) for _, many, other in cells[at:])  # more, if some end early
+        seconds = min(max(share * budget.left, LEAST), budget.left)
         budget.watch(f"{each.label}, {size} associations, seed {seed}")
         row = {"contender": each.label, "mechanism": each.mechanism, "associations": size, "seed": seed}
-        yield {**row, **trained(each, size, seed, share * budget.left)}
+        yield {**row, **trained(each, size, seed, seconds)}
 
 
 def _cost(each: Contender, size: int) -> int:
