@@ -127,6 +127,22 @@ def running_pools(
 
 
 @triton.jit
+def write_outputs(
+    OUT, REST, LOGS, where, inside, top, numerator, denominator, gate, LOGGED: tl.constexpr, ROUNDED: tl.constexpr
+):
+    """Means of values, times ``gate``; what rounding took of them, and the logarithms of denominators."""
+    nothing = denominator == 0
+    divisor = tl.where(nothing, 1.0, denominator)
+    out = tl.where(nothing, 0.0, numerator / divisor) * gate
+    tl.store(OUT + where, out.to(OUT.dtype.element_ty), mask=inside)
+    if ROUNDED:
+        rest = out - out.to(OUT.dtype.element_ty).to(tl.float32)
+        tl.store(REST + where, rest.to(OUT.dtype.element_ty), mask=inside)
+    if LOGGED:
+        tl.store(LOGS + where, tl.where(nothing, FLOOR, top + tl.log(divisor)), mask=inside)
+
+
+@triton.jit
 def outputs(
     Q, K, V, VISIBLE, POOLS, OUT, REST, LOGS, LAST, heads, length, C, size, chunks,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh,
@@ -149,17 +165,8 @@ def outputs(
         if CAUSAL:
             k, v, shown = key(K, V, kt, vt, t, columns, C, VISIBLE, HAS_MASK)
             top, numerator, denominator = add(top, numerator, denominator, k, v, shown)
-        nothing = denominator == 0
-        divisor = tl.where(nothing, 1.0, denominator)
-        out = tl.where(nothing, 0.0, numerator / divisor)
-        if GATED:
-            out *= tl.sigmoid(numbers(Q + t * qt, columns, C))
+        gate = tl.sigmoid(numbers(Q + t * qt, columns, C)) if GATED else 1.0
         where = (n * length + t) * C + columns
-        tl.store(OUT + where, out.to(OUT.dtype.element_ty), mask=inside)
-        if ROUNDED:
-            rest = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-            tl.store(REST + where, rest.to(OUT.dtype.element_ty), mask=inside)
-        if LOGGED:
-            tl.store(LOGS + where, tl.where(nothing, FLOOR, top + tl.log(divisor)), mask=inside)
+        write_outputs(OUT, REST, LOGS, where, inside, top, numerator, denominator, gate, LOGGED, ROUNDED)
     if ENDS:
         write_pool(LAST + n * 3 * C, columns, C, top, numerator, denominator)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.pooling.kernels import FLOOR, joined, no_keys, position, read_pool
+from fast_attention.gpu.pooling.kernels import FLOOR, joined, no_keys, position, read_pool, write_outputs
 from fast_attention.gpu.windowed.tiles import SLACK, gathered, shown_rows, tile, weights
 
 
@@ -120,13 +120,6 @@ def outputs(
         w = weights(BAND, SHIFT, bt, st, rows[:, None], keys[None, :], length, reach, CAUSAL, STRICT)
         w = tl.where(shown_rows(VISIBLE, keys, length, HAS_MASK)[None, :], w, 0.0)
         top, one, two = gathered(top, one, two, w, k, v, ones, slack, BT)
-    nothing = two == 0
-    divisor = tl.where(nothing, 1.0, two)
-    out = tl.where(nothing, 0.0, one / divisor) * tl.sigmoid(tile(Q, rows[:, None], qt, columns[None, :], inside))
+    gate = tl.sigmoid(tile(Q, rows[:, None], qt, columns[None, :], inside))
     where = (n * length + rows)[:, None] * C + columns[None, :]
-    tl.store(OUT + where, out.to(OUT.dtype.element_ty), mask=inside)
-    if ROUNDED:
-        rest = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-        tl.store(REST + where, rest.to(OUT.dtype.element_ty), mask=inside)
-    if LOGGED:
-        tl.store(LOGS + where, tl.where(nothing, FLOOR, top + tl.log(divisor)), mask=inside)
+    write_outputs(OUT, REST, LOGS, where, inside, top, one, two, gate, LOGGED, ROUNDED)

@@ -19,10 +19,9 @@ from fast_attention.engine import tiled
 from fast_attention.engine.tiling import bias_of
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse.grid import Axis
-from fast_attention.mechanisms.sparse.stripes import Columns, Stripes, columns, ordered
+from fast_attention.mechanisms.sparse.stripes import TOGETHER, Columns, Stripes, columns, ordered
 
 TILE = 16  # columns of queries that read the same columns of keys
-TOGETHER = 16  # heads whose keys are gathered together: some MiB, which stay in cache
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -18,9 +18,7 @@ from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.sparse import grid_reference as reference
 from fast_attention.mechanisms.sparse import grid_rows
 from fast_attention.mechanisms.sparse.grid import Axis
-from fast_attention.mechanisms.sparse.stripes import Columns, Rows, Stripes, columns, ordered, rows
-
-TOGETHER = 16  # stripes of single heads: what is gathered of them, some MiB, stays in cache
+from fast_attention.mechanisms.sparse.stripes import TOGETHER, Columns, Rows, Stripes, columns, ordered, rows
 
 
 class Batch(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.engine.tiling import Memory
 from fast_attention.mechanisms.sparse.grid import Axis
 
+TOGETHER = 16  # stripes of single heads: what is gathered of them, some MiB, stays in cache
 Move = tuple[slice, slice]  # places in the grid, and where they stand in a stripe
 
 
