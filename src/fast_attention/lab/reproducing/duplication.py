@@ -17,7 +17,7 @@ from torch import nn
 from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, picture
 from fast_attention.lab.hover import Series
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
-from fast_attention.lab.reproducing.runs import equal_steps
+from fast_attention.lab.reproducing.runs import Training, equal_steps
 from fast_attention.lab.tables import Table, Value
 from fast_attention.mechanisms import LSH
 from fast_attention.nn import saving
@@ -48,7 +48,7 @@ MOST, DRAWS = 500, 4  # steps that are enough; draws of the rotations that a mod
 def run(budget: Budget) -> Iterator[Row]:
     """Train with each number of rounds in turn, and read each model with all."""
     configs = {rounds: config_for(rounds) for rounds in TRAINED}
-    number = equal_steps(budget, TASK, configs.values(), SETTINGS, MOST)
+    number = equal_steps(budget, [Training(TASK, each, SETTINGS) for each in configs.values()], MOST)
     settings = replace(SETTINGS, steps=number, evaluate_every=number)
     for rounds, config in configs.items():
         if budget.has(trained=rounds):

@@ -16,7 +16,7 @@ from fast_attention.lab import hover
 from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, figure_grid, labelled, line, number, picture
 from fast_attention.lab.hover import Series
 from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
-from fast_attention.lab.reproducing.runs import equal_steps, trained
+from fast_attention.lab.reproducing.runs import Training, equal_steps, trained
 from fast_attention.lab.study.plan import EXACT, matched
 from fast_attention.lab.tables import Table
 from fast_attention.nn.models import Model
@@ -50,8 +50,8 @@ MOST = 2000  # steps that are enough
 def run(budget: Budget) -> Iterator[Row]:
     """All mechanisms with one seed before the next."""
     pairs = [(family, name) for family, names in FAMILIES.items() for name in names]
-    configs = [matched(TASK, name, MODEL) for _, name in pairs]
-    count = equal_steps(replace(budget, seconds=budget.seconds / budget.seeds), TASK, configs, SETTINGS, MOST)
+    trainings = [Training(TASK, matched(TASK, name, MODEL), SETTINGS) for _, name in pairs]
+    count = equal_steps(replace(budget, seconds=budget.seconds / budget.seeds), trainings, MOST)
     settings = replace(SETTINGS, steps=count, evaluate_every=count)
     for seed, (family, name) in itertools.product(range(budget.seeds), pairs):
         if budget.has(mechanism=name, seed=seed):

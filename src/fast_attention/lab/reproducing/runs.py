@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,27 +23,32 @@ TRIED = 4  # steps of each model that are timed; the first is warming up
 KEPT = 0.8  # of the time is planned with; the rest is for evaluations, and for what takes longer than when it was tried
 
 
-def equal_steps(
-    budget: Budget, task: Task, configs: Iterable[ModelConfig], settings: TrainingSettings, most: int
-) -> int:
+class Training(NamedTuple):
+    """A model, what it learns, and in batches of what size."""
+
+    task: Task
+    config: ModelConfig
+    settings: TrainingSettings
+
+
+def equal_steps(budget: Budget, trainings: Iterable[Training], most: int) -> int:
     """The steps with which all runs end in the time, as fast as the machine is now; a stopped run's where it is one.
 
     Args:
         budget: The time for all runs together.
-        task: What is learnt.
-        configs: The models, one for each run.
-        settings: Size of the batches.
+        trainings: All of these runs.
         most: Steps that are enough.
     """
     if budget.rows:
         return int(budget.rows[0]["steps"])
     budget.watch("timing a few steps of every model")
-    together = sum(_seconds(budget, task, each, settings) for each in configs)
+    together = sum(_seconds(budget, each) for each in trainings)
     return max(FEWEST, min(most, int(KEPT * budget.seconds / together)))
 
 
-def _seconds(budget: Budget, task: Task, config: ModelConfig, settings: TrainingSettings) -> float:
+def _seconds(budget: Budget, training: Training) -> float:
     """Of one training step, the least of a few: what it takes where nothing else runs."""
+    task, config, settings = training
     with torch.random.fork_rng(devices=[]):
         model = Model(config).to(settings.device).train()
         optimiser = steps.optimiser_for(model, settings)
