@@ -263,8 +263,8 @@ def why(record: Reproduced) -> list[str]:
         "No paper measures them side by side, so there is no published table. Their numbers are of models a hundred "
         "times as large, trained a thousand times as long.",
         f"Each of {len(rows)} runs had {rows[0]['steps'] if rows else 'no'} steps of {TOKENS:,} bytes, about "
-        f"{seconds:.0f} s: in so short a training what counts is how soon a mixer finds the neighbours of a byte. A window and rotary "
-        "positions say where they are; weights for each position must learn it at every position.",
+        f"{seconds:.0f} s: in so short a training what counts is how soon a mixer finds the neighbours of a byte. A "
+        "window and rotary positions say where they are; weights for each position must learn it at every position.",
         "Parameters are made equal by the width of the feed-forward layers. Weights of L x L positions alone are more "
         "than a whole model's: such mixers keep feed-forward layers of one unit and have the parameters that the table "
         "says.",
