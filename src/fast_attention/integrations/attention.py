@@ -18,7 +18,7 @@ from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, packed_rows, relative, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
 from fast_attention.integrations.visible import Positions, Visibility
-from fast_attention.mechanism import Unsupported
+from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
 
 NAME = "fast_attention"
@@ -41,6 +41,7 @@ class Call(NamedTuple):
     ahead: int | None  # later ones
     extra: tuple[str, ...]  # arguments that change the scores
     window: int | None  # the layer's setting, whatever the length
+    times: int = 1  # that the module called attention in one pass of the model
 
 
 _calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
@@ -62,9 +63,13 @@ class Swapped(nn.Module):
 
     def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
         """The layer of transformers' cache that keeps the mechanism's state; None where keys and values are kept."""
-        index, traits = getattr(module, "layer_idx", None), self.bound.mechanism.traits
-        keeps = traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
-        if not keeps or module.training or not getattr(module, "is_causal", False) or None in (cache, index):
+        index = getattr(module, "layer_idx", None)
+        if (
+            not keeps_state(self.bound.mechanism)
+            or module.training
+            or not getattr(module, "is_causal", False)
+            or None in (cache, index)
+        ):
             return None
         return layer_of(cache, int(index or 0), self.bound)
 
@@ -93,6 +98,12 @@ class Swapped(nn.Module):
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""
         return "kept" if self.kept else ""
+
+
+def keeps_state(mechanism: Mechanism[Any, Any]) -> bool:
+    """Whether transformers' cache holds a mechanism's own state, not keys and values."""
+    traits = mechanism.traits
+    return traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
 
 
 def served(module: nn.Module, visibility: Any) -> bool:

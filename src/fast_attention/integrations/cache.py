@@ -6,12 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    QuantizedLayer,
+)
 
 from fast_attention import decoding
 from fast_attention.integrations import rollback
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
+
+PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that keep keys and values, and nothing else
 
 
 class StateLayer(CacheLayerMixin):
@@ -164,7 +173,7 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
     """The ``StateLayer`` of a cache at ``index``, made in place of an empty ``DynamicLayer``; None if that has tokens.
 
     Raises:
-        Unsupported: The cache is of a fixed size.
+        Unsupported: The cache is of a fixed size, or keeps something beside keys and values.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -179,6 +188,11 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
         raise Unsupported(
             f"{bound.mechanism!r} keeps a state and {type(layer).__name__} memory for all tokens: generate without "
             "cache_implementation, or with use_cache=False"
+        )
+    if type(layer) not in PLAIN and not isinstance(layer, QuantizedLayer):
+        raise Unsupported(
+            f"{bound.mechanism!r} keeps a state, and the model's {type(layer).__name__} more than keys and values, "
+            "which would be lost: pass use_cache=False, or swap in a mechanism that keeps these, such as Softmax()"
         )
     if layer.get_seq_length():
         return None

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from fast_attention import cache_argument
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.integrations import calls, probing, relative, teaching, unpadding, visible, weights
-from fast_attention.integrations.attention import CHILD, NAME, SINKS, Call, Swapped, layers_of
+from fast_attention.integrations.attention import CHILD, NAME, SINKS, Call, Swapped, keeps_state, layers_of
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
@@ -43,11 +43,11 @@ def swap(
     own_config(model)
     try:
         _set_implementation(model, NAME)
-        forward, called = probing.find_layers(model, probe)
+        forward, called, run = probing.find_layers(model, probe)
         layers = [_plan(name, call, chosen(name, wanted), model, max_len) for name, call in called.items()]
         if not any(layer.replaced for layer, _ in layers):
             raise Unsupported(nothing_swapped(model, [layer for layer, _ in layers]))
-        uncalled = [_uncalled(model, name, *sizes) for name, sizes in probing.uncalled(model, called).items()]
+        uncalled = [_uncalled(model, name, *sizes, run) for name, sizes in probing.uncalled(model, called).items()]
         for layer, bound in (*layers, *uncalled):
             if bound is not None:
                 swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
@@ -128,18 +128,25 @@ def own_config(model: PreTrainedModel) -> None:
                 setattr(module, name, copies[id(value)])
 
 
-def _uncalled(model: nn.Module, name: str, module: nn.Module, heads: int, head_dim: int) -> tuple[Layer, Bound | None]:
-    """The report of a layer that the probe did not call, and exact attention for it; None where it keeps its own."""
+def _uncalled(
+    model: nn.Module, name: str, module: nn.Module, heads: int, head_dim: int, run: set[nn.Module]
+) -> tuple[Layer, Bound | None]:
+    """The report of a layer that called no attention in the probe, and exact attention for it; None: it keeps its own.
+
+    ``run``: the modules whose forward pass the probe ran.
+    """
     bound, why = None, "it follows a config of its own, which set_attn_implementation does not reach"
     positions = relative.of(model, name)
-    exact = relative.given(Softmax(), positions)
-    if getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
+    exact, shown = relative.given(Softmax(), positions), ""
+    if module in run:
+        shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
+    elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
         parameter = next(module.parameters())
         why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
         bound = relative.bound(exact, Shape(heads, head_dim), positions)
         bound = bound.to(device=parameter.device, dtype=parameter.dtype)
     causal = bool(getattr(module, "is_causal", False))
-    return Layer(name, type(module).__name__, heads, head_dim, causal, repr(exact), why, replaced=False), bound
+    return Layer(name, type(module).__name__, heads, head_dim, causal, shown or repr(exact), why, replaced=False), bound
 
 
 def _plan(
@@ -174,6 +181,11 @@ def _obstacle(mechanism: Mechanism[Any, Any], call: Call, positions: relative.Po
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
     if call.crosses and visible.counts_from_the_query(mechanism):
         return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if call.is_causal and call.times > 1 and keeps_state(mechanism):
+        return (
+            f"the layer attends {call.times} times in one pass of the model, and {mechanism!r} would take every token "
+            "into its one state as often (what would work: mechanisms that keep keys and values, such as Softmax())"
+        )
     if SINKS in call.extra and not (isinstance(mechanism, TakesSinks) and mechanism.takes_sinks):
         return f"the layer has sinks (s_aux), which {mechanism!r} does not take: {SINKS_ARE_TAKEN}"
     if reason := relative.obstacle(mechanism, tuple(x for x in call.extra if x != SINKS), positions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,8 @@ CROSSES = ("encoder_attn", "crossattention", "cross_attn")  # how the names of s
 
 def find_layers(
     model: PreTrainedModel, inputs_given: dict[str, Any] | None
-) -> tuple[Callable[[], None], dict[str, Call]]:
-    """A forward pass that can be repeated, and every attention module that it calls, by name, in order.
+) -> tuple[Callable[[], None], dict[str, Call], set[nn.Module]]:
+    """A forward pass that can be repeated, the modules that it calls attention from, by name, in order, and all it ran.
 
     Args:
         model: The model, its attention already ours.
@@ -42,7 +43,7 @@ def find_layers(
                 part(**inputs)
 
         try:
-            with attention.recorded() as calls:
+            with attention.recorded() as calls, _ran() as run:
                 forward()
         except Unsupported:
             raise
@@ -56,7 +57,8 @@ def find_layers(
                 f"({model.config.model_type}), and nothing was swapped"
             )
         names = {module: name for name, module in model.named_modules()}
-        return forward, {names[call.module]: call for call in calls}
+        times = Counter(call.module for call in calls)
+        return forward, {names[call.module]: call._replace(times=times[call.module]) for call in calls}, run
     if inputs_given is not None:
         raise ValueError(f"probe: {type(model).__name__} does not take {refusal}")
     raise Unsupported(
@@ -144,6 +146,17 @@ def _pixels(model: PreTrainedModel) -> Tensor | None:
     frames = [config.num_frames] if getattr(config, "num_frames", None) else []
     channels = getattr(config, "num_channels", 3)
     return torch.zeros(2, *frames, channels, *size, device=model.device, dtype=model.dtype)
+
+
+@contextmanager
+def _ran() -> Iterator[set[nn.Module]]:
+    """The modules whose forward pass runs in the block."""
+    run: set[nn.Module] = set()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: run.add(module))
+    try:
+        yield run
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""What a swap must not serve: layers that attend twice, layers with attention of their own, caches that keep more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fast_attention import swap, swap_back
+from fast_attention.mechanism import Unsupported
+
+transformers = pytest.importorskip("transformers")
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def build(name: str, **settings: Any) -> tuple[nn.Module, torch.Tensor]:
+    """A small model with random weights, and tokens for it; skipped where this release has none of that name."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this release of transformers has no {name}")
+    config = getattr(transformers, f"{name}Config")(**SMALL, **settings)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval(), torch.randint(5, 99, (2, 17))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["LinearAttention()", "Local(window=4)"])
+def test_a_layer_that_attends_twice_gets_no_state(mechanism: str) -> None:
+    """DiffLlama's two calls would both add their tokens to one state: queries of the second would see the future."""
+    model, tokens = build("DiffLlama")
+    exact = model(tokens).logits
+    with pytest.raises(Unsupported, match=r"the layer attends 2 times in one pass of the model"):
+        swap(model, mechanism)
+    swap(model, "Softmax()")
+    assert torch.equal(model(tokens).logits, exact)
+    swap_back(model)
+    assert torch.equal(model(tokens).logits, exact)
+
+
+@torch.no_grad()
+def test_a_layer_with_attention_of_its_own_is_kept() -> None:
+    """MiniMax's lightning attention does not go through the interface; the layers beside it do."""
+    model, tokens = build(
+        "MiniMax", layer_types=["full_attention", "linear_attention"], num_local_experts=2, num_experts_per_tok=1
+    )
+    exact = model(tokens).logits
+    report = swap(model, "Softmax()")
+    assert [layer.name for layer in report.replaced] == ["model.layers.0.self_attn"]
+    (own,) = report.kept
+    assert own.mechanism == "its own attention"
+    assert "forms attention itself" in own.why
+    assert torch.equal(model(tokens).logits, exact)
+
+
+@torch.no_grad()
+def test_a_cache_that_keeps_more_than_keys_is_not_replaced() -> None:
+    """Falcon-H1's layers keep a state of a convolution and of Mamba beside keys and values."""
+    mamba = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1}
+    model, tokens = build("FalconH1", **mamba)
+    swap(model, "LinearAttention()")
+    with pytest.raises(Unsupported, match=r"more than keys and values"):
+        model(tokens)
+    changed = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 7) % 90], 1)
+    before, after = (model(x, use_cache=False).logits[:, :-1] for x in (tokens, changed))
+    assert torch.equal(before, after)
