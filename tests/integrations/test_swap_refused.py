@@ -67,3 +67,33 @@ def test_a_cache_that_keeps_more_than_keys_is_not_replaced() -> None:
     changed = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 7) % 90], 1)
     before, after = (model(x, use_cache=False).logits[:, :-1] for x in (tokens, changed))
     assert torch.equal(before, after)
+
+
+def test_scores_that_no_mechanism_forms_are_named() -> None:
+    """Gemma-2 squashes its scores: nothing is advised that would be refused again."""
+    model, _ = build("Gemma2")
+    with pytest.raises(Unsupported, match=r"changes its scores by softcap, which no mechanism does"):
+        swap(model, "Softmax()")
+
+
+@torch.no_grad()
+def test_a_dense_mask_of_one_row_is_one_of_keys() -> None:
+    """Switch's encoder adds a row of numbers to all scores: a window can serve it, padding included."""
+    config = transformers.SwitchTransformersConfig(
+        d_model=32, d_kv=8, num_heads=4, num_layers=2, num_decoder_layers=2, d_ff=48, vocab_size=99, num_experts=2,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.SwitchTransformersModel(config).eval()
+    tokens, mask = torch.randint(5, 99, (2, 17)), torch.ones(2, 17)
+    mask[1, 11:] = 0
+    given = {"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": tokens[:, :9]}
+    exact = model(**given).last_hidden_state
+    report = swap(model, "Softmax()")
+    assert len(report.replaced) == 6
+    assert torch.allclose(model(**given).last_hidden_state, exact, atol=1e-5)
+    swap(model, {"encoder.*": "Local(window=4)"})
+    encoded = model.encoder(tokens[:1, :11], torch.ones(1, 11)).last_hidden_state
+    assert torch.allclose(
+        model.encoder(tokens[:1], (torch.arange(17) < 11).float()[None])[0][:, :11], encoded, atol=1e-5
+    )

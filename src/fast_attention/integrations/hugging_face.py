@@ -274,10 +274,10 @@ def _check_called(model: PreTrainedModel, names: list[str], forward: Callable[[]
     """Run a forward pass, and raise ``Unsupported`` unless it called every one of the layers."""
     called: set[str] = set()
 
-    def watch(name: str, swapped: Swapped) -> Any:
-        return swapped.bound.register_forward_hook(lambda module, args, out: called.add(name))
+    def watch(name: str) -> Any:  # _leave raises where other attention ran
+        return model.get_submodule(name).register_forward_hook(lambda module, args, out: called.add(name))
 
-    handles = [watch(name, swapped) for name, swapped in layers_of(model).items()]
+    handles = [watch(name) for name in layers_of(model)]
     try:
         forward()
     finally:

@@ -159,6 +159,8 @@ def obstacle(mechanism: Any, extra: tuple[str, ...], positions: Positions | None
     if not added or (mechanism.traits.mask and {*extra} <= {"position_bias"}):
         return ""
     takers = ", ".join(f"{kind.__name__}()" for kind in Biased.__subclasses__())
+    if unknown := [name for name in extra if name != "position_bias"]:
+        return f"the layer changes its scores by {', '.join(unknown)}, which no mechanism does: it keeps its attention"
     return (
         f"the layer adds {', '.join(added)} to its scores, which {mechanism!r} does not form (traits.mask). What would "
         f"work: {takers}"

@@ -84,7 +84,21 @@ def given(module: nn.Module, q: Tensor, k: Tensor, mask: Any, is_causal: bool | 
         return Visibility(dense, is_causal=causal)
     if mask.ndim == 2:
         return Visibility(dense, mask.bool(), is_causal=causal)
+    tokens = _one_row(mask) if q.shape[-2] > 1 and not torch.compiler.is_compiling() else None
+    if tokens is not None:
+        return Visibility(lambda: mask, None if bool(tokens.all()) else tokens.expand(len(q), -1))
     return Visibility(lambda: mask, complete=False)
+
+
+def _one_row(mask: Tensor) -> Tensor | None:
+    """Which keys a mask (B, 1, 1, S), the same for all heads and queries, shows; None for others, and for biases."""
+    if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+        return None
+    row = mask[:, 0, 0]
+    if row.dtype == torch.bool:
+        return row
+    shown, hidden = row == 0, row <= torch.finfo(row.dtype).min / 2
+    return shown if bool((shown | hidden).all()) else None
 
 
 def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
