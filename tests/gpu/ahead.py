@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast_attention.gpu import gradients, launching, reading, steps, sums
+from fast_attention.gpu import channels, gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
 from fast_attention.gpu.decays import Decays
 from fast_attention.gpu.exponential import decoding
@@ -201,7 +201,7 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
                 exponential(q, mask, is_causal=is_causal)
         if width in DECAYED:
             decayed(q, mask)
-        if width == pools.CHANNELS:
+        if width == channels.CHANNELS:
             pooling(q, mask)
             if dtype == torch.bfloat16:  # all products are of float32, whatever is read
                 windowed(q, mask)
