@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from fast_attention.gpu import channels
 from fast_attention.gpu.summing import operations, plain
 from fast_attention.gpu.summing.plain import COUNT, NOTHING, SCORES
-from tests.gpu.heads import KINDS, assert_near, double, poisoned
+from tests.gpu.heads import KINDS, assert_near, double
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

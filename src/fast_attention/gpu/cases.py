@@ -17,6 +17,8 @@ from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.gpu.pooling import plain as plain_pooling
+from fast_attention.gpu.summing import operations as summing
+from fast_attention.gpu.summing import plain as plain_summing
 from fast_attention.gpu.windowed import operations as windowed
 from fast_attention.gpu.windowed import plain as plain_windowed
 
@@ -58,6 +60,11 @@ def decayed(phi: Elementwise, *, normalized: bool) -> Case:
 def pools() -> Case:
     """The kernels of pools."""
     return Case.of("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
+
+
+def sums(divisor: int) -> Case:
+    """The kernels of scores that are sums."""
+    return Case.of(f"sums {divisor}", lambda device: (summing.forms(divisor), plain_summing.forms(divisor)))
 
 
 def windows(reach: int) -> Case:

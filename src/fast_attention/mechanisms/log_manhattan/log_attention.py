@@ -18,7 +18,7 @@ from fast_attention.mechanisms.aft.reference import Pool, same_width
 from fast_attention.mechanisms.linear import in_range, linear_state
 from fast_attention.mechanisms.linear import reference as linear
 from fast_attention.mechanisms.linear.linear_state import LinearState
-from fast_attention.mechanisms.log_manhattan import fast_log, reference
+from fast_attention.mechanisms.log_manhattan import fast_log, gpu, reference
 from fast_attention.mechanisms.log_manhattan.reference import KeySums, LogSettings
 from fast_attention.value import at_least, one_of
 
@@ -120,11 +120,20 @@ class LogAttention(Attention[tuple[()], States]):
             matrix=self.score != "channel",
         )
 
-    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
+        if why := self._obstacle(q, k, v, key_mask):
+            dispatch.unserved(q, why)
+            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
+        a, b = self._both(q, k, v)
+        return gpu.attend(a, b, v, key_mask, is_causal=is_causal, divisor=self._divisor, dtype=v.dtype)
+
+    @in_float32
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
         if is_causal and self.normalize == "softmax" and advancing.worthwhile(q, k, v):
             return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
         if self.score == "logdot":
@@ -143,12 +152,32 @@ class LogAttention(Attention[tuple[()], States]):
         settings = LogSettings(self._score, self.normalize == "sum", is_causal)
         return fast_log.log_attention(q, k, v, key_mask, settings, fixed=self.feature_map.fixed)
 
-    @advancing.in_chunks
-    @in_float32
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
+        key_mask: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Causal, by kernels: every sequence begins a chunk, and sums with it."""
+        if not is_causal or self._obstacle(q, k, v, key_mask):
+            return None
+        return gpu.packed(*self._both(q, k, v), v, lengths, key_mask, divisor=self._divisor)
+
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: States | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, States]:
         """Outputs of new tokens, and the sums over all keys up to the last."""
+        if why := self._obstacle(q, k, v, key_mask):
+            dispatch.unserved(q, why)
+            return self._advance(q, k, v, w, state, key_mask=key_mask)
+        assert state is None or isinstance(state, KeySums)
+        (a, b), first = self._both(q, k, v), gpu.row(state, v.shape[-1])
+        out, last = gpu.advance(a, b, v, key_mask, first, divisor=self._divisor, dtype=v.dtype)
+        return out, gpu.state(last, b.shape[-1])
+
+    @advancing.in_chunks
+    @in_float32
+    def _advance(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: States | None, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, States]:
         if self.score == "logdot":
             assert state is None or isinstance(state, LinearState)
             keys = linear.masked_keys(self.feature_map.features, k, key_mask)
@@ -186,6 +215,21 @@ class LogAttention(Attention[tuple[()], States]):
         assert isinstance(later, KeySums)
         return KeySums(earlier.sums + later.sums)
 
+    @property
+    def _divisor(self) -> int:
+        return gpu.divisor(normalized=self.normalize == "sum")
+
+    def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
+        """Why no kernel computes this call; empty where one does."""
+        if self.normalize == "softmax":
+            return "no kernel has this softmax"
+        return gpu.obstacle(q, k, v, key_mask=key_mask, divisor=self._divisor)
+
+    def _both(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b in float32."""
+        return self._scores(q.float(), v), self._scores(k.float(), v)
+
+    @in_float32
     def _scores(self, z: Tensor, v: Tensor) -> Tensor:
         """The scores of queries or keys, a and b, where their width fits the values."""
         if self.score != "sum":
