@@ -112,8 +112,8 @@ class Manhattan(ManhattanForms):
         if why := self._obstacle(k, v, key_mask):
             dispatch.unserved(k, why)
             return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        l, _, _, diagonal, _ = self._terms(k.float(), v, key_mask)
-        out = manhattan_gpu.attend(l, diagonal, v, key_mask, is_causal=is_causal, **self._settings)
+        l, diagonal, x = self._wide_terms(k, v, key_mask)
+        out = manhattan_gpu.attend(l, diagonal, x, key_mask, is_causal=is_causal, **self._settings)
         return self._gated(q.float(), out).to(v.dtype)
 
     def advance(
@@ -123,8 +123,8 @@ class Manhattan(ManhattanForms):
         if why := self._obstacle(k, v, key_mask):
             dispatch.unserved(k, why)
             return self._advance(q, k, v, w, state, key_mask=key_mask)
-        l, _, _, diagonal, _ = self._terms(k.float(), v, key_mask)
-        out, after = manhattan_gpu.advance(l, diagonal, v, key_mask, state, **self._settings)
+        l, diagonal, x = self._wide_terms(k, v, key_mask)
+        out, after = manhattan_gpu.advance(l, diagonal, x, key_mask, state, **self._settings)
         return self._gated(q.float(), out).to(v.dtype), after
 
     @property
@@ -137,3 +137,9 @@ class Manhattan(ManhattanForms):
             return "no kernel has sums of absolute differences"
         divisor = manhattan_gpu.divisor(mean=self.normalize == "mean")
         return gpu.obstacle(k, v, key_mask=key_mask, divisor=divisor)
+
+    def _wide_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """log h(k), diagonal terms and values in float32: the gradients of both uses of a value are added in it."""
+        wide = v.float()
+        l, _, _, diagonal, _ = self._terms(k.float(), wide, key_mask)
+        return l, diagonal, wide
