@@ -54,7 +54,7 @@ def first_sums(width: int) -> Tensor:
     ("sizes", "masked", "divisor", "kinds"),
     [
         ((5, 16), False, SCORES, (5, 5)), ((70, 37), True, SCORES, (70, 70)), ((3, 33), True, SCORES, (1, 3)),
-        ((3, 33), False, NOTHING, (3, 1)), ((8, 50), True, NOTHING, (8, 8)), ((8, 50), True, COUNT, (1, 1)),
+        ((3, 33), False, NOTHING, (3, 1)), ((8, 37), True, NOTHING, (8, 8)), ((8, 37), True, COUNT, (1, 1)),
         ((1, 17), False, COUNT, (1, 1)),
     ],
     ids=str,
@@ -65,7 +65,7 @@ def test_every_configuration(sizes: tuple[int, int], masked: bool, divisor: int,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype: torch.dtype) -> None:
-    agree((20, 40), dtype, True, SCORES, (20, 20))
+    agree((20, 24), dtype, True, SCORES, (20, 20))
 
 
 def agree(
@@ -108,14 +108,13 @@ def heads(width: int, length: int, keys: int | None = None, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("keys", [20, 23, 17])
-@pytest.mark.parametrize("name", LOGS[:2])
-def test_the_oracle_of_log_attention(name: str, keys: int, is_causal: bool) -> None:
-    like_the_oracle(name, keys, is_causal)
+@pytest.mark.parametrize("keys", [23, 17])
+def test_the_oracle_of_other_keys(keys: int, is_causal: bool) -> None:
+    like_the_oracle(LOGS[0], keys, is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("name", [*LOGS[2:], *MANHATTANS])
+@pytest.mark.parametrize("name", [*LOGS, *MANHATTANS])
 def test_the_oracle(name: str, is_causal: bool) -> None:
     like_the_oracle(name, 20, is_causal)
 
@@ -139,7 +138,7 @@ def like_the_oracle(name: str, keys: int, is_causal: bool) -> None:
 @pytest.mark.parametrize("name", [LOGS[0], MANHATTANS[0]])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_sixteen_bits_are_as_good_as_the_plain_form(name: str, is_causal: bool) -> None:
-    (q, k, v), mask = heads(8, 40, dtype=torch.float16)
+    (q, k, v), mask = heads(8, 24, dtype=torch.float16)
     grad, results = torch.randn_like(v), []
     for kind, impl in ((torch.float16, "auto"), (torch.float16, "reference"), (torch.float64, "reference")):
         x = [t.detach().to(kind).requires_grad_() for t in (q, k, v)]
@@ -154,7 +153,7 @@ def test_sixteen_bits_are_as_good_as_the_plain_form(name: str, is_causal: bool) 
 
 
 def test_hidden_tokens_are_not_read() -> None:
-    (q, k, v), mask = tensors(16, 40)
+    (q, k, v), mask = tensors(16, 24)
     outs: list[Any] = []
     for rubbish in (0.0, float("nan")):
         with torch.no_grad():
@@ -168,14 +167,14 @@ def test_hidden_tokens_are_not_read() -> None:
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
-    (q, k, v), _ = tensors(16, 50)
-    mask = torch.arange(50).expand(1, 1, 50) >= 35
+    (q, k, v), _ = tensors(16, 30)
+    mask = torch.arange(30).expand(1, 1, 30) >= 19
     for divisor in (NOTHING, SCORES, COUNT):
         out = operations.score_scan(q, k, v, mask, None, None, divisor, None)[0]
-        assert not out[..., :35, :].any()
-        assert out[..., 35:, :].all()
+        assert not out[..., :19, :].any()
+        assert out[..., 19:, :].all()
         assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
-    none = torch.zeros(1, 1, 50, dtype=torch.bool)
+    none = torch.zeros(1, 1, 30, dtype=torch.bool)
     assert not operations.score_read(q, operations.score_sums(k, v, none), SCORES, None).any()
 
 
@@ -183,7 +182,7 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
 def test_no_memory_is_read_that_was_not_written(divisor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Tensor]:
         torch.manual_seed(1)
-        (q, k, v), mask = tensors(20, 40, torch.float16)
+        (q, k, v), mask = tensors(20, 24, torch.float16)
         first = first_sums(20)
         scanned = operations.score_scan(q, k, v, mask, first, None, divisor, torch.float16)
         read = operations.score_read(q, operations.score_sums(k, v, mask), divisor, torch.float16)
@@ -195,14 +194,14 @@ def test_no_memory_is_read_that_was_not_written(divisor: int, monkeypatch: pytes
     assert all(torch.equal(x, y) for x, y in zip(clean, results(), strict=True))
 
 
-@pytest.mark.parametrize("name", [LOGS[0], LOGS[3], *MANHATTANS])
+@pytest.mark.parametrize("name", [LOGS[0], LOGS[3], *MANHATTANS[::2]])
 def test_parts_behind_sums_are_the_whole(name: str) -> None:
     mechanism: Any = catalogue.parse(name)
-    (q, k, v), mask = heads(6, 40)
+    (q, k, v), mask = heads(6, 36)
     whole, mask = attention(q, k, v, mechanism, is_causal=True, key_mask=mask), mask[:, None]
     tokens = [q, *(x.masked_fill(~mask[..., None], 0.0) for x in (k, v))]  # as validation leaves them
     state, parts, paths = None, [], []
-    for rows in (slice(0, 2), slice(2, 18), slice(18, 19), slice(19, 40)):
+    for rows in (slice(0, 2), slice(2, 18), slice(18, 19), slice(19, 36)):
         with dispatch.recorded() as steps:
             out, state = mechanism.advance(*(x[..., rows, :] for x in tokens), (), state, key_mask=mask[..., rows])
         parts.append(out)
@@ -236,7 +235,7 @@ def test_token_by_token(name: str) -> None:
 @pytest.mark.parametrize("name", [LOGS[0], LOGS[3]])
 def test_sums_begin_anew_with_every_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TOKENS", 16)
-    lengths = (20, 0, 1, 32, 9)
+    lengths = (20, 0, 1, 16)
     x, mask = heads(4, sum(lengths))
     borders, bound, results = torch.tensor([0, *lengths]).cumsum(0).int(), Bound(catalogue.parse(name), Shape(2, 4)), []
     for impl in ("auto", "reference"):
@@ -267,7 +266,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
 
 @pytest.mark.parametrize("name", ["score_scan", "score_sums", "score_read"])
 def test_operations_keep_torchs_rules(name: str) -> None:
-    (q, k, v), mask = tensors(4, 20, torch.float16)
+    (q, k, v), mask = tensors(4, 10, torch.float16)
     first = first_sums(4)
     given: dict[str, Any] = {
         "score_scan": (q, k, v, mask, first, None, SCORES, torch.float16),
@@ -277,14 +276,14 @@ def test_operations_keep_torchs_rules(name: str) -> None:
     assert {*library.opcheck(getattr(operations, name), given[name]).values()} == {"SUCCESS"}
 
 
-@pytest.mark.parametrize(("name", "is_causal"), [(LOGS[1], True), (LOGS[0], False), (MANHATTANS[0], True)])
+@pytest.mark.parametrize(("name", "is_causal"), [(LOGS[1], False), (MANHATTANS[0], True)])
 def test_compiled_as_one_graph(name: str, is_causal: bool) -> None:
     mechanism = catalogue.parse(name)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q.sin(), k, v, mechanism, is_causal=is_causal).cos()
 
-    (q, k, v), _ = heads(4, 20)
+    (q, k, v), _ = heads(4, 10)
     out = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
     assert_near(out, run(q, k, v).detach().double(), 1e-6)
     grads = [torch.autograd.grad(x.sum(), (k, v)) for x in (out, run(q, k, v))]
@@ -293,7 +292,7 @@ def test_compiled_as_one_graph(name: str, is_causal: bool) -> None:
 
 
 def test_calls_say_what_ran() -> None:
-    (q, k, v), _ = heads(4, 20)
+    (q, k, v), _ = heads(4, 10)
     assert dispatch.KERNEL in str(explain(catalogue.parse("Manhattan()"), q, k, v, is_causal=True))
     attention(q, k, v, "LogAttention", impl="triton")
     for name in ("LogAttention(normalize='softmax')", "Manhattan(distance='l1')", "Manhattan(normalize='l1')"):
