@@ -118,9 +118,9 @@ def outputs(
     V, VISIBLE = V + n // heads * vb + n % heads * vh, VISIBLE + n // heads * mb + n % heads * mh
     values, weighted, scores, count = no_keys(BC)
     if HAS_FIRST:
-        where = SUMS + (n * chunks + chunk if CAUSAL else n) * 4 * C
-        values, weighted, scores = read_sums(where, columns, C)
-        count = numbers(where + 3 * C, columns, C)
+        before = SUMS + (n * chunks + chunk if CAUSAL else n) * 4 * C
+        values, weighted, scores = read_sums(before, columns, C)
+        count = numbers(before + 3 * C, columns, C)
     for start in range(chunk * size, tl.minimum(chunk * size + size, length), BT):
         t = start + tl.arange(0, BT)
         inside = (t < length)[:, None] & (columns < C)[None, :]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast_attention.gpu import sums
 from fast_attention.gpu.channels import Walks
 from fast_attention.gpu.pointers import some, strides
 from fast_attention.gpu.summing import gradients, kernels
 from fast_attention.gpu.summing.plain import NOTHING, SCORES
-from fast_attention.gpu.sums import running_sums
 
 TILE = 16  # tokens that a program takes at a time; chunks are multiples
 ROWS = 1024  # numbers that a program adds up between chunks
@@ -47,7 +47,7 @@ class Launch(Walks):
     def running(self, rows: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
         """Every chunk's row becomes that of ``first`` and the chunks before (behind) it; returns all of them."""
         last = rows.new_empty((self.batch, self.heads, rows.shape[-1]))
-        running_sums[(self.batch * self.heads * -(-rows.shape[-1] // ROWS),)](
+        sums.running_sums[(self.batch * self.heads * -(-rows.shape[-1] // ROWS),)](
             rows, some(first, rows), last, rows, some(self.begins, rows), rows.shape[-1], self.chunks,
             REVERSED=backwards, HAS_FIRST=first is not None, DECAYED=False, PACKED=self.begins is not None, BLOCK=ROWS,
             num_warps=4,
