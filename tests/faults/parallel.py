@@ -28,7 +28,7 @@ FAULTS = [
           "if any(row[6:] != row[6:]", STRATEGIES),
     Fault("the nearest of later shards decays most", "parallel/decayed.py", "others[before:][::-1]", "others[before:]",
           "tests/parallel/test_parallel.py -k one_process"),
-    Fault("a token's own Manhattan term is that of a masked one", "mechanisms/log_manhattan/manhattan.py",
+    Fault("a token's own Manhattan term is that of a masked one", "mechanisms/log_manhattan/manhattan_forms.py",
           "l, *_, diagonal, _ = self._terms(k, v, key_mask)",
           "l, *_, diagonal, _ = self._terms(k, 0.0 * v, key_mask)", "tests/conformance/test_contract.py -k Manhattan"),
     Fault("channel 0 of a spread Fourier transform mirrors itself", "parallel/channels.py",

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast_attention.gpu import gradients, launching, reading, steps, sums
+from fast_attention.gpu import channels, gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
 from fast_attention.gpu.decays import Decays
 from fast_attention.gpu.exponential import decoding
@@ -39,6 +39,10 @@ from fast_attention.gpu.launching import Launch
 from fast_attention.gpu.pooling import gradients as pool_gradients
 from fast_attention.gpu.pooling import kernels as pool_kernels
 from fast_attention.gpu.pooling import launching as pools
+from fast_attention.gpu.summing import gradients as score_gradients
+from fast_attention.gpu.summing import kernels as score_kernels
+from fast_attention.gpu.summing import launching as scores
+from fast_attention.gpu.summing.plain import NOTHING, SCORES
 from fast_attention.gpu.windowed import gradients as window_gradients
 from fast_attention.gpu.windowed import kernels as window_kernels
 from fast_attention.gpu.windowed import launching as windows
@@ -103,6 +107,8 @@ KERNELS += [
 ]
 KERNELS += [(pool_kernels, name) for name in ("chunk_pools", "running_pools", "outputs")]
 KERNELS += [(pool_gradients, name) for name in ("of_queries", "running_sums", "of_keys")]
+KERNELS += [(score_kernels, name) for name in ("chunk_sums", "outputs")]
+KERNELS += [(score_gradients, name) for name in ("of_queries", "of_keys")]
 KERNELS += [(window_kernels, name) for name in ("tile_pools", "running_pools", "outputs")]
 KERNELS += [(window_gradients, name) for name in ("of_queries", "of_keys", "of_biases")]
 KERNELS += [(steps, "elementwise"), (exponential_steps, "exponential")]
@@ -179,6 +185,21 @@ def pooling(q: Tensor, mask: Tensor) -> None:
         run.of_keys(q, q, mask, sums, (q, out, rest, logs, q) if is_causal else None, gated=True)
 
 
+def summing(q: Tensor, mask: Tensor) -> None:
+    """The same of scores that are sums, divided and not, of one number for all channels too."""
+    run, score = scores.Launch(q), torch.empty(q.shape, device="meta")
+    for k, divisor in ((score, SCORES), (score[..., :1].expand(q.shape), NOTHING)):
+        rows, last = run.sums(k, q, mask, None)
+        for is_causal in (True, False):
+            before = rows if is_causal else last
+            run.outputs(score, k, q, mask, before, None, is_causal=is_causal, divisor=divisor, dtype=q.dtype)
+            _, given, *stored = run.of_queries(score, k, q, mask, before, q, is_causal=is_causal, divisor=divisor)
+            run.of_keys(k, q, mask, given, (score, *stored) if is_causal else None, divisor=divisor)
+    packed = scores.Launch(q, torch.empty(10, dtype=torch.uint8, device="meta"))
+    for is_causal in (True, False):
+        packed.running(packed.empty(10, 3 * q.shape[-1]), None, backwards=is_causal)
+
+
 def windowed(q: Tensor, mask: Tensor) -> None:
     """The same with biases in a window, for every size of tiles; causal or not is a matter of which tiles are read."""
     for taps, is_causal in ((11, False), (63, True), (255, True)):
@@ -201,8 +222,9 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
                 exponential(q, mask, is_causal=is_causal)
         if width in DECAYED:
             decayed(q, mask)
-        if width == pools.CHANNELS:
+        if width == channels.CHANNELS:
             pooling(q, mask)
+            summing(q, mask)
             if dtype == torch.bfloat16:  # all products are of float32, whatever is read
                 windowed(q, mask)
     yield from kept

@@ -32,6 +32,7 @@ def test_registers_and_shared_memory_suffice(dtype: str, kind: str) -> None:
     exponential = {f"exponential.{name}" for name in kernels - {"row_products"}}
     pooling = {"chunk_pools", "running_pools", "outputs", "of_queries", "running_sums", "of_keys"}
     others = {f"pooling.{name}" for name in pooling}
+    others |= {f"summing.{name}" for name in ("chunk_sums", "outputs", "of_queries", "of_keys")}
     if kind == "bf16":
         windowed = pooling - {"chunk_pools", "running_sums"} | {"tile_pools", "of_biases"}
         others |= {f"windowed.{name}" for name in windowed}

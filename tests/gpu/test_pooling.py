@@ -10,6 +10,7 @@ from torch import Tensor, library
 
 from fast_attention import AFTSimple, attention, explain
 from fast_attention.engine import dispatch
+from fast_attention.gpu import channels
 from fast_attention.gpu.pooling import operations, plain
 from tests.gpu.heads import KINDS, assert_near, double, poisoned
 from tests.gpu.heads import tensors as of_widths
@@ -22,10 +23,8 @@ SIZES = [(5, 16), (16, 17), (70, 40)]  # width, tokens
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Several chunks of few tokens: a walk by Triton's interpreter takes milliseconds a token."""
-    from fast_attention.gpu.pooling import launching
-
     if device.type == "cpu":
-        monkeypatch.setattr(launching, "SHORTEST", 16)
+        monkeypatch.setattr(channels, "SHORTEST", 16)
 
 
 def tensors(width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32) -> Any:

@@ -14,6 +14,7 @@ from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import EluPlusOne
 from fast_attention.gpu import cases, operations, self_check
 from fast_attention.gpu.cases import LARGEST, Case
+from fast_attention.gpu.summing.plain import SCORES
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,10 @@ def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = EL
     return self_check.verdict(case, width, 16, dtype, torch.empty(0).device, masked=masked)
 
 
-CASES = [ELEMENTWISE, cases.pools(), cases.exponential(40, 16), cases.decayed(EluPlusOne(), normalized=False)]
+CASES = [
+    ELEMENTWISE, cases.pools(), cases.sums(SCORES), cases.exponential(40, 16),
+    cases.decayed(EluPlusOne(), normalized=False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -16,8 +16,8 @@ PARTS = "what its parts run by"
 VEHICLES = {
     "Softmax": FUSED,
     "ReLUAttention": SCORES,
-    "LogAttention": PLAIN,
-    "Manhattan": PLAIN,
+    "LogAttention": KERNELS,
+    "Manhattan": KERNELS,
     "LinearAttention": KERNELS,
     "DecayedLinearAttention": KERNELS,
     "LogLinearAttention": PLAIN,

@@ -17,6 +17,8 @@ from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.gpu.pooling import plain as plain_pooling
+from fast_attention.gpu.summing import operations as summing
+from fast_attention.gpu.summing import plain as plain_summing
 from fast_attention.gpu.windowed import operations as windowed
 from fast_attention.gpu.windowed import plain as plain_windowed
 
@@ -58,6 +60,11 @@ def decayed(phi: Elementwise, *, normalized: bool) -> Case:
 def pools() -> Case:
     """The kernels of pools."""
     return Case.of("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
+
+
+def sums(divisor: int) -> Case:
+    """The kernels of scores that are sums."""
+    return Case.of(f"sums {divisor}", lambda device: (summing.forms(divisor), plain_summing.forms(divisor)))
 
 
 def windows(reach: int) -> Case:
@@ -135,9 +142,8 @@ def exponential(features: int, width: int) -> Case:
 
     def make(device: torch.device) -> tuple[Forms, Forms]:
         rows = torch.randn(2, features, width, generator=torch.Generator(device).manual_seed(1), device=device)
-        return exponentials.forms(rows, rows, None, keep=True, trained=False), plain_exponentials.forms(
-            rows, rows, None
-        )
+        kernels = exponentials.forms(rows, rows, None, keep=True, trained=False)
+        return kernels, plain_exponentials.forms(rows, rows, None)
 
     return Case.of(f"exponentials {features}", make)
 
@@ -148,9 +154,7 @@ def _heads(width: int, values: int, dtype: torch.dtype, device: torch.device) ->
     return tuple(torch.rand(1, 2, TOKENS, n, generator=generator, device=device).to(dtype) for n in sizes)
 
 
-def _unlike_forms(
-    make: Make, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool
-) -> str:  # fmt: skip
+def _unlike_forms(make: Make, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
     q, k, v, grad = _heads(width, values, dtype, device)
     generator = torch.Generator(device=device).manual_seed(1)
     mask = torch.rand(1, 2, TOKENS, generator=generator, device=device) > 0.2 if masked else None
@@ -181,9 +185,7 @@ def _unlike(name: str, parts: Iterable[str], kernels: Iterable[Tensor], rights: 
     return ""
 
 
-def _decoded(
-    forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _decoded(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> tuple[Tensor, ...]:
     """The first token, added to a state."""
     q, k, v = q[..., :1, :], k[..., :1, :], v[..., :1, :]
     return forms.step(q, k, v, None if mask is None else mask[..., :1], state)

@@ -74,8 +74,8 @@ class Launch:
         size = 1024
         totals = None if self.decays is None else self.decays.totals
         sums.running_sums[(batch * heads * -(-numbers // size),)](
-            states, some(first, states), last, some(totals, states), numbers, count, REVERSED=backwards,
-            HAS_FIRST=first is not None, DECAYED=totals is not None, BLOCK=size, num_warps=4,
+            states, some(first, states), last, some(totals, states), states, numbers, count, REVERSED=backwards,
+            HAS_FIRST=first is not None, DECAYED=totals is not None, PACKED=False, BLOCK=size, num_warps=4,
         )  # fmt: skip
         return states, last
 

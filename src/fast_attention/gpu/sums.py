@@ -50,12 +50,13 @@ def chunk_sums(
 
 @triton.jit
 def running_sums(
-    STATES, FIRST, LAST, TOTALS, numbers, chunks,
-    REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, DECAYED: tl.constexpr, BLOCK: tl.constexpr,
+    STATES, FIRST, LAST, TOTALS, BEGINS, numbers, chunks,
+    REVERSED: tl.constexpr, HAS_FIRST: tl.constexpr, DECAYED: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every chunk's sums become those of FIRST and the chunks before it (behind it); LAST: all of them.
 
-    DECAYED: what comes from outside a chunk is multiplied by ``totals`` as it passes.
+    DECAYED: what comes from outside a chunk is multiplied by ``totals`` as it passes. PACKED: of the chunks of its own
+    sequence; ``begins`` says which are a sequence's first.
     """
     blocks = tl.cdiv(numbers, BLOCK)
     program = tl.program_id(0).to(tl.int64)
@@ -68,10 +69,14 @@ def running_sums(
         chunk = chunks - 1 - step if REVERSED else step
         where = STATES + (n * chunks + chunk) * numbers + columns
         added = tl.load(where, mask=inside, other=0.0)
+        if PACKED and not REVERSED:
+            carry = tl.where(tl.load(BEGINS + chunk) != 0, 0.0, carry)
         tl.store(where, carry, mask=inside)
         if DECAYED:
             carry *= tl.load(TOTALS + n * chunks + chunk)
         carry += added
+        if PACKED and REVERSED:
+            carry = tl.where(tl.load(BEGINS + chunk) != 0, 0.0, carry)
     tl.store(LAST + n * numbers + columns, carry, mask=inside)
 
 

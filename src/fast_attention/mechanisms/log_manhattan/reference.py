@@ -98,6 +98,20 @@ def relative(l: Float[Tensor, "*batch keys weights"], sums: Differences) -> Floa
     return sums.weighted - (l - sums.anchor) * sums.plain
 
 
+def anchored(
+    l: Float[Tensor, "*batch keys weights"],
+    diagonal: Float[Tensor, "*batch keys values"],
+    key_mask: Mask | None,
+    earlier: Differences | None = None,
+) -> tuple[Float[Tensor, "*batch 1 weights"], Float[Tensor, "*batch 1 values"]]:
+    """l and ``diagonal`` of the first visible key, which may be an earlier one; zeros where there is none."""
+    anchor, first = (first_visible(masks.drop(y, key_mask), key_mask) for y in (l, diagonal))
+    if earlier is None:
+        return anchor, first
+    known = earlier.number > 0
+    return torch.where(known, earlier.anchor, anchor), torch.where(known, earlier.first, first)
+
+
 def running(
     l: Float[Tensor, "*batch keys weights"],
     x: Float[Tensor, "*batch keys values"],
@@ -106,10 +120,7 @@ def running(
     earlier: Differences | None = None,
 ) -> Differences:
     """The sums up to every key, as many rows as keys; of ``diagonal`` (``h v``) the first visible row is kept."""
-    anchor, first = (first_visible(masks.drop(y, key_mask), key_mask) for y in (l, diagonal))
-    if earlier is not None:
-        known = earlier.number > 0
-        anchor, first = torch.where(known, earlier.anchor, anchor), torch.where(known, earlier.first, first)
+    anchor, first = anchored(l, diagonal, key_mask, earlier)
     count, plain, weighted = (prefix_sums(y) for y in (pool.visible_ones(l[..., :1], key_mask), x, (l - anchor) * x))
     if earlier is not None:
         count, plain, weighted = count + earlier.number, plain + earlier.plain, weighted + earlier.weighted
@@ -123,7 +134,7 @@ def summarised(
     key_mask: Mask | None,
 ) -> Differences:
     """The sums over all keys, one row."""
-    anchor, first = (first_visible(masks.drop(y, key_mask), key_mask) for y in (l, diagonal))
+    anchor, first = anchored(l, diagonal, key_mask)
     sums = (y.sum(-2, keepdim=True) for y in (pool.visible_ones(l[..., :1], key_mask), x, (l - anchor) * x))
     return Differences(anchor, first, *sums)
 
