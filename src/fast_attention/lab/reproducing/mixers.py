@@ -152,9 +152,9 @@ def claims(record: Reproduced) -> list[Claim]:
     held = {length: summaries(record, length) for length in LENGTHS}
     return [
         claim
-        for length, found in held.items()
-        if len(found) == len(MIXERS)
-        for claim in (_competitive(found, length), _learning(found, length), _fnet(record, found, length))
+        for length, ranked in held.items()
+        if len(ranked) == len(MIXERS)
+        for claim in (_competitive(ranked, length), _learning(ranked, length), _fnet(record, ranked, length))
     ]
 
 
@@ -224,7 +224,7 @@ def drawing(record: Reproduced) -> tuple[Figure, str]:
 
 def tables(record: Reproduced) -> list[Table]:
     """One table: quality, parameters, time and memory at both lengths."""
-    held = {length: found for length in LENGTHS if (found := summaries(record, length))}
+    held = {length: ranked for length in LENGTHS if (ranked := summaries(record, length))}
     heads = [f"{what} at {length:,}" for length in held for what in ("bits", "parameters", "time", "peak")]
     trainings, first = _trainings(record.rows), next(iter(held.values()), {})
     rows = [
