@@ -201,6 +201,20 @@ FAULTS = [
         PACKED + "anew",
     ),
     Fault(
+        "not causal, sums from the end hold a query's own key too",
+        "mechanisms/linear/decayed_gpu.py",
+        "(q, _next(k, -2), _next(v, -2))",
+        "(q, k, v)",
+        "tests/gpu/test_decayed.py -k the_oracle",
+    ),
+    Fault(
+        "not causal, sums from the end fade a token too late",
+        "mechanisms/linear/decayed_gpu.py",
+        "_next(to_next, -1).flip(-1), mask",
+        "to_next.flip(-1), mask",
+        "tests/gpu/test_decayed.py -k the_oracle",
+    ),
+    Fault(
         "features go on from one packed sequence to the next",
         "gpu/exponential/sums.py",
         "        if PACKED and not REVERSED:",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from fast_attention import DecayedLinearAttention, attention, explain
+from fast_attention import Bound, DecayedLinearAttention, attention, explain, implementation
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.gpu import configurations, decayed, maps
@@ -69,17 +69,18 @@ def agree(
         assert_near(mine, theirs, 4 * KINDS[dtype])
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("gate", ["fixed", "learned", "token"])
 @pytest.mark.parametrize(("phi", "normalize"), [(EluPlusOne(), True), (Relu(offset=0.1), True), (Identity(), False)])
-def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: bool) -> None:
+def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: bool, is_causal: bool) -> None:
     mechanism = DecayedLinearAttention(phi, gate=gate, normalize=normalize)  # type: ignore[arg-type]
     w = mechanism.weights(Shape(2, 5))
     (q, k, v), mask = tensors(5, 3, 70)
     with dispatch.recorded() as steps:
-        out = mechanism.attend(q, k, v, w, is_causal=True, key_mask=mask)
+        out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
     assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
     x, wide = double(q, k, v), type(w)(*(None if each is None else each.double() for each in w))
-    one = oracle(mechanism, *(t[1, 0] for t in x), wide, head=0, is_causal=True, key_mask=mask[1, 0])
+    one = oracle(mechanism, *(t[1, 0] for t in x), wide, head=0, is_causal=is_causal, key_mask=mask[1, 0])
     assert_near(out[1, 0], one, 1e-6)
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), grad)
@@ -171,9 +172,24 @@ def test_compiled_as_one_graph() -> None:
     assert_near(out, run(q, k, v).detach().double(), 1e-6)
 
 
+def test_both_sides_of_few_tokens_and_of_sixteen_bits() -> None:
+    """One token has no neighbour, two have one; in 16 bits no more is lost than by plain operations."""
+    for length, dtype in ((1, torch.float32), (2, torch.float32), (70, torch.float16)):
+        (q, k, v), mask = tensors(8, 12, length, dtype=dtype)
+        results: list[list[Tensor]] = []
+        for kind, impl in ((dtype, "triton"), (dtype, "reference"), (torch.float64, "reference")):
+            x = [t.detach().to(kind).requires_grad_() for t in (q, k, v)]
+            out = attention(*x, "DecayedLinearAttention", key_mask=mask[:, 0], impl=impl)  # type: ignore[arg-type]
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+        for mine, plainly, right in zip(*results, strict=True):
+            errors = [float((x.double() - right).detach().abs().max()) for x in (mine, plainly)]
+            assert errors[0] <= 1.05 * errors[1] + 2e-6 * max(1.0, float(right.detach().abs().max()))
+
+
 def test_calls_say_what_ran() -> None:
     (q, k, v), _ = tensors(8, 8, 40)
     assert dispatch.KERNEL in str(explain(DecayedLinearAttention(), q, k, v, is_causal=True))
     attention(q, k, v, "DecayedLinearAttention", is_causal=True, impl="triton")
-    with pytest.raises(NotImplementedError, match="decays on both sides"):
-        attention(q, k, v, "DecayedLinearAttention", impl="triton")
+    attention(q, k, v, "DecayedLinearAttention", impl="triton")
+    with pytest.raises(NotImplementedError, match="a decay for every channel"), implementation("triton"):
+        Bound(DecayedLinearAttention(gate="channel"), Shape(2, 8))(q, k, v)

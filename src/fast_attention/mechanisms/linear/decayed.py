@@ -66,7 +66,7 @@ def _attend(
         dispatch.unserved(q, why)
         log_decay = gates.columns(log_decay, k)
         return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
-    return decayed_gpu.advance(q, k, v, log_decay, key_mask, None, **settings)[0]
+    return decayed_gpu.attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,12 +136,12 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
-        """Causal, by kernels: nothing passes to where a sequence begins."""
+        """By kernels: nothing passes to where a sequence begins, nor back from there."""
         why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=is_causal)
         if why or self.gate == "channel":
             return None
         logs = decayed_gpu.begun(gates.decay(k, w, key_mask).logs, lengths)
-        return decayed_gpu.advance(q, k, v, logs, key_mask, None, **self._settings)[0]
+        return decayed_gpu.attend(q, k, v, logs, key_mask, is_causal=is_causal, **self._settings)
 
     @property
     def _settings(self) -> dict[str, Any]:

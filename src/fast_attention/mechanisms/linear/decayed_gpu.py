@@ -1,4 +1,8 @@
-"""Linear attention whose sums decay, by Triton kernels: causal calls, and new tokens behind a state."""
+"""Linear attention whose sums decay, by Triton kernels: causal calls, new tokens behind a state, and both directions.
+
+Not causal, the kernels run twice, for the keys up to each query and, from the end, for those behind it; numerators and
+denominators, a column of ones beside the values, are added in float32.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
+from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
-from fast_attention.gpu import cases, decayed, self_check, walking
+from fast_attention.gpu import cases, decayed, plain, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -21,13 +27,15 @@ def obstacle(
     q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor | None, *, normalize: bool, is_causal: bool
 ) -> str:
     """Why kernels cannot compute this call; empty where they can."""
-    if why := dispatch.gpu_obstacle(q, k, v, widest=WIDEST):
+    ones = normalize and not is_causal
+    if why := dispatch.gpu_obstacle(q, k, v, widest=WIDEST - ones):
         return why
-    if not is_causal:
-        return "decays on both sides"
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
-    return self_check.obstacle(cases.decayed(phi, normalized=normalize), q, v, masked=key_mask is not None)
+    if not is_causal:  # heads as ``attend`` has them then
+        q, v = (q.new_empty((0, x.shape[-1] + one), dtype=torch.float32) for x, one in ((q, 0), (v, ones)))
+    case = cases.decayed(phi, normalized=normalize and is_causal)
+    return self_check.obstacle(case, q, v, masked=key_mask is not None)
 
 
 def uneven(log_decay: Tensor, k: Tensor) -> str:
@@ -39,6 +47,37 @@ def begun(log_decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """``log_decay`` (..., L), which lets nothing pass where a sequence of ``lengths`` begins."""
     starts = [start for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False) if length > 0]
     return log_decay.index_fill(-1, torch.tensor(starts, device=log_decay.device), NOTHING)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """Outputs (..., L, Ev); ``log_decay`` (..., L) in float32."""
+    if not is_causal:
+        return in_float32(_both_sides)(q, k, v, log_decay, key_mask, phi=phi, normalize=normalize, eps=eps)
+    return advance(q, k, v, log_decay, key_mask, None, phi=phi, normalize=normalize, eps=eps)[0]
+
+
+def _both_sides(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """Keys up to each query, and those behind it: from the end, the sums up to the next key fade by that one's decay."""
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
+    settings = {"phi": phi, "normalize": False, "eps": eps}
+    left, _ = advance(q, k, v, log_decay, key_mask, None, **settings)
+    to_next = _next(log_decay, -1)
+    mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
+    tokens = (x.flip(-2) for x in (q, _next(k, -2), _next(v, -2)))
+    right, _ = advance(*tokens, _next(to_next, -1).flip(-1), mask, None, **settings)
+    sums = left + right.flip(-2) * to_next.exp()[..., None]
+    return plain.quotient(sums, eps) if normalize else sums
+
+
+def _next(x: Tensor, dim: int) -> Tensor:
+    """What stands behind every token; zeros behind the last."""
+    return F.pad(x.narrow(dim, 1, x.shape[dim] - 1), (0, 0) * (-1 - dim) + (0, 1))
 
 
 def advance(

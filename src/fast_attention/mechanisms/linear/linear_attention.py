@@ -117,12 +117,12 @@ class LinearAttention(Kernelised[tuple[()]]):
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
         key_mask: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
-        """Causal, by kernels of sums that decay: to nothing where a sequence begins."""
-        settings: Any = {"phi": self._map, "normalize": True}
-        if decayed_gpu.obstacle(q, k, v, key_mask=key_mask, is_causal=is_causal, **settings):
+        """By kernels of sums that decay: to nothing where a sequence begins."""
+        settings: Any = {"phi": self._map, "normalize": True, "is_causal": is_causal}
+        if decayed_gpu.obstacle(q, k, v, key_mask=key_mask, **settings):
             return None
         logs = decayed_gpu.begun(q.new_zeros(q.shape[:-1], dtype=torch.float32), lengths)
-        return decayed_gpu.advance(q, k, v, logs, key_mask, None, eps=self.eps, **settings)[0]
+        return decayed_gpu.attend(q, k, v, logs, key_mask, eps=self.eps, **settings)
 
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: LinearState | None, *, key_mask: Tensor | None
