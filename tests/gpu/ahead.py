@@ -1,238 +1,38 @@
 """Compiles every kernel in every configuration for GPUs that are not here: ``python -m tests.gpu.ahead --cores 1``.
 
-The launches are the library's own, caught on tensors without memory; each line says registers, spilled bytes and shared
-memory of one kernel, from the assembler's own report.
+Each line says registers, spilled bytes and shared memory of one program, from the assembler's own report.
+``ahead.csv`` keeps what was told of every program, by a digest of its source, its configuration and the compiler:
+``--known`` compiles those that have none there, or another one, and one in 25 of the others, which must be as it was;
+``--write`` writes the file anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast_attention.gpu import channels, gradients, launching, reading, steps, sums
-from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
-from fast_attention.gpu.decays import Decays
-from fast_attention.gpu.exponential import decoding
-from fast_attention.gpu.exponential import gradients as exponential_gradients
-from fast_attention.gpu.exponential import launching as exponential_launching
-from fast_attention.gpu.exponential import reading as exponential_reading
-from fast_attention.gpu.exponential import steps as exponential_steps
-from fast_attention.gpu.exponential import sums as exponential_sums
-from fast_attention.gpu.exponential import values as exponential_values
-from fast_attention.gpu.launching import Launch
-from fast_attention.gpu.pooling import gradients as pool_gradients
-from fast_attention.gpu.pooling import kernels as pool_kernels
-from fast_attention.gpu.pooling import launching as pools
-from fast_attention.gpu.summing import gradients as score_gradients
-from fast_attention.gpu.summing import kernels as score_kernels
-from fast_attention.gpu.summing import launching as scores
-from fast_attention.gpu.summing.plain import NOTHING, SCORES
-from fast_attention.gpu.windowed import gradients as window_gradients
-from fast_attention.gpu.windowed import kernels as window_kernels
-from fast_attention.gpu.windowed import launching as windows
+from fast_attention.gpu.configurations import TABLE
+from tests.gpu.launches import Caught, launches
 
-KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
-DECAYED = (64, max(TABLE))  # widths for which sums that decay are compiled: they differ by a few instructions
-OPTIONS = ("num_warps", "num_stages")
+TABLE_OF_PROGRAMS, SAMPLED = Path(__file__).with_suffix(".csv"), 25
+TOLD = ("registers", "stack", "shared")
 
 
-class Caught(NamedTuple):
-    """A launch: the kernel by module and name, what it was given, and how."""
-
-    module: str
-    name: str
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    hints: dict[tuple[int, ...], list[list[Any]]]
-    options: dict[str, int]
-
-    @property
-    def key(self) -> str:
-        """Equal for launches of one and the same program."""
-        return json.dumps([self.module, self.name, self.signature, self.constants, self.options])
-
-
-class Catcher:
-    """Stands for a kernel and keeps its launches."""
-
-    def __init__(self, module: ModuleType, name: str, kept: list[Caught]) -> None:
-        self.kernel, self.module, self.name, self.kept = getattr(module, name), module.__name__, name, kept
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        assert len(grid) == 1
-        assert grid[0] > 0
-        return self.launch
-
-    def launch(self, *given: Any, **named: Any) -> None:
-        options = {key: named.pop(key) for key in OPTIONS if key in named}
-        given_all = dict(zip(self.kernel.arg_names, given, strict=False)) | named
-        assert {*given_all} == {*self.kernel.arg_names}, self.name
-        by_name = {name: given_all[name] for name in self.kernel.arg_names}
-        constant = {p.name for p in self.kernel.params if p.is_constexpr}
-        signature, hints = {}, {}
-        for at, (name, value) in enumerate(by_name.items()):
-            if name in constant:
-                signature[name] = "constexpr"
-            elif isinstance(value, Tensor):
-                signature[name], hints[(at,)] = f"*{KINDS[value.dtype]}", [["tt.divisibility", 16]]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-        constants = {name: by_name[name] for name in by_name if name in constant}
-        self.kept.append(Caught(self.module, self.name, signature, constants, hints, options))
-
-
-KERNELS = [(sums, "chunk_sums"), (sums, "running_sums"), (sums, "row_products"), (reading, "outputs")]
-KERNELS += [(gradients, name) for name in ("of_queries", "of_keys", "of_values")]
-KERNELS += [(exponential_sums, "chunk_sums"), (exponential_sums, "running_sums"), (exponential_reading, "outputs")]
-KERNELS += [
-    (exponential_gradients, "of_queries"),
-    (exponential_gradients, "of_keys"),
-    (exponential_values, "of_values"),
-]
-KERNELS += [(pool_kernels, name) for name in ("chunk_pools", "running_pools", "outputs")]
-KERNELS += [(pool_gradients, name) for name in ("of_queries", "running_sums", "of_keys")]
-KERNELS += [(score_kernels, name) for name in ("chunk_sums", "outputs")]
-KERNELS += [(score_gradients, name) for name in ("of_queries", "of_keys")]
-KERNELS += [(window_kernels, name) for name in ("tile_pools", "running_pools", "outputs")]
-KERNELS += [(window_gradients, name) for name in ("of_queries", "of_keys", "of_biases")]
-KERNELS += [(steps, "elementwise"), (exponential_steps, "exponential")]
-
-
-@contextmanager
-def catching() -> Iterator[list[Caught]]:
-    """Launches inside are kept instead of made."""
-    kept: list[Caught] = []
-    real = [getattr(module, name) for module, name in KERNELS]
-    for module, name in KERNELS:
-        setattr(module, name, Catcher(module, name, kept))
-    try:
-        yield kept
-    finally:
-        for (module, name), kernel in zip(KERNELS, real, strict=True):
-            setattr(module, name, kernel)
-
-
-def elementwise(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
-    """A forward and backward pass of the kernels of elementwise features."""
-    run = Launch.of(q, q, 1, 0.0)
-    states, last = run.sums(q, q, mask, None)
-    before = states if is_causal else last
-    out, factors, rest = run.outputs(q, q, q, mask, before, 1e-6, is_causal=is_causal, keep=True)
-    weights = run.weights(out, rest, q, factors)
-    behind, whole = run.sums(q, q, None, None, factors=factors, weights=weights, backwards=True)
-    given = q, q, q, mask, q, factors, weights
-    run.of_queries(*given, before, is_causal=is_causal)
-    run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
-    launching.step(q[..., :1, :], q, q, mask, last, 1e-6, 1, 0.0)
-
-
-def decayed(q: Tensor, mask: Tensor) -> None:
-    """The same, causal, of sums that decay."""
-    run = Launch.of(q, q, 1, 0.0)
-    logs = torch.empty(q.shape[:-1], device="meta")
-    run = replace(run, decays=Decays.of(logs, run.sizes.chunk))
-    states, last = run.sums(q, q, mask, None)
-    out, factors, rest = run.outputs(q, q, q, mask, states, 1e-6, is_causal=True, keep=True)
-    weights = run.weights(out, rest, q, factors)
-    behind, _ = run.sums(q, q, None, None, factors=factors, weights=weights, backwards=True)
-    given = q, q, q, mask, q, factors, weights
-    run.of_queries(*given, states, is_causal=True)
-    run.of_keys(*given, behind, is_causal=True)
-    launching.step(q[..., :1, :], q, q, mask, last, 1e-6, 1, 0.0, logs[..., 0])
-
-
-def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
-    """The same of exponential features: 256 of them, biased and trained."""
-    rows = torch.empty(1, 256, q.shape[-1], device="meta")
-    bias = torch.empty(1, 256, device="meta")
-    run = exponential_launching.Launch.of(q, rows, rows, bias, trained=True)
-    states, last = run.sums(q, q, mask, None)
-    before = states if is_causal else last
-    read = run.outputs(q, q, q, mask, before, is_causal=is_causal, keep=True)
-    weights = run.denominators(read, q)
-    behind, whole = run.sums(q, q, None, None, read=read, weights=weights)
-    given = q, q, q, mask, q, read, weights
-    run.of_queries(*given, before, is_causal=is_causal)
-    run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
-    weights = exponential_launching.Weights(rows, rows, bias, trained=False)
-    decoding.step(q[..., :1, :], q, q, mask, last, weights)
-
-
-def pooling(q: Tensor, mask: Tensor) -> None:
-    """A forward and backward pass of the kernels of pools, causal and not."""
-    run = pools.Launch(q)
-    before, last = run.pools(q, q, mask, None)
-    for is_causal in (True, False):
-        out, rest, logs = run.outputs(q, q, q, mask, before, None, is_causal=is_causal, gated=True, keep=True)
-        after = last if is_causal else None
-        _, sums, _ = run.of_queries(q, out, rest, logs, q, after, gated=True)
-        run.of_keys(q, q, mask, sums, (q, out, rest, logs, q) if is_causal else None, gated=True)
-
-
-def summing(q: Tensor, mask: Tensor) -> None:
-    """The same of scores that are sums, divided and not, of one number for all channels too."""
-    run, score = scores.Launch(q), torch.empty(q.shape, device="meta")
-    for k, divisor in ((score, SCORES), (score[..., :1].expand(q.shape), NOTHING)):
-        rows, last = run.sums(k, q, mask, None)
-        for is_causal in (True, False):
-            before = rows if is_causal else last
-            run.outputs(score, k, q, mask, before, None, is_causal=is_causal, divisor=divisor, dtype=q.dtype)
-            _, given, *stored = run.of_queries(score, k, q, mask, before, q, is_causal=is_causal, divisor=divisor)
-            run.of_keys(k, q, mask, given, (score, *stored) if is_causal else None, divisor=divisor)
-    packed = scores.Launch(q, torch.empty(10, dtype=torch.uint8, device="meta"))
-    for is_causal in (True, False):
-        packed.running(packed.empty(10, 3 * q.shape[-1]), None, backwards=is_causal)
-
-
-def windowed(q: Tensor, mask: Tensor) -> None:
-    """The same with biases in a window, for every size of tiles; causal or not is a matter of which tiles are read."""
-    for taps, is_causal in ((11, False), (63, True), (255, True)):
-        band = torch.empty(1, q.shape[-2], taps, device="meta")
-        run = windows.Launch(q, band, is_causal=is_causal, strict=False)
-        out, rest, logs = run.outputs(q, q, q, mask, keep=True)
-        _, far = run.of_queries(q, out, rest, logs, q)
-        run.of_keys(q, q, q, mask, (out, rest, q, logs), far)
-        run.of_biases(q, q, q, mask, (out, rest, q, logs))
-
-
-def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
-    """All launches of forward and backward passes, causal and not, for heads of this width."""
-    q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
-    mask = torch.empty(1, 1, 1000, dtype=torch.uint8, device="meta")
-    with catching() as kept:
-        for is_causal in (True, False):
-            elementwise(q, mask, is_causal=is_causal)
-            if width in {width for width, _ in EXPONENTIAL}:
-                exponential(q, mask, is_causal=is_causal)
-        if width in DECAYED:
-            decayed(q, mask)
-        if width == channels.CHANNELS:
-            pooling(q, mask)
-            summing(q, mask)
-            if dtype == torch.bfloat16:  # all products are of float32, whatever is read
-                windowed(q, mask)
-    yield from kept
-
-
-def compiled(caught: Caught, target: int) -> dict[str, Any]:
+def compiled(caught: Caught, target: int) -> dict[str, int]:
     """What the assembler says of a kernel for compute capability ``target`` (90 for Hopper)."""
-    kernel = getattr(__import__(caught.module, fromlist=[caught.name]), caught.name)
+    kernel = caught.kernel
     constants = {(kernel.arg_names.index(name),): value for name, value in caught.constants.items()}
     source = ASTSource(fn=kernel, signature=caught.signature, constexprs=constants, attrs=caught.hints)
     made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=caught.options)
@@ -242,13 +42,43 @@ def compiled(caught: Caught, target: int) -> dict[str, Any]:
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", told)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
+    return {"registers": registers, "stack": stack, "shared": made.metadata.shared}
+
+
+def row(caught: Caught, target: int, told: dict[str, int]) -> dict[str, Any]:
+    """What is said of one program, in a line."""
     kinds = [kind for kind in caught.signature.values() if kind.startswith("*")]
     sizes = "CAUSAL", "WEIGHTED", "DECAYED", "QUERIES", "HAS_MASK", "PRECISION", "CHUNK", "BT", "BC", "BD", "BW", "BE"
     return {
         "kernel": ".".join([*caught.module.split(".")[2:-1], caught.name]), "target": target, "dtype": kinds[0][1:],
-        **{key: caught.constants.get(key) for key in sizes}, **caught.options, "registers": registers, "stack": stack,
-        "shared": made.metadata.shared,
+        **{key: caught.constants.get(key) for key in sizes}, **caught.options, **told,
     }  # fmt: skip
+
+
+def known() -> dict[str, dict[str, int]]:
+    """What was told of programs before, by their digests."""
+    with TABLE_OF_PROGRAMS.open(newline="") as file:
+        return {line["digest"]: {name: int(line[name]) for name in TOLD} for line in csv.DictReader(file)}
+
+
+def told_of(work: list[tuple[Caught, int]], held: dict[str, dict[str, int]], cores: int) -> list[dict[str, Any]]:
+    """A line of every program; ``held``: what need not be compiled, but for one in ``SAMPLED``."""
+    digests = [caught.digest(target) for caught, target in work]
+    new = [at for at, each in enumerate(digests) if each not in held or int(each, 16) % SAMPLED == 0]
+    with ProcessPoolExecutor(cores) as pool:
+        fresh = dict(zip(new, pool.map(compiled, *zip(*[work[at] for at in new], strict=True)), strict=True))
+    for at, told in fresh.items():
+        assert held.get(digests[at], told) == told, f"{work[at]}: {told}, before {held[digests[at]]}"
+    return [row(*job, fresh.get(at) or held[digests[at]]) for at, job in enumerate(work)]
+
+
+def written(work: list[tuple[Caught, int]], rows: list[dict[str, Any]]) -> None:
+    columns = ("digest", "kernel", "target", "dtype", *TOLD)
+    lines = [{**each, "digest": caught.digest(target)} for (caught, target), each in zip(work, rows, strict=True)]
+    with TABLE_OF_PROGRAMS.open("w", newline="") as file:
+        out = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        out.writeheader()
+        out.writerows(sorted(lines, key=lambda line: [str(line[name]) for name in ("kernel", "target", "digest")]))
 
 
 def main() -> None:
@@ -257,12 +87,16 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[*TABLE])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--known", action="store_true")
+    parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     caught = [x for dtype in asked.dtypes for width in asked.widths for x in launches(width, getattr(torch, dtype))]
     work = [(each, target) for each in {x.key: x for x in caught}.values() for target in asked.targets]
-    with ProcessPoolExecutor(asked.cores) as pool:
-        for line in pool.map(compiled, *zip(*work, strict=True), chunksize=1):
-            print(json.dumps(line), flush=True)
+    rows = told_of(work, known() if asked.known else {}, asked.cores)
+    for each in rows:
+        print(json.dumps(each))
+    if asked.write:
+        written(work, rows)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ EXPONENTIAL = {("bf16", 64): 96, ("bf16", 128): 256, ("fp32", 64): 160, ("fp32",
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "bf16"), ("float32", "fp32")])
 def test_registers_and_shared_memory_suffice(dtype: str, kind: str) -> None:
-    """Programs that Triton compiled before on this machine come from its cache: minutes at first, then seconds."""
+    """Programs as ``ahead.csv`` has them are not compiled again, but for one in 25; all others are."""
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.ahead", "--dtypes", dtype, "--targets", *map(str, SHARED)],
+        [sys.executable, "-m", "tests.gpu.ahead", "--known", "--dtypes", dtype, "--targets", *map(str, SHARED)],
         capture_output=True, text=True, env=surroundings,
         cwd=Path(__file__).parent.parent.parent,
     )  # fmt: skip

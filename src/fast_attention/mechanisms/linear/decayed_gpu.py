@@ -63,7 +63,7 @@ def _both_sides(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
     eps: float,
 ) -> Tensor:  # fmt: skip
-    """Keys up to each query, and those behind it: from the end, the sums up to the next key fade by that one's decay."""
+    """Keys up to each query, and from the end those behind it: sums up to the next key, faded by that key's decay."""
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
     settings = {"phi": phi, "normalize": False, "eps": eps}
     left, _ = advance(q, k, v, log_decay, key_mask, None, **settings)
