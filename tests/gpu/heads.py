@@ -12,12 +12,14 @@ from torch import Tensor
 KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # errors, of the largest number
 
 
-def tensors(width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+def tensors(
+    width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, batch: int = 1
+) -> Any:
     """Queries as heads of a projection lie in memory, keys, values, and a mask that hides a fifth."""
     keys = length if keys is None else keys
-    q = torch.randn(2, length, 2, width).transpose(1, 2)
-    k, v = torch.randn(2, 2, keys, width), torch.randn(2, 2, keys, values)
-    return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(2, 1, keys) > 0.2
+    q = torch.randn(batch, length, 2, width).transpose(1, 2)
+    k, v = torch.randn(batch, 2, keys, width), torch.randn(batch, 2, keys, values)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(batch, 1, keys) > 0.2
 
 
 def double(*given: Tensor) -> list[Tensor]:

@@ -15,7 +15,10 @@ from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
 from tests.oracles.linear import decayed as oracle
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-SIZES = [(16, 16, 64), (20, 33, 70), (64, 64, 150), (130, 70, 65)]  # width, values, tokens
+CASES = [  # width, values, tokens; masked, normalized
+    ((16, 16, 64), False, True), ((16, 16, 64), True, False), ((20, 33, 70), True, True), ((20, 33, 70), False, False),
+    ((64, 64, 150), True, True), ((64, 64, 150), True, False), ((130, 70, 65), True, True),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +30,10 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 
 def log_decays(length: int, strength: float = 0.1) -> Tensor:
-    return (-strength * torch.rand(2, 2, length)).requires_grad_()
+    return (-strength * torch.rand(1, 2, length)).requires_grad_()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("masked", "normalized"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(("sizes", "masked", "normalized"), CASES, ids=str)
 def test_every_configuration(sizes: tuple[int, int, int], masked: bool, normalized: bool) -> None:
     agree(sizes, torch.float32, masked, normalized)
 
@@ -52,7 +54,7 @@ def agree(
 ) -> None:
     """Outputs, last states and gradients are those of the plain form in float64, behind a first state too."""
     (q, k, v), mask = tensors(*sizes, dtype=dtype)
-    logs, first = log_decays(sizes[-1], strength), torch.rand(2, 2, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
+    logs, first = log_decays(sizes[-1], strength), torch.rand(1, 2, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
     with torch.no_grad():
         logs[..., ::7] *= 1e-3  # keys that weigh nearly as much as the next
     numbers = 1e-6, maps.ELU, 0.0, True, normalized
@@ -70,12 +72,15 @@ def agree(
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("gate", ["fixed", "learned", "token"])
-@pytest.mark.parametrize(("phi", "normalize"), [(EluPlusOne(), True), (Relu(offset=0.1), True), (Identity(), False)])
+@pytest.mark.parametrize(
+    ("gate", "phi", "normalize"),
+    [("token", EluPlusOne(), True), ("learned", Relu(offset=0.1), True), ("fixed", Identity(), False)],
+    ids=str,
+)
 def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: bool, is_causal: bool) -> None:
     mechanism = DecayedLinearAttention(phi, gate=gate, normalize=normalize)  # type: ignore[arg-type]
     w = mechanism.weights(Shape(2, 5))
-    (q, k, v), mask = tensors(5, 3, 70)
+    (q, k, v), mask = tensors(5, 3, 70, batch=2)
     with dispatch.recorded() as steps:
         out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
     assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
@@ -104,7 +109,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
     def results() -> list[Tensor]:
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, 150)
-        first, logs = torch.rand(2, 2, 20 * 33 + 20, requires_grad=True), log_decays(150)
+        first, logs = torch.rand(1, 2, 20 * 33 + 20, requires_grad=True), log_decays(150)
         scanned = decayed.decayed_scan(q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, True)[:2]
         loss = sum(x.square().sum() for x in scanned)
         return [*scanned, *torch.autograd.grad(loss, (q, k, v, first, logs))]  # type: ignore[arg-type]
@@ -151,7 +156,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
 
 def test_operations_keep_torchs_rules() -> None:
     (q, k, v), mask = tensors(8, 4, 40)
-    first, logs = torch.rand(2, 2, 8 * 4 + 8, requires_grad=True), log_decays(40)
+    first, logs = torch.rand(1, 2, 8 * 4 + 8, requires_grad=True), log_decays(40)
     for normalized in (True, False):
         given = q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, normalized
         assert {*library.opcheck(decayed.decayed_scan, given).values()} == {"SUCCESS"}

@@ -27,19 +27,21 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         monkeypatch.setattr(channels, "SHORTEST", 16)
 
 
-def tensors(width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    return of_widths(width, width, length, keys, dtype)
+def tensors(
+    width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, batch: int = 1
+) -> Any:
+    return of_widths(width, width, length, keys, dtype, batch)
 
 
 def first_pool(width: int) -> Tensor:
     """Of some keys: a largest one, and sums over its exponential."""
-    return torch.cat([torch.randn(2, 2, width), torch.randn(2, 2, width), 1 + torch.rand(2, 2, width)], -1)
+    return torch.cat([torch.randn(1, 2, width), torch.randn(1, 2, width), 1 + torch.rand(1, 2, width)], -1)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("keys", [40, 51, 33])
 def test_the_oracle(is_causal: bool, keys: int) -> None:
-    (q, k, v), mask = tensors(5, 40, keys)
+    (q, k, v), mask = tensors(5, 40, keys, batch=2)
     with dispatch.recorded() as steps:
         out = attention(q, k, v, AFTSimple(), is_causal=is_causal, key_mask=mask[:, 0])
     assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
@@ -113,11 +115,11 @@ def test_hidden_tokens_are_not_read() -> None:
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     (q, k, v), _ = tensors(16, 50)
-    mask = torch.arange(50).expand(2, 1, 50) >= 35
+    mask = torch.arange(50).expand(1, 1, 50) >= 35
     out = operations.pool_scan(q, k, v, mask, None, None, True, True)[0]
     assert not out[..., :35, :].any()
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.square().sum(), (q, k, v)))
-    none = torch.zeros(2, 1, 50, dtype=torch.bool)
+    none = torch.zeros(1, 1, 50, dtype=torch.bool)
     assert not operations.pool_read(q, operations.pool_sums(k, v, none), True, True)[0].any()
 
 

@@ -13,7 +13,7 @@ from fast_attention import LinearAttention, attention
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import EluPlusOne
 from fast_attention.gpu import cases, operations, self_check
-from fast_attention.gpu.cases import LARGEST, Case
+from fast_attention.gpu.cases import Case
 from fast_attention.gpu.summing.plain import SCORES
 
 
@@ -33,14 +33,13 @@ def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = EL
 
 
 CASES = [
-    ELEMENTWISE, cases.pools(), cases.sums(SCORES), cases.exponential(40, 16),
+    ELEMENTWISE, cases.pools(), cases.sums(SCORES), cases.exponential(24, 16),
     cases.decayed(EluPlusOne(), normalized=False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True)])
 def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: Case) -> None:
     assert verdict(dtype=dtype, masked=masked, case=case) == ""
 

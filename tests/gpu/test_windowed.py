@@ -29,8 +29,7 @@ CASES = [  # heads, positions and taps of biases; causal, strict, masked
 
 def tensors(width: int, length: int, dtype: torch.dtype = torch.float32) -> Any:
     """Two heads of one sequence: Triton's interpreter takes milliseconds a tile."""
-    given, mask = of_batch(width, width, length, dtype=dtype)
-    return [x.detach()[:1].requires_grad_() for x in given], mask[:1]
+    return of_batch(width, width, length, dtype=dtype)
 
 
 @pytest.fixture(autouse=True)

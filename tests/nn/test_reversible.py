@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_attention import ChunkedFeedForward, Reversible, ReversibleSequence, TokenMixer, catalogue
 from tests.cases import some_keys
+from tests.parallel import spread
 
 EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
 
@@ -354,7 +355,7 @@ def member(rank: int, folder: str) -> None:
 def test_distributed_data_parallel() -> None:
     """Two processes, gradients averaged by torch's DDP: those of one process with both batches."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(member, (folder,), nprocs=2)
+        spread(member, (folder,), 2)
         both = [torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)]
     blocks = sequence(3, "cpu", chunks=2)
     ordinary(blocks, torch.cat([batch(0), batch(1)]), is_causal=True).square().mean().backward()

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from fast_attention import TokenMixer, Unsupported, swap
 from fast_attention.parallel import parallelize
-from tests.parallel import leave
+from tests.parallel import leave, spread
 
 transformers = pytest.importorskip("transformers")
 LENGTHS = [9, 7]
@@ -84,7 +83,7 @@ def process(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder: Path = tmp_path_factory.mktemp("processes")
-    mp.spawn(process, (str(folder),), nprocs=2)  # type: ignore[attr-defined]
+    spread(process, (str(folder),), 2)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(2)]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from fast_attention import Bound, Shape
@@ -16,7 +15,7 @@ from fast_attention.mechanisms.mixers.mlp_mixer import MLPMixer
 from fast_attention.parallel import collectives, mix, shards, strategy
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import MIXERS, bind, some_keys
-from tests.parallel import leave
+from tests.parallel import leave, spread
 
 LENGTHS = {2: [6, 5], 4: [3, 0, 6, 2]}
 
@@ -95,7 +94,7 @@ def process(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder: Path = tmp_path_factory.mktemp("processes")
-    mp.spawn(process, (request.param, str(folder)), nprocs=request.param)  # type: ignore[attr-defined]
+    spread(process, (request.param, str(folder)), request.param)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(request.param)]
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, Unsupported, attention, explain
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.parallel import counted, parallelize, shards
-from tests.parallel import leave
+from tests.parallel import leave, spread
 
 LENGTHS = {2: [8, 6], 4: [5, 1, 6, 2]}
 LENGTH, WIDTH, HEADS = 14, 16, 4
@@ -195,7 +194,7 @@ def process(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("processes")
-    mp.spawn(process, (request.param, str(folder)), nprocs=request.param)  # type: ignore[attr-defined]
+    spread(process, (request.param, str(folder)), request.param)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(request.param)]
 
 

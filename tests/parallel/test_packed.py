@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fast_attention import BigBird, ByLength, Unsupported, packed
 from fast_attention.parallel import attend, collectives, decode, shards, strategy
@@ -16,7 +15,7 @@ from fast_attention.parallel.packing import packed_over
 from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
-from tests.parallel import leave
+from tests.parallel import leave, spread, wrong
 from tests.parallel.test_parallel import HEADS, LENGTHS, cut
 
 SEQUENCES = (2, 5, 0, 1, 3)
@@ -109,6 +108,8 @@ def process(rank: int, world: int, folder: str) -> None:
             results[f"{mechanism!r} {is_causal}"] = packed_difference(mechanism, rank, world, is_causal)
         if mechanism.traits.memory:
             results[f"state of {mechanism!r}"] = state_difference(mechanism, rank, world)
+        if wrong("".join(results.values())):
+            break
     torch.save((results, refusals(rank)), f"{folder}/{rank}")
     leave()
 
@@ -116,13 +117,13 @@ def process(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder: Path = tmp_path_factory.mktemp("processes")
-    mp.spawn(process, (4, str(folder)), nprocs=4)  # type: ignore[attr-defined]
+    spread(process, (4, str(folder)), 4)
     return [torch.load(folder / str(rank)) for rank in range(4)]
 
 
 def test_packed_sequences_and_states_are_those_of_one_process(results: list[Any]) -> None:
-    wrong = {key: value for each, _ in results for key, value in each.items() if value}
-    assert not wrong, wrong
+    told = {key: value for each, _ in results for key, value in each.items() if value}
+    assert not told, told
 
 
 def test_what_does_not_fit_is_refused_on_all_processes(results: list[Any]) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fast_attention import catalogue
 from fast_attention.parallel import states
-from tests.parallel import leave
+from tests.parallel import leave, spread, wrong
 from tests.parallel.test_parallel import compare, draws
 
 NAMES = (
@@ -29,22 +28,30 @@ NAMES = (
 def process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
-    results: dict[str, Any] = {}
-    for name in NAMES:
-        mechanism = catalogue.parse(name)
-        for is_causal in mechanism.traits.modes:
-            results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
-    states.LONG = 1  # states are sent while others are summed
-    for name in (*NAMES, "DecayedLinearAttention(gate='learned')", "AFTSimple()", "LogAttention()"):
-        mechanism = catalogue.parse(name)
-        if mechanism.traits.memory == "constant":
-            results[f"{name}, in halves"] = compare(mechanism, rank, 2, is_causal=True, masked=mechanism.traits.padding)
-    results["draws"] = "" if "different weights" in draws(rank) else "different weights are taken"
+    results: dict[str, str] = {}
+    for name, found in comparisons(rank):
+        results[name] = found
+        if wrong(found):
+            break
     torch.save(results, f"{folder}/{rank}")
     leave()
 
 
+def comparisons(rank: int) -> Iterator[tuple[str, str]]:
+    """What is compared, and what differs; empty for nothing."""
+    yield "draws", "" if "different weights" in draws(rank) else "different weights are taken"
+    for name in NAMES:
+        mechanism = catalogue.parse(name)
+        for is_causal in mechanism.traits.modes:
+            yield f"{name} {is_causal}", compare(mechanism, rank, 2, is_causal, masked=True)
+    states.LONG = 1  # states are sent while others are summed
+    for name in (*NAMES, "DecayedLinearAttention(gate='learned')", "AFTSimple()", "LogAttention()"):
+        mechanism = catalogue.parse(name)
+        if mechanism.traits.memory == "constant":
+            yield f"{name}, in halves", compare(mechanism, rank, 2, is_causal=True, masked=mechanism.traits.padding)
+
+
 def test_strategies_give_what_one_process_gives(tmp_path: Path) -> None:
-    mp.spawn(process, (str(tmp_path),), nprocs=2)  # type: ignore[attr-defined]
-    wrong = {key: value for rank in (0, 1) for key, value in torch.load(tmp_path / str(rank)).items() if value}
-    assert not wrong, wrong
+    spread(process, (str(tmp_path),), 2)
+    told = {key: value for rank in (0, 1) for key, value in torch.load(tmp_path / str(rank)).items() if value}
+    assert not told, told

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from benchmarks.kills import kill_one
 
 from fast_attention import tasks
@@ -19,6 +18,7 @@ from fast_attention.training import by_position, checkpoints, processes, steps
 from fast_attention.training.journal import read
 from fast_attention.training.loop import train
 from fast_attention.training.settings import TrainingSettings
+from tests.parallel import spread
 from tests.training.test_training import free_ports
 
 SETTINGS = TrainingSettings(
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(folder / "one")
     run(folder / "classes of one", name="classes")
     for world, keeps in ((4, 3), (2, 6)):
-        mp.spawn(process, (world, str(folder), free_ports(6)), nprocs=world)  # type: ignore[attr-defined]
+        spread(process, (world, str(folder), free_ports(6)), world)
         for path in checkpoints.find_all(folder / "handed on" / "checkpoints"):
             if int(path.name[5:]) > keeps:  # as if the run had been stopped there
                 shutil.rmtree(path)

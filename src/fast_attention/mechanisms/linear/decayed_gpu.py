@@ -69,8 +69,8 @@ def _both_sides(
     left, _ = advance(q, k, v, log_decay, key_mask, None, **settings)
     to_next = _next(log_decay, -1)
     mask = None if key_mask is None else _next(key_mask, -1).flip(-1)
-    tokens = (x.flip(-2) for x in (q, _next(k, -2), _next(v, -2)))
-    right, _ = advance(*tokens, _next(to_next, -1).flip(-1), mask, None, **settings)
+    q, k, v = (x.flip(-2) for x in (q, _next(k, -2), _next(v, -2)))
+    right, _ = advance(q, k, v, _next(to_next, -1).flip(-1), mask, None, **settings)
     sums = left + right.flip(-2) * to_next.exp()[..., None]
     return plain.quotient(sums, eps) if normalize else sums
 
