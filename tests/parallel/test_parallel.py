@@ -18,6 +18,8 @@ from tests.parallel import leave, spread, wrong
 
 LENGTHS = {2: [6, 5], 4: [3, 1, 5, 2]}
 HEADS = 4
+WAYS = {m: (type(m), *(strategy(m, is_causal) for is_causal in m.traits.modes)) for m in ATTENTIONS}
+EACH = [*{way: m for m, way in WAYS.items()}.values()]  # mechanisms and strategies: what two processes are tried with
 
 
 def cut(x: Any, rank: int, world: int, axis: int = -2) -> Any:
@@ -153,7 +155,7 @@ def process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     results: dict[Any, Any] = {}
-    for mechanism in ATTENTIONS:
+    for mechanism in ATTENTIONS if world > 2 else EACH:
         traits = mechanism.traits
         for is_causal in traits.modes:
             for masked in [False, True] if traits.padding else [False]:
