@@ -13,12 +13,13 @@ KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # er
 
 
 def tensors(
-    width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, batch: int = 1
-) -> Any:
+    width: int, values: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, *,
+    batch: int = 1, heads: int = 1,
+) -> Any:  # fmt: skip
     """Queries as heads of a projection lie in memory, keys, values, and a mask that hides a fifth."""
     keys = length if keys is None else keys
-    q = torch.randn(batch, length, 2, width).transpose(1, 2)
-    k, v = torch.randn(batch, 2, keys, width), torch.randn(batch, 2, keys, values)
+    q = torch.randn(batch, length, heads, width).transpose(1, 2)
+    k, v = torch.randn(batch, heads, keys, width), torch.randn(batch, heads, keys, values)
     return [x.to(dtype).requires_grad_() for x in (q, k, v)], torch.rand(batch, 1, keys) > 0.2
 
 

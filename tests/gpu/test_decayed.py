@@ -30,7 +30,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 
 def log_decays(length: int, strength: float = 0.1) -> Tensor:
-    return (-strength * torch.rand(1, 2, length)).requires_grad_()
+    return (-strength * torch.rand(1, 1, length)).requires_grad_()
 
 
 @pytest.mark.parametrize(("sizes", "masked", "normalized"), CASES, ids=str)
@@ -54,7 +54,7 @@ def agree(
 ) -> None:
     """Outputs, last states and gradients are those of the plain form in float64, behind a first state too."""
     (q, k, v), mask = tensors(*sizes, dtype=dtype)
-    logs, first = log_decays(sizes[-1], strength), torch.rand(1, 2, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
+    logs, first = log_decays(sizes[-1], strength), torch.rand(1, 1, sizes[0] * sizes[1] + sizes[0]).requires_grad_()
     with torch.no_grad():
         logs[..., ::7] *= 1e-3  # keys that weigh nearly as much as the next
     numbers = 1e-6, maps.ELU, 0.0, True, normalized
@@ -80,7 +80,7 @@ def agree(
 def test_the_oracle(gate: str, phi: EluPlusOne | Relu | Identity, normalize: bool, is_causal: bool) -> None:
     mechanism = DecayedLinearAttention(phi, gate=gate, normalize=normalize)  # type: ignore[arg-type]
     w = mechanism.weights(Shape(2, 5))
-    (q, k, v), mask = tensors(5, 3, 70, batch=2)
+    (q, k, v), mask = tensors(5, 3, 70, batch=2, heads=2)
     with dispatch.recorded() as steps:
         out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
     assert any(step.path.startswith(dispatch.KERNEL) for step in steps)
@@ -109,7 +109,7 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
     def results() -> list[Tensor]:
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, 150)
-        first, logs = torch.rand(1, 2, 20 * 33 + 20, requires_grad=True), log_decays(150)
+        first, logs = torch.rand(1, 1, 20 * 33 + 20, requires_grad=True), log_decays(150)
         scanned = decayed.decayed_scan(q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, True)[:2]
         loss = sum(x.square().sum() for x in scanned)
         return [*scanned, *torch.autograd.grad(loss, (q, k, v, first, logs))]  # type: ignore[arg-type]
@@ -124,7 +124,8 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
 def test_parts_behind_a_state_are_the_whole_and_one_token_is_one_kernel(normalize: bool, masked: bool) -> None:
     mechanism = DecayedLinearAttention(gate="token", normalize=normalize)
     w = mechanism.weights(Shape(2, 8))
-    (q, k, v), mask = tensors(8, 12, 90)
+    (q, k, v), mask = tensors(8, 12, 90, heads=2)
+    mask[..., 41] = False
     q, k, v, key_mask = q.detach(), k.detach(), v.detach(), mask if masked else None
     whole = mechanism.attend(q, k, v, w, is_causal=True, key_mask=key_mask)
     state, parts, paths = None, [], []
@@ -156,7 +157,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
 
 def test_operations_keep_torchs_rules() -> None:
     (q, k, v), mask = tensors(8, 4, 40)
-    first, logs = torch.rand(1, 2, 8 * 4 + 8, requires_grad=True), log_decays(40)
+    first, logs = torch.rand(1, 1, 8 * 4 + 8, requires_grad=True), log_decays(40)
     for normalized in (True, False):
         given = q, k, v, mask, first, logs, 1e-6, maps.ELU, 0.0, True, normalized
         assert {*library.opcheck(decayed.decayed_scan, given).values()} == {"SUCCESS"}
@@ -172,7 +173,7 @@ def test_compiled_as_one_graph() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return mechanism.attend(q.sin(), k, v, w, is_causal=True, key_mask=None).cos()
 
-    (q, k, v), _ = tensors(8, 4, 40)
+    (q, k, v), _ = tensors(8, 4, 40, heads=2)
     out = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
     assert_near(out, run(q, k, v).detach().double(), 1e-6)
 
@@ -197,4 +198,4 @@ def test_calls_say_what_ran() -> None:
     attention(q, k, v, "DecayedLinearAttention", is_causal=True, impl="triton")
     attention(q, k, v, "DecayedLinearAttention", impl="triton")
     with pytest.raises(NotImplementedError, match="a decay for every channel"), implementation("triton"):
-        Bound(DecayedLinearAttention(gate="channel"), Shape(2, 8))(q, k, v)
+        Bound(DecayedLinearAttention(gate="channel"), Shape(1, 8))(q, k, v)

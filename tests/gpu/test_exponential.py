@@ -42,14 +42,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(width: int, features: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    rows = scale * torch.randn(2, 2, features, width)
+    rows = scale * torch.randn(2, 1, features, width)
     return rows[0].requires_grad_(), rows[1].requires_grad_()
 
 
 @pytest.mark.parametrize(("mechanism", "oracle", "keys"), MECHANISMS, ids=lambda x: "" if callable(x) else repr(x))
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_oracle(mechanism: Any, oracle: Callable[..., Tensor], is_causal: bool, keys: int) -> None:
-    (q, k, v), mask = tensors(5, 3, 30, keys, batch=2)
+    (q, k, v), mask = tensors(5, 3, 30, keys, batch=2, heads=2)
     w = mechanism.weights(Shape(2, 5, 40))
     with implementation("triton"):
         out = mechanism.attend(q, k, v, w, is_causal=is_causal, key_mask=mask)
@@ -65,7 +65,7 @@ def test_the_oracle(mechanism: Any, oracle: Callable[..., Tensor], is_causal: bo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_tokens_of_sixteen_bits_are_taken_as_they_are(dtype: torch.dtype) -> None:
-    (q, k, v), _ = tensors(8, 4, 40, dtype=dtype)
+    (q, k, v), _ = tensors(8, 4, 40, dtype=dtype, heads=2)
     mechanism = FavorPlusPlus(num_features=20)
     w = mechanism.weights(Shape(2, 8, 40))
     outs = []
@@ -92,7 +92,7 @@ def agree(sizes: tuple[int, int, int, int], dtype: torch.dtype, is_causal: bool,
     """Outputs and gradients, of rows too, are those of the plain form in float64."""
     width, values, features, length = sizes
     (q, k, v), mask = tensors(width, values, length, dtype=dtype)
-    (query_rows, key_rows), bias, mask = drawn(width, features), torch.randn(2, features), mask if masked else None
+    (query_rows, key_rows), bias, mask = drawn(width, features), torch.randn(1, features), mask if masked else None
     mine = q, k, v, query_rows, key_rows
     out = result(kernels.forms(query_rows, key_rows, bias, True, True), q, k, v, mask, is_causal)
     right = x, y, z, *rows = double(*mine)
@@ -162,7 +162,7 @@ def test_hidden_tokens_are_not_read() -> None:
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
-        assert not clean[2][~mask.expand(1, 2, 70)].any()
+        assert not clean[2][~mask.expand(1, 1, 70)].any()
 
 
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_nothing_beyond_the_last_query_counts() -> None:
     """Where all queries' logarithms are far below zero, those of empty rows would be the largest."""
     (q, k, v), _ = tensors(6, 4, 70)
     rows, _ = drawn(6, 20, scale=30)
-    found, grad = [], torch.randn(1, 2, 70, 4)
+    found, grad = [], torch.randn(1, 1, 70, 4)
     for forms, kind in (
         (kernels.forms(rows, rows, None, True, False), torch.float32),
         (plain.forms(rows.double(), rows.double(), None), torch.float64),
@@ -213,7 +213,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none() -> None:
 
 @pytest.mark.parametrize("mechanism", [FavorPlus(num_features=20), LearnedFeatures(num_features=9)], ids=repr)
 def test_parts_behind_a_state_are_the_whole(mechanism: Any) -> None:
-    (q, k, v), mask = tensors(8, 12, 90)
+    (q, k, v), mask = tensors(8, 12, 90, heads=2)
     w = mechanism.weights(Shape(2, 8, 90))
     whole = mechanism.attend(q, k, v, w, is_causal=True, key_mask=mask)
     state, parts = None, []
@@ -233,7 +233,8 @@ def test_parts_behind_a_state_are_the_whole(mechanism: Any) -> None:
 @pytest.mark.parametrize("mechanism", [m for m, *_ in MECHANISMS[2:]], ids=repr)
 @pytest.mark.parametrize("masked", [False, True])
 def test_decoding_is_one_kernel_and_the_causal_call(mechanism: Any, masked: bool) -> None:
-    (q, k, v), mask = tensors(20, 36, 24)
+    (q, k, v), mask = tensors(20, 36, 24, heads=2)
+    mask[..., 21] = False
     q, k, v = q.detach(), k.detach(), v.detach()
     w = type(x := mechanism.weights(Shape(2, 20, 24)))(*(t.detach() for t in x))
     key_mask = mask if masked else None
@@ -264,7 +265,7 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
 @pytest.mark.parametrize("name", ["feature_scan", "feature_sums", "feature_read"])
 def test_operations_keep_torchs_rules(name: str) -> None:
     (q, k, v), mask = tensors(8, 4, 40)
-    (query_rows, key_rows), bias = drawn(8, 12), torch.randn(2, 12)
+    (query_rows, key_rows), bias = drawn(8, 12), torch.randn(1, 12)
     with torch.no_grad():
         first = operations.feature_sums(k, v, mask, key_rows, bias, True)
     first.requires_grad_()
@@ -284,7 +285,7 @@ def test_compiled_as_one_graph() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return mechanism.attend(q.sin(), k, v, w, is_causal=True, key_mask=None).cos()
 
-    (q, k, v), _ = tensors(8, 4, 40)
+    (q, k, v), _ = tensors(8, 4, 40, heads=2)
     out = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
     assert_near(out, run(q, k, v).double(), 1e-6)
     for mine, right in zip(

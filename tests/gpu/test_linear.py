@@ -39,7 +39,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("keys", [70, 81, 60])
 def test_the_oracle(phi: FeatureMap, is_causal: bool, keys: int) -> None:
     mechanism = LinearAttention(feature_map=phi)
-    (q, k, v), mask = tensors(5, 3, 70, keys, batch=2)
+    (q, k, v), mask = tensors(5, 3, 70, keys, batch=2, heads=2)
     out = attention(q, k, v, mechanism, is_causal=is_causal, key_mask=mask[:, 0])
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), grad)
@@ -105,14 +105,14 @@ def test_hidden_tokens_are_not_read() -> None:
             outs.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for clean, rubbished in zip(outs[:2], outs[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(clean, rubbished, strict=True))
-        assert not clean[2][~mask.expand(1, 2, 70)].any()
+        assert not clean[2][~mask.expand(1, 1, 70)].any()
 
 
 def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Tensor]:
         torch.manual_seed(1)
         (q, k, v), mask = tensors(20, 33, LONG)
-        first = torch.rand(1, 2, 20 * 33 + 20, requires_grad=True)
+        first = torch.rand(1, 1, 20 * 33 + 20, requires_grad=True)
         scanned = operations.chunk_scan(q, k, v, mask, first, 1e-6, maps.ELU, 0.0, True)[:2]
         read = operations.read_sums(q, operations.key_sums(k, v, mask, maps.ELU, 0.0), 1e-6, maps.ELU, 0.0, True)[0]
         loss = sum(x.square().sum() for x in (*scanned, read))
@@ -155,6 +155,7 @@ def test_parts_behind_a_state_are_the_whole() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_decoding_is_one_kernel_and_the_causal_call(masked: bool) -> None:
     (q, k, v), mask = tensors(40, 36, 24)
+    mask[..., 21] = False
     q, k, v, mechanism = q.detach(), k.detach(), v.detach(), LinearAttention(feature_map=Relu(offset=0.1))
     key_mask = mask if masked else None
     whole = mechanism.attend(q, k, v, (), is_causal=True, key_mask=key_mask)
@@ -195,7 +196,7 @@ def test_second_derivatives_are_of_full_precision_under_autocast() -> None:
 @pytest.mark.parametrize("name", ["chunk_scan", "key_sums", "read_sums"])
 def test_operations_keep_torchs_rules(name: str) -> None:
     (q, k, v), mask = tensors(8, 4, 40)
-    first = torch.rand(1, 2, 8 * 4 + 8, requires_grad=True)
+    first = torch.rand(1, 1, 8 * 4 + 8, requires_grad=True)
     given: dict[str, Any] = {
         "chunk_scan": (q, k, v, mask, first, 1e-6, maps.ELU, 0.0, True),
         "key_sums": (k, v, mask, maps.ELU, 0.0),

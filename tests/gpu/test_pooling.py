@@ -27,21 +27,19 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         monkeypatch.setattr(channels, "SHORTEST", 16)
 
 
-def tensors(
-    width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, batch: int = 1
-) -> Any:
-    return of_widths(width, width, length, keys, dtype, batch)
+def tensors(width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
+    return of_widths(width, width, length, keys, dtype, **sizes)
 
 
 def first_pool(width: int) -> Tensor:
     """Of some keys: a largest one, and sums over its exponential."""
-    return torch.cat([torch.randn(1, 2, width), torch.randn(1, 2, width), 1 + torch.rand(1, 2, width)], -1)
+    return torch.cat([torch.randn(1, 1, width), torch.randn(1, 1, width), 1 + torch.rand(1, 1, width)], -1)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("keys", [40, 51, 33])
 def test_the_oracle(is_causal: bool, keys: int) -> None:
-    (q, k, v), mask = tensors(5, 40, keys, batch=2)
+    (q, k, v), mask = tensors(5, 40, keys, batch=2, heads=2)
     with dispatch.recorded() as steps:
         out = attention(q, k, v, AFTSimple(), is_causal=is_causal, key_mask=mask[:, 0])
     assert any(step.path.startswith(dispatch.KERNEL) for step in steps)

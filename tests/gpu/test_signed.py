@@ -37,7 +37,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 def heads(width: int, values: int, length: int, keys: int | None = None, scale: float = 1.0) -> Any:
     """Queries, keys and values of one sequence and two heads, a mask that hides a fifth."""
-    (q, k, v), mask = tensors(width, values, length, keys, batch=2)
+    (q, k, v), mask = tensors(width, values, length, keys, batch=2, heads=2)
     return [(x.detach()[:1] * s).requires_grad_() for x, s in ((q, scale), (k, scale), (v, 1.0))], mask[:1]
 
 

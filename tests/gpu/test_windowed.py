@@ -29,7 +29,7 @@ CASES = [  # heads, positions and taps of biases; causal, strict, masked
 
 def tensors(width: int, length: int, dtype: torch.dtype = torch.float32) -> Any:
     """Two heads of one sequence: Triton's interpreter takes milliseconds a tile."""
-    return of_batch(width, width, length, dtype=dtype)
+    return of_batch(width, width, length, dtype=dtype, heads=2)
 
 
 @pytest.fixture(autouse=True)
