@@ -5,6 +5,7 @@ Triton decides when it is imported whether it interprets, so these tests have a 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -36,11 +37,12 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def patched_once_a_launch() -> Iterator[None]:
-    """Let the interpreter put its functions into Triton's language once a launch, not with every function it calls.
+def quick_interpreter() -> Iterator[None]:
+    """Spare the interpreter three things it does anew each time; they were two thirds of these tests' time.
 
-    Which it does to be sure of the modules that the function sees; here all there are are patched at the beginning. It
-    was more than half of these tests' time.
+    It puts its functions into Triton's language with every function it calls, to be sure of the modules which that
+    function sees; here all there are are patched once a launch. It makes its table of numpy's types with every array.
+    It computes sums and products of 32-bit integers twice, to see them overflow, which no size of these tests does.
     """
     if not INTERPRETED:
         yield
@@ -49,12 +51,18 @@ def patched_once_a_launch() -> Iterator[None]:
     from triton.runtime import interpreter
 
     inside: list[Any] = []
+    types: dict[str, Any] = {}
+    patch_language, numpy_type, builder = (
+        interpreter._patch_lang,
+        interpreter._get_np_dtype,
+        interpreter.interpreter_builder,
+    )
 
     def patched(function: Any) -> Any:
         if inside:
             return None
         inside.append(function)
-        scope = real(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+        scope = patch_language(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
 
         def restored() -> None:
             inside.clear()
@@ -62,7 +70,14 @@ def patched_once_a_launch() -> Iterator[None]:
 
         return SimpleNamespace(restore=restored)
 
+    def looked_up(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in types:
+            types[name] = numpy_type(dtype)
+        return types[name]
+
     with pytest.MonkeyPatch.context() as patch:
-        real = interpreter._patch_lang
         patch.setattr(interpreter, "_patch_lang", patched)
+        patch.setattr(interpreter, "_get_np_dtype", looked_up)
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
