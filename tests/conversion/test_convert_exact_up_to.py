@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import ConversionSettings, convert, from_pretrained
+from fast_attention.conversion import Chunks
 from fast_attention.integrations import crossover
 from fast_attention.integrations.attention import layers_of
 from tests.conversion.test_conversion import HELD, LLAMA, MECHANISM, SIZES, batch, bert, equal, state
@@ -88,6 +89,16 @@ def test_auto_is_measured_at_the_layers_sizes(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [("Local(window=2)", SIZES["num_attention_heads"], 8, False)]
     assert told.mechanism == "ByLength(long=Local(window=2), above=48)"
     assert [repr(each.bound.mechanism) for each in layers_of(model).values()].count("Softmax()") == 1
+
+
+@pytest.mark.parametrize(("tokens", "above"), [(10, 10), (64, 48)])
+def test_auto_stays_within_a_chunk_of_the_teacher(tokens: int, above: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where exact attention is faster, but sees more than the teacher does, the mechanism runs."""
+    monkeypatch.setattr(crossover, "crossover", lambda *_, **__: 48)
+    told = convert(
+        bert(0), "Local(window=2)", batch, HELD, settings=STEPS, exact_up_to="auto", teacher=Chunks(tokens=tokens)
+    )
+    assert told.mechanism == f"ByLength(long=Local(window=2), above={above})"
 
 
 @pytest.mark.parametrize("mechanism", ["LearnedFeatures(num_features=4)", "RandomSynthesizer()"])

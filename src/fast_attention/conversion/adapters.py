@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention.conversion.goals import Goal
-from fast_attention.conversion.teachers import Teacher
+from fast_attention.conversion.teachers import Chunks, Teacher
 from fast_attention.integrations import crossover
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
@@ -119,8 +119,12 @@ def of(model: Any) -> Adapter:
     )
 
 
-def crossover_of(adapter: Adapter, model: Any, name: str) -> int:
-    """The tokens up to which exact attention is faster on this machine than what a layer runs."""
+def crossover_of(adapter: Adapter, model: Any, name: str, teacher: Teacher) -> int:
+    """The tokens up to which exact attention is faster on this machine than what a layer runs.
+
+    At most a chunk of a teacher that reads in chunks: beyond it exact attention sees what that teacher never does.
+    """
     bound, like = adapter.layers(model)[name], next(model.parameters())
     is_causal = adapter.is_causal(model, name)
-    return crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
+    tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
+    return min(tokens, teacher.tokens) if isinstance(teacher, Chunks) else tokens

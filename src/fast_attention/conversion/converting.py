@@ -177,7 +177,8 @@ class _Run:
         """Measure up to which length exact attention is faster, if that was asked for."""
         if self.exact_up_to == "auto" and self.result.exact_up_to is None:
             self.watch({"measuring": "up to which length exact attention is faster"})
-            self.result.exact_up_to = adapters.crossover_of(self.adapter, self.model, self.result.converted[0])
+            first = self.result.converted[0]
+            self.result.exact_up_to = adapters.crossover_of(self.adapter, self.model, first, self.teacher)
 
     def _limit(self) -> Callable[[], None]:
         """Let exact attention serve the queries that see few tokens, if that was asked for; what undoes that."""
