@@ -59,7 +59,8 @@ def convert(
         choosing: Held-out batches for that choice and for the loss with each layer put back; ``held_out`` if empty.
         exact_up_to: Run exact attention in the converted layers for queries that see at most so many tokens;
             ``"auto"`` measures from which length on the mechanism is faster on this machine, at the layers' own heads
-            and widths, and stays within a chunk of a teacher that reads chunks; None: never. The mechanism learns from long and short passages alike; all figures are with it.
+            and widths, and stays within a chunk of a teacher that reads chunks; None: never. The mechanism learns from
+            long and short passages alike; all figures are with it.
             With ``settings.train="mechanism"`` a Hugging Face model gives for short inputs what it gave, to the bit.
         teacher: Of encoders that give embeddings: ``"original"`` reads every text whole, by exact attention;
             ``Chunks(tokens=512)`` in chunks, whose mean is the embedding that is asked for. There is no transfer then,
