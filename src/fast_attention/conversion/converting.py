@@ -61,15 +61,15 @@ def run(
 
 class _Run:
     signals: Signals
+    teacher: Teacher
 
     def __init__(
         self, model: Any, mechanism: Any, batches: Callable[[int], Batch], settings: ConversionSettings,
         keep: Sequence[int], budget: float | None, exact_up_to: ExactUpTo | None, teacher: Teacher, path: Path | None,
         watch: Callable[[dict[str, Any]], None],
     ) -> None:  # fmt: skip
-        self.model, self.mechanism, self.batches = model, mechanism, batches
-        self.settings, self.budget, self.path, self.watch = settings, budget, path, watch
-        self.exact_up_to, self.teacher = exact_up_to, teacher
+        self.model, self.mechanism, self.batches, self.settings = model, mechanism, batches, settings
+        self.budget, self.exact_up_to, self.teacher, self.path, self.watch = budget, exact_up_to, teacher, path, watch
         self.adapter = adapters.of(model)
         self.original = self.adapter.original(model)
         self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 KERNELS = "kernels of this library, in Triton"
 FUSED = "torch's fused attention"
 FLEX = "torch's FlexAttention in 16 bits; else torch's fused attention over blocks of queries with the keys they see"
+SORTED = "torch's FlexAttention in 16 bits, tokens sorted by bucket; else products of torch, chunk by chunk"
 BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
 SCORES = "products of all pairs, and elementwise operations"
 PLAIN = "products and elementwise operations of torch, chunk by chunk"
@@ -38,7 +39,7 @@ VEHICLES = {
     "BlockLocal2d": BLOCKS,
     "BigBird": FLEX,
     "Selected": FLEX,
-    "LSH": PLAIN,
+    "LSH": SORTED,
     "Sinkhorn": BLOCKS,
     "SortCut": FUSED,
     "DenseSynthesizer": SCORES,

@@ -15,15 +15,15 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
+from fast_attention.mechanisms.lsh import gpu
 from fast_attention.mechanisms.lsh.fast import hashed_attention
-from fast_attention.mechanisms.lsh.reference import SHORTEST, buckets
+from fast_attention.mechanisms.lsh.reference import SHORTEST, Rules, buckets
 from fast_attention.mechanisms.lsh.state import LOG, HashMemory, flushed, remember, step
 from fast_attention.value import at_least, one_of
 
 Layout = Literal["ranked", "sorted"]
 
 
-@in_float32
 def lsh_attention(
     q: Float[Tensor, "*batch heads length width"],
     v: Float[Tensor, "*batch heads length values"],
@@ -54,14 +54,26 @@ def lsh_attention(
         raise ValueError('layout="sorted" is not causal: later tokens move the chunks of earlier ones; use "ranked"')
     if ranked and attend_across_buckets:
         raise ValueError('layout="ranked" has chunks of one bucket only: attend_across_buckets needs layout="sorted"')
+    rules = Rules(
+        math.prod(sizes), bucket_size, ranked, attend_across_buckets, is_causal, correct_duplicates, float(scale)
+    )
+    rounded = None if gpu.obstacle(q, v, rotations.shape[1]) else q.dtype
+    return _hashed(q, v, rotations, sizes, rules, key_mask, rounded)
+
+
+@in_float32
+def _hashed(
+    q: Tensor, v: Tensor, rotations: Tensor, sizes: tuple[int, ...], rules: Rules, key_mask: Tensor | None,
+    rounded: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     q = masks.drop(q, key_mask)  # a masked token's row is a key too
-    bucket, number = buckets(q, rotations, sizes), math.prod(sizes)
+    bucket = buckets(q, rotations, sizes)
     if key_mask is not None:
-        bucket = torch.where(key_mask[..., None, :], bucket, number)
-    out = hashed_attention(
-        q, v, bucket.int(), number=number, size=bucket_size, ranked=ranked, across=attend_across_buckets,
-        is_causal=is_causal, distinct=correct_duplicates, scale=float(scale),
-    )  # fmt: skip
+        bucket = torch.where(key_mask[..., None, :], bucket, rules.number)
+    if rounded is None:
+        out = hashed_attention(q, v, bucket.int(), **vars(rules))
+    else:
+        out = gpu.hashed_softmax(q, masks.drop(v, key_mask), bucket.int(), rules=rules, dtype=rounded)
     return out if key_mask is None else out.masked_fill(~key_mask[..., None], 0.0)
 
 
