@@ -123,7 +123,7 @@ gpu:
 		$(PYTHON) -m fast_attention.cli bench --device cuda --dtype bfloat16 --decode --memory-lengths 0 \
 			--lengths 512 1024 2048 4096 8192 16384 32768 --budget 200 --out out/gpu-bench --restart; \
 		$(PYTHON) benchmarks/keep.py out/gpu-bench/bench.json gpu-bench; \
-		$(PYTHON) -m benchmarks.on_gpu --out out/gpu-kernels.json; \
+		$(PYTHON) -m benchmarks.on_gpu --minutes 3 --out out/gpu-kernels.json; \
 		$(PYTHON) benchmarks/keep.py out/gpu-kernels.json gpu-kernels; \
 		if test $$(( $$(date +%s) - begun )) -gt 420; then echo "Seven minutes are over: nothing was trained"; else \
 			$(PYTHON) -m fast_attention.cli study mqar --seeds 1 --minutes 0.3 --device cuda --out out/gpu-study --restart; \

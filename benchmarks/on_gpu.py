@@ -11,11 +11,13 @@ forward and backward call less the forward call.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fast_attention import AFTSimple, Attention, BigBird, Bound, FavorPlus, LearnedFeatures, Local, catalogue, files
+from benchmarks.floors import floor
+from fast_attention import Attention, Bound, catalogue, files
 from fast_attention.lab.surroundings import begun
 from fast_attention.traits import Shape
 
 MECHANISMS = (
     "LinearAttention", "DecayedLinearAttention", "FavorPlus(num_features=256)", "LearnedFeatures(num_features=64)",
-    "AFTSimple", "Local(window=256)", "BigBird",
+    "AFTSimple", "Local(window=256)", "BigBird", "Favor", "AFTLocal(window=128)", "AFTConv", "LogAttention",
+    "Manhattan", "LSH(num_hashes=4)", "Sinkhorn", "AFTFull", "FNet",
 )  # fmt: skip
+TO = {"AFTFull": 16_384}  # tokens, where weights of every pair are in memory
 LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 EXACT_TO = 65_536  # tokens
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -84,36 +89,6 @@ def ceilings(clock: Clock, dtype: torch.dtype) -> dict[str, float]:
     return {"bytes": 2 * x.nbytes / copied, "operations": 2 * width**3 / product}
 
 
-def operations(name: str, D: int, *, is_causal: bool) -> int:
-    """The least operations of a forward pass for each token and head of width D, products and elementwise ones."""
-    mechanism: Any = catalogue.parse(name)
-    match mechanism:
-        case Local():
-            return 4 * D * sum(mechanism.sides if not is_causal else mechanism.sides[:1])
-        case BigBird():
-            window = mechanism.window_blocks // 2 + 1 if is_causal else mechanism.window_blocks
-            others = mechanism.num_random_blocks + mechanism.num_global_blocks
-            return 4 * D * mechanism.block_size * (window + others)
-        case AFTSimple():
-            return 12 * D  # two exponentials, a gate, two sums
-        case FavorPlus() | LearnedFeatures():
-            count = mechanism.num_features
-            return 4 * D * count + 4 * D * count * (2 if isinstance(mechanism, LearnedFeatures) else 1)
-    return 4 * D * D
-
-
-def floor(
-    name: str, sizes: tuple[int, ...], dtype: torch.dtype, most: dict[str, float], *, is_causal: bool
-) -> tuple[float, float]:
-    """The least seconds of a forward and of a backward pass."""
-    B, H, L, D = sizes
-    tokens, bits = B * H * L, torch.finfo(dtype).bits
-    products = operations(name, D, is_causal=is_causal)
-    forward = max(tokens * 4 * D * bits / 8 / most["bytes"], tokens * products / most["operations"])
-    backward = max(tokens * 8 * D * bits / 8 / most["bytes"], 2.5 * tokens * products / most["operations"])
-    return forward, backward
-
-
 def heads(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys and values of about unit scale."""
     return [torch.randn(sizes, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
@@ -129,7 +104,7 @@ def measured(call: Callable[..., Tensor], x: list[Tensor], clock: Clock) -> dict
 
     try:
         seconds = clock.seconds(forward)
-        both = clock.seconds(lambda: torch.autograd.grad(call(*x), x, grad))
+        both = clock.seconds(lambda: torch.autograd.grad(call(*x), x, grad, allow_unused=True))
         return {"forward": seconds, "graph": clock.graphed(forward), "backward": max(both - seconds, 0.0)}
     except (RuntimeError, NotImplementedError) as error:  # memory, or a backend without these sizes
         return {"error": str(error).splitlines()[0][:200]}
@@ -161,29 +136,39 @@ def decoding(name: str, asked: Any, clock: Clock, dtype: torch.dtype) -> dict[st
         return {"mechanism": name, "seconds": clock.seconds(call), "graph": clock.graphed(call)}
 
 
-def rows_of(asked: Any, clock: Clock, dtype: torch.dtype, most: dict[str, float]) -> list[dict[str, Any]]:
+def called(name: str, sizes: tuple[int, ...], device: torch.device, *, is_causal: bool) -> Callable[..., Tensor] | None:
+    """A mechanism's call on queries, keys and values; None where it has none that is causal, or not at this length.
+
+    A mixer takes the queries of all heads as tokens.
+    """
+    mechanism: Any = catalogue.parse(name)
+    _, number, length, width = sizes
+    if length > TO.get(name, length) or (is_causal and not mechanism.traits.causal):
+        return None
+    if isinstance(mechanism, Attention):
+        bound = Bound(mechanism, Shape(number, width, length)).to(device)
+        return lambda q, k, v: bound(q, k, v, is_causal=is_causal)
+    w = mechanism.weights(Shape(number, width, length))
+    return lambda q, k, v: mechanism(q.transpose(1, 2).flatten(2), w).unflatten(-1, (number, width)).transpose(1, 2)
+
+
+def rows_of(asked: Any, clock: Clock, dtype: torch.dtype, most: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Every mechanism and exact attention, causal and not, at every length, on a full chip and on one sequence."""
-    rows = []
-    for length in asked.lengths:
+    for length, is_causal in itertools.product(asked.lengths, (True, False)):
         for batch in sorted({1, max(1, asked.tokens // length)}):
             sizes = batch, asked.heads, length, asked.width
-            x = heads(sizes, clock.device, dtype)
-            for is_causal in (True, False):
-                shared = {"batch": batch, "length": length, "causal": is_causal}
-                if length <= EXACT_TO:
-                    rows.append({"mechanism": "exact", **shared, **exact(x, clock, is_causal=is_causal)})
-                    print(json.dumps(rows[-1]), flush=True)
-                for name in asked.mechanisms:
-                    mechanism: Any = catalogue.parse(name)
-                    bound = Bound(mechanism, Shape(asked.heads, asked.width, length)).to(clock.device)
-                    call = lambda q, k, v, b=bound, c=is_causal: b(q, k, v, is_causal=c)  # noqa: E731
-                    row, least = measured(call, x, clock), floor(name, sizes, dtype, most, is_causal=is_causal)
-                    for part, seconds in zip(("forward", "backward"), least, strict=True):
-                        if row.get(part):
-                            row[f"{part}_of_floor"] = seconds / row[part]
-                    rows.append({"mechanism": name, **shared, **row})
-                    print(json.dumps(rows[-1]), flush=True)
-    return rows
+            x, shared = heads(sizes, clock.device, dtype), {"batch": batch, "length": length, "causal": is_causal}
+            if length <= EXACT_TO:
+                yield {"mechanism": "exact", **shared, **exact(x, clock, is_causal=is_causal)}
+            for name in asked.mechanisms:
+                call = called(name, sizes, clock.device, is_causal=is_causal)
+                if call is None:
+                    continue
+                row, least = measured(call, x, clock), floor(name, sizes, dtype, most, is_causal=is_causal)
+                for part, seconds in zip(("forward", "backward"), least, strict=True):
+                    if row.get(part):
+                        row[f"{part}_of_floor"] = seconds / row[part]
+                yield {"mechanism": name, **shared, **row}
 
 
 def main() -> None:
@@ -197,6 +182,7 @@ def main() -> None:
     options.add_argument("--heads", type=int, default=16)
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--repeats", type=int, default=10)
+    options.add_argument("--minutes", type=float, default=math.inf, help="then decoding alone is measured, and it ends")
     options.add_argument("--out", type=Path, default=None)
     asked = options.parse_args()
     device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
@@ -204,14 +190,21 @@ def main() -> None:
     torch.manual_seed(0)
     most = ceilings(clock, dtype)
     print(f"{meta['hardware']}: {most['bytes'] / 1e9:,.0f} GB/s, {most['operations'] / 1e12:,.1f} TFLOP/s")
-    rows = rows_of(asked, clock, dtype, most)
+    rows, end, left_out = [], time.monotonic() + 60 * asked.minutes, ""
+    for row in rows_of(asked, clock, dtype, most):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if time.monotonic() > end:
+            left_out = f"{asked.minutes:g} minutes were over: nothing was measured behind these rows"
+            print(left_out, flush=True)
+            break
     streams = [n for n in asked.mechanisms if isinstance(m := catalogue.parse(n), Attention) and m.traits.memory]
     steps = [decoding(name, asked, clock, dtype) for name in streams]
     for step in steps:
         print(json.dumps(step), flush=True)
     record: dict[str, Any] = {
         "schema": "fast-attention kernels 1",
-        "meta": {**meta, "status": "complete", "ceilings": most},
+        "meta": {**meta, "status": "complete", "ceilings": most, "left_out": left_out},
     }
     record["meta"]["command"] = ["python", "-m", "benchmarks.on_gpu", *sys.argv[1:]]
     if asked.out is not None:

@@ -2,6 +2,7 @@
 
 from tests.faults.fault import ORACLE, Fault
 
+GPU, HASHED = "mechanisms/lsh/gpu.py", "tests/gpu/test_hashed.py"
 FAULTS = [
     Fault("a key counts once per round", "mechanisms/lsh/rounds.py", "r if self.rules.distinct else 0", "0",
           "tests/lsh/test_hash_attention.py -k the_oracle"),
@@ -36,4 +37,15 @@ FAULTS = [
           "tests/lsh/test_hash_attention.py"),
     Fault("a family asks for the device by itself", "mechanisms/lsh/fast.py", "if why := dispatch.obstacle(q, v):",
           'if why := "" if q.is_cpu else "another device":', "tests/engine/test_dispatch.py -k by_itself"),
+    Fault("FlexAttention counts what an earlier round has", GPU, "seen & (apart != 0) & (apart != 1)", "seen",
+          f"{HASHED} -k meet_whom"),
+    Fault("FlexAttention lets a token meet itself", GPU, " & (i != j)", "", f"{HASHED} -k meet_whom"),
+    Fault("FlexAttention lets a token meet a later one", GPU, "highs.minimum(at - 1) if is_causal else highs", "highs",
+          f"{HASHED} -k meet_whom"),
+    Fault("a block of keys that somebody meets is not read", GPU, "high.amax(-1, keepdim=True) >= begins)",
+          "high.amax(-1, keepdim=True) > begins + flex.SIZE)", f"{HASHED} -k meet_whom"),
+    Fault("rounds have equal weights", GPU, "weights = log.softmax(-3)", "weights = torch.full_like(log, 1 / log.shape[-3])",
+          f"{HASHED} -k plain_form"),
+    Fault("hidden tokens' values get into FlexAttention", "mechanisms/lsh/lsh.py", "gpu.hashed_softmax(q, masks.drop(v, key_mask)",
+          "gpu.hashed_softmax(q, v", f"{HASHED} -k plain_form"),
 ]  # fmt: skip
