@@ -37,7 +37,7 @@ FAULTS = [
           "tests/lsh/test_hash_attention.py"),
     Fault("a family asks for the device by itself", "mechanisms/lsh/fast.py", "if why := dispatch.obstacle(q, v):",
           'if why := "" if q.is_cpu else "another device":', "tests/engine/test_dispatch.py -k by_itself"),
-    Fault("FlexAttention counts what an earlier round has", GPU, "seen & (apart != 0) & (apart != 1)", "seen",
+    Fault("FlexAttention counts what an earlier round has", GPU, "meets & (apart != 0) & (apart != 1)", "meets",
           f"{HASHED} -k meet_whom"),
     Fault("FlexAttention lets a token meet itself", GPU, " & (i != j)", "", f"{HASHED} -k meet_whom"),
     Fault("FlexAttention lets a token meet a later one", GPU, "highs.minimum(at - 1) if is_causal else highs", "highs",

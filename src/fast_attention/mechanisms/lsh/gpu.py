@@ -57,18 +57,18 @@ def pattern(arranged: Arranged, rules: Rules) -> flex.Pattern:
     size = flex.rounded(length)
     every = codes[:, None].expand(lanes, rounds, rounds, length)
     every = every.gather(-1, order[:, :, None].expand_as(every))  # of round s in the order of round r
-    own = every.diagonal(dim1=1, dim2=2).transpose(1, 2).reshape(-1, length)
-    lows, highs = _interval(own, is_causal=rules.is_causal)
+    chunk = every.diagonal(dim1=1, dim2=2).transpose(1, 2).reshape(-1, length)
+    lows, highs = _interval(chunk, is_causal=rules.is_causal)
     lows, highs = F.pad(lows, (0, size - length), value=size).int(), F.pad(highs, (0, size - length), value=-1).int()
     known = _known(every, size) if rules.distinct else every.new_zeros(0, lanes * rounds, size)
     earlier = len(known)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = (lows[h, i] <= j) & (j <= highs[h, i]) & (i != j)
+        meets = (lows[h, i] <= j) & (j <= highs[h, i]) & (i != j)
         for s in range(earlier):
             apart = known[s, h, i] - known[s, h, j]
-            seen = seen & (apart != 0) & (apart != 1)
-        return seen
+            meets = meets & (apart != 0) & (apart != 1)
+        return meets
 
     begins = torch.arange(0, size, flex.SIZE, device=order.device)
     low, high = (x.unflatten(-1, (-1, flex.SIZE)) for x in (lows, highs))
