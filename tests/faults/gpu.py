@@ -33,10 +33,10 @@ FAULTS = [
         TESTS + "'every_configuration and 150'",
     ),
     Fault(
-        "a kernel reads the token behind the last one",
+        "a kernel leaves out the last token",
         "gpu/tiles.py",
         "        return rows < length\n",
-        "        return rows <= length\n",
+        "        return rows < length - 1\n",
         TESTS + "every_configuration",
     ),
     Fault(
