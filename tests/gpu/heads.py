@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fast_attention.gpu import flex
+
 KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}  # errors, of the largest number
 
 
@@ -46,6 +48,14 @@ def softmax_of_pairs(
     weights = (scores - logs.masked_fill(nothing, 0.0)[..., None]).exp()
     out = (weights @ v.float()).to(q.dtype)
     return out if return_aux is None else (out, type("Aux", (), {"lse": logs}))
+
+
+def flex_by_pairs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Let ``softmax_of_pairs`` stand for FlexAttention on a CPU, for short sequences too."""
+    monkeypatch.setattr(flex, "_kinds", set())
+    if device.type == "cpu":
+        monkeypatch.setattr(flex, "SHORTEST", 64)
+        monkeypatch.setattr(flex, "compiled", lambda: softmax_of_pairs)
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:

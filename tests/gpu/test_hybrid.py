@@ -14,7 +14,7 @@ from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, Linea
 from fast_attention.engine import dispatch
 from fast_attention.gpu import cases, flex
 from fast_attention.traits import Shape
-from tests.gpu.heads import assert_near, softmax_of_pairs
+from tests.gpu.heads import assert_near, flex_by_pairs, softmax_of_pairs
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted"),
@@ -30,10 +30,7 @@ MECHANISMS = [
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(flex, "_kinds", set())
-    if device.type == "cpu":
-        monkeypatch.setattr(flex, "SHORTEST", 64)
-        monkeypatch.setattr(flex, "compiled", lambda: softmax_of_pairs)
+    flex_by_pairs(monkeypatch, device)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
