@@ -46,7 +46,7 @@ def main() -> None:
     asked = parser.parse_args()
     started, longest = surroundings.timestamp(), max(asked.lengths)
     held = models(asked.model, asked.mechanism, longest)
-    layers = [*integrations.attention.layers_of(held[[*held][-1]])]
+    layers = [*integrations.swapped.layers_of(held[[*held][-1]])]
     with Console(stderr=True).status("") as status:
         prices = costs.measure(held, layers, asked.lengths, longest, status.update, longest=PATIENCE)
     meta = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from fast_attention import ConversionSettings, convert, swap
 from fast_attention.conversion import Chunks, reads
 from fast_attention.conversion.outcome import mean_of_others
-from fast_attention.integrations.attention import layers_of
+from fast_attention.integrations.swapped import layers_of
 from fast_attention.lab.converting import page
 from fast_attention.lab.converting.record import Converted
 from tests.conversion.test_conversion import HELD, MECHANISM, batch, bert, decoder, equal, padded, recomputed, state

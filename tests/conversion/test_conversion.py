@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fast_attention import ConversionSettings, FavorPlusPlus, from_pretrained, swap
 from fast_attention.conversion import adapters, choosing, goals, transfer
-from fast_attention.integrations.attention import layers_of
+from fast_attention.integrations.swapped import layers_of
 from fast_attention.mechanism import Unsupported
 from tests.conversion.plain import convert, settings_of_all
 

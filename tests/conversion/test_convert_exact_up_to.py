@@ -13,7 +13,7 @@ from torch import Tensor
 from fast_attention import ConversionSettings, convert, from_pretrained
 from fast_attention.conversion import Chunks
 from fast_attention.integrations import crossover
-from fast_attention.integrations.attention import layers_of
+from fast_attention.integrations.swapped import layers_of
 from tests.conversion.test_conversion import HELD, LLAMA, MECHANISM, SIZES, batch, bert, equal, state
 from tests.conversion.test_convert_command import SHORT, Converted, bytes_of, folders, run  # noqa: F401
 from tests.conversion.test_convert_own import batch as own_batch

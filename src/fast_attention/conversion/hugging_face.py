@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fast_attention.conversion import goals, reads, teachers
 from fast_attention.integrations import crossover, swap, swap_back
-from fast_attention.integrations.attention import CHILD, layers_of
+from fast_attention.integrations.swapped import CHILD, layers_of
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.bound import Bound
 

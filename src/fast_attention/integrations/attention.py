@@ -16,13 +16,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, packed_rows, relative, visible
-from fast_attention.integrations.cache import StateLayer, layer_of
+from fast_attention.integrations.cache import StateLayer
+from fast_attention.integrations.swapped import CHILD, Swapped
 from fast_attention.integrations.visible import Positions, Visibility
-from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
 
 NAME = "fast_attention"
-CHILD = "fast_attention"  # what the module that holds a layer's mechanism is called in the attention module
 LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
 SINKS = "s_aux"  # a score of each head that takes weight from all keys
 CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores; windows come with the mask
@@ -45,77 +45,6 @@ class Call(NamedTuple):
 
 
 _calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
-
-
-class Swapped(nn.Module):
-    """A layer's mechanism with its weights, in place of transformers' attention function.
-
-    Args:
-        bound: The mechanism.
-        kept: Whether this is exact attention because nothing else was asked for, or nothing else would do.
-        positions: What the model's positions add to the layer's scores, where that is known.
-    """
-
-    def __init__(self, bound: Bound, *, kept: bool = False, positions: relative.Positions | None = None) -> None:
-        super().__init__()
-        self.bound, self.kept, self.positions = bound, kept, positions
-        self.hooks: tuple[Any, ...] = ()
-
-    def state_in(self, cache: Any, module: nn.Module) -> StateLayer | None:
-        """The layer of transformers' cache that keeps the mechanism's state; None where keys and values are kept."""
-        index = getattr(module, "layer_idx", None)
-        if (
-            not keeps_state(self.bound.mechanism)
-            or module.training
-            or not getattr(module, "is_causal", False)
-            or None in (cache, index)
-        ):
-            return None
-        return layer_of(cache, int(index or 0), self.bound)
-
-    def serves(self, visibility: Any) -> bool:
-        """Whether the mechanism makes what positions add to the scores, so that the model need not, for all pairs."""
-        is_served = isinstance(visibility, Visibility) and visibility.complete
-        return is_served and relative.serves(self.bound.mechanism, self.positions)
-
-    def added(self, position_bias: Tensor, visibility: Visibility, q: Tensor, k: Tensor) -> dict[str, Tensor]:
-        """What the mechanism must be given of the model's ``position_bias``, as the arguments that change scores."""
-        positions, tokens = self.positions, visibility.tokens
-        if self.serves(visibility):
-            assert positions is not None
-            if not positions.by_token or tokens is None:
-                return {}
-            if torch.compiler.is_compiling():
-                visible.assert_contiguous(tokens)
-                return {}
-            if bool(visible.contiguous(tokens)):
-                return {}
-        if position_bias.ndim == 0:
-            assert positions is not None
-            position_bias = positions.dense(q, k)
-        return {"position_bias": position_bias}
-
-    def extra_repr(self) -> str:
-        """Whether it is the model's own attention."""
-        return "kept" if self.kept else ""
-
-
-def keeps_state(mechanism: Mechanism[Any, Any]) -> bool:
-    """Whether transformers' cache holds a mechanism's own state, not keys and values."""
-    traits = mechanism.traits
-    return traits.memory in ("constant", "window") or (traits.memory is not None and not traits.cross)
-
-
-def served(module: nn.Module, visibility: Any) -> bool:
-    """Whether a module's mechanism makes what positions add to its scores, under a mask."""
-    swapped = module._modules.get(CHILD)
-    return isinstance(swapped, Swapped) and swapped.serves(visibility)
-
-
-def layers_of(model: nn.Module) -> dict[str, Swapped]:
-    """The mechanisms in a swapped model, by the names of their attention modules."""
-    end = f".{CHILD}"
-    return {name.removesuffix(end): part for name, part in model.named_modules() if isinstance(part, Swapped)}
 
 
 @contextmanager
@@ -210,8 +139,12 @@ def attention(
     default_scale = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
-    arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
-    out, weights = _run_with_matrices(*arguments) if calls.shows(swapped) else (_run(*arguments), None)
+    shown = calls.shows(swapped)
+    is_simple = cache is None and not (shown or changes or dropout)
+    out, weights = swapped.exact(query, key, value, visibility) if is_simple else None, None
+    if out is None:
+        arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
+        out, weights = _run_with_matrices(*arguments) if shown else (_run(*arguments), None)
     return out.transpose(1, 2).contiguous(), weights
 
 

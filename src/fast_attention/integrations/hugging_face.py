@@ -14,9 +14,10 @@ from transformers.cache_utils import Cache
 from fast_attention import cache_argument
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.integrations import calls, probing, relative, teaching, unpadding, visible, weights
-from fast_attention.integrations.attention import CHILD, NAME, SINKS, Call, Swapped, keeps_state, layers_of
+from fast_attention.integrations.attention import NAME, SINKS, Call
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
+from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -231,15 +232,20 @@ def _install(module: nn.Module, swapped: Swapped) -> None:
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Note transformers' cache for the attention function, which does not get it; spare T5 the bias of all pairs."""
-    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
-    cache = caches[0] if caches else cache_argument.given(kwargs)
     swapped = module._modules.get(CHILD)
     if not isinstance(swapped, Swapped):
         return None
-    served = any(swapped.serves(x) for x in (*args, *kwargs.values()))
-    calls.begin(module, cache=swapped.state_in(cache, module), served=served)
+    cache = _cache_in(args, kwargs) if getattr(module, "is_causal", False) else None
+    served = swapped.positions is not None and any(swapped.serves(x) for x in (*args, *kwargs.values()))
+    state = None if cache is None else swapped.state_in(cache, module)
+    calls.begin(module, cache=state, served=served)
     needs_bias = served and kwargs.get("position_bias", relative) is None
     return (args, {**kwargs, "position_bias": relative.NOTHING}) if needs_bias else None
+
+
+def _cache_in(args: Any, kwargs: Any) -> Any:
+    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
+    return caches[0] if caches else cache_argument.given(kwargs)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:

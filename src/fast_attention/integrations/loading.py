@@ -131,7 +131,7 @@ def _mechanisms(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
 def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: int) -> Any:
     """A layer's mechanism, its weights drawn on the CPU in float32: transformers loads on "meta" in another dtype."""
     from fast_attention.integrations import relative
-    from fast_attention.integrations.attention import Swapped
+    from fast_attention.integrations.swapped import Swapped
 
     parameter, default_dtype = next(model.get_submodule(name).parameters()), torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

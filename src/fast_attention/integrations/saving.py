@@ -21,7 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, files
 from fast_attention.integrations import unpadding
-from fast_attention.integrations.attention import NAME, Swapped, layers_of
+from fast_attention.integrations.attention import NAME
+from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 2"

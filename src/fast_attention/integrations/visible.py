@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from fast_attention.engine import masks
 from fast_attention.mechanism import Unsupported
@@ -38,6 +40,12 @@ class Visibility:
     packing: Packing | None = None  # of rows whose borders were given beside the mask; texts run on from row to row
     complete: bool = True
     valid: Bool[Tensor, ""] | None = None  # in a compiled model: whether the fields hold, computed at each call
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every query sees all tokens, or all up to its own."""
+        is_one_text = self.sequences is None and self.packing is None and self.valid is None
+        return is_one_text and self.complete and self.back is None and self.ahead is None
 
     def key_mask(self, keys: int) -> Bool[Tensor, "batch keys"] | None:
         """Which of the last ``keys`` positions are tokens."""
@@ -110,13 +118,20 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
         tokens: Which positions so far are tokens, (B, all).
         dense: Makes the dense mask.
     """
+    if sees in (causal_mask_function, bidirectional_mask_function):
+        return replace(_known(sees, replace(positions, batch=1)), tokens=tokens, dense=dense)
+    return replace(_structure(sees, positions), tokens=tokens, dense=dense)
+
+
+def _structure(sees: Sees, positions: Positions) -> Visibility:
+    """What ``read`` finds in the function."""
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
 
     def visible(queries: Tensor, keys: Tensor) -> Tensor:
         return torch.as_tensor(sees(batch, head, queries, keys)).expand(positions.batch, len(keys))
 
-    result = Visibility(dense, tokens)
+    result = Visibility(_unmade)
     columns, rows = positions.columns(), positions.rows()
     if positions.queries > 1:
         causal = not bool(visible(rows[:-1], rows[:-1] + 1).any())
@@ -146,6 +161,13 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
     matches = all(bool((_predicted(result, distance - offsets[i], i) == row).all()) for i, row in probes.items())
     reaches = positions.first_query + positions.queries == positions.first_key + positions.keys  # our sense of causal
     return replace(result, complete=matches and (reaches or not result.is_causal))
+
+
+_known = functools.lru_cache(256)(_structure)  # of functions that depend on positions alone
+
+
+def _unmade() -> Tensor:
+    raise AssertionError("the structure of a mask has no dense form of its own")
 
 
 def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:

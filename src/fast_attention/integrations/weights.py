@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fast_attention.integrations import calls, packed_rows
-from fast_attention.integrations.attention import layers_of
+from fast_attention.integrations.swapped import layers_of
 
 HOOKS = "_fast_attention_hooks"
 

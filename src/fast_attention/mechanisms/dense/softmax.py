@@ -57,7 +57,8 @@ def softmax_attention(
         )  # fmt: skip
         return out.to(q.dtype)
     length, keys = q.shape[-2], k.shape[-2]
-    is_causal, key_mask = _needed(q, is_causal, key_mask)
+    if is_causal or key_mask is not None:
+        is_causal, key_mask = _needed(q, is_causal, key_mask)
     if is_causal and key_mask is None and attn_mask is None and length == keys:
         dispatch.record("torch's fused kernel", "causal without a mask")
         return fused_attention(q, k, v, is_causal=True, dropout=dropout, scale=scale)

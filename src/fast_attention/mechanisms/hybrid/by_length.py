@@ -119,6 +119,16 @@ class ByLength(Attention[Given, ByLengthState]):
         return by_length_decoding.advance(NewTokens(q, k, v, key_mask), state, short, long, above=self.above)
 
 
+def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:
+    """The exact attention, of dot products alone, that a mechanism is to so many keys; None: it is something else."""
+    while isinstance(mechanism, ByLength):
+        if keys > mechanism.above:
+            return None
+        by_length_rows.record_short(mechanism.short, mechanism.above)
+        mechanism = mechanism.short
+    return mechanism if isinstance(mechanism, Softmax) and mechanism.is_plain else None
+
+
 def _combined(short: Attention[Any, Any], long: Attention[Any, Any], above: int) -> Traits:
     """What both can do; what one of them holds, as weights and in decoding."""
     a, b = short.traits, long.traits

@@ -56,7 +56,7 @@ def attend(
         dispatch.record("both, and of each row one", "traced: numbers of visible keys are not known", above=above)
         return _both(q, k, v, key_mask, short, long, above=above, is_causal=is_causal)
     if k.shape[-2] <= above:
-        dispatch.record(short.mechanism.expression, "no more keys than above", above=above)
+        record_short(short.mechanism, above)
         return covered(q, k, v, key_mask, short, is_causal=is_causal)
     if key_mask is None:
         return _unmasked(q, k, v, short, long, above=above, is_causal=is_causal)
@@ -74,6 +74,11 @@ def attend(
         _long(q[b], k[b], v[b], mask[b], short, long, above=above, is_causal=is_causal),
     ]
     return torch.cat(outputs)[torch.cat(groups).argsort()].unflatten(0, batch)
+
+
+def record_short(short: Attention[Any, Any], above: int) -> None:
+    """Record that ``short`` serves all rows."""
+    dispatch.record(short.expression, "no more keys than above", above=above)
 
 
 def covered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
