@@ -113,4 +113,10 @@ FAULTS = [
           "tests/integrations/test_swap_conformers.py -k 'swapped_back and Parakeet'"),
     Fault("a state forgets tokens under a mask of every pair", "integrations/attention.py", 'cache.pass_over(q.shape[-2], "tokens under', '(q.shape[-2], "tokens under',
           "tests/integrations/test_swap_positions.py -k 'by_tokens'"),
+    Fault("a short text's exact attention goes on beyond its length", "mechanisms/hybrid/by_length.py", "if keys > mechanism.above:", "if False:",
+          "tests/integrations/test_exact_up_to.py -k to_the_bit"),
+    Fault("short texts see their padding", "integrations/swapped.py", "if key_mask is None:", "if True:", "tests/integrations/test_exact_up_to.py -k to_the_bit"),
+    Fault("hooks on a mechanism are passed by", "integrations/swapped.py", "if bound._forward_pre_hooks or bound._forward_hooks or", "if", "tests/integrations/test_exact_up_to.py -k hooks_on"),
+    Fault("the mask of one length is taken for another's", "integrations/visible.py", "replace(positions, batch=1)", "replace(positions, batch=1, queries=2, keys=2)",
+          "tests/integrations/test_exact_up_to.py -k read_once"),
 ]  # fmt: skip

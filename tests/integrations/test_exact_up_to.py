@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ from torch import Tensor, nn
 
 import fast_attention
 from fast_attention import ByLength, FavorPlus, LinearAttention, Local, Shape, Softmax, swap, swap_back
+from fast_attention.engine import dispatch
 from fast_attention.integrations import crossover
+from fast_attention.nn.bound import Bound
 
 transformers = pytest.importorskip("transformers")
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function  # noqa: E402
+
+from fast_attention.integrations import visible  # noqa: E402
+from fast_attention.integrations.swapped import Swapped, layers_of  # noqa: E402
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99,
          "max_position_embeddings": 700}  # fmt: skip
 
@@ -51,6 +59,53 @@ def test_short_inputs_give_what_the_model_gave_to_the_bit(kind: str, length: int
     assert torch.equal(outputs(model, ids, given)[mask.bool()], before)
     swap(model, "FavorPlus(num_features=8)", exact_up_to=length // 3)
     assert not torch.equal(outputs(model, ids, given)[mask.bool()], before)
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1] * 20, [1] * 13 + [0] * 7])])
+def test_short_inputs_ask_the_mechanism_nothing(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cost what the original model takes: no weights are put together, and nothing is checked for each layer."""
+    model, ids, asked = model_of("Bert"), torch.randint(5, 99, (2, 20)), []
+    swap(model, "FavorPlus(num_features=8)", exact_up_to=20)
+    forward = Bound.forward
+    monkeypatch.setattr(Bound, "forward", lambda *args, **settings: asked.append(1) or forward(*args, **settings))
+    short = outputs(model, ids, mask)
+    assert not asked
+    monkeypatch.setattr(Swapped, "exact", lambda *args: None)
+    assert torch.equal(outputs(model, ids, mask), short)
+    assert len(asked) == 2, "one for each layer"
+
+
+def test_hooks_on_the_mechanism_are_called_for_short_inputs() -> None:
+    model, ids, called = model_of("Bert"), torch.randint(5, 99, (2, 20)), []
+    swap(model, "FavorPlus(num_features=8)", exact_up_to=20)
+    for layer in layers_of(model).values():
+        layer.bound.register_forward_hook(lambda *_: called.append(1))
+    outputs(model, ids, None)
+    assert len(called) == 2
+
+
+def test_explain_says_that_short_inputs_are_exact() -> None:
+    model, ids = model_of("Bert"), torch.randint(5, 99, (2, 20))
+    swap(model, "FavorPlus(num_features=8)", exact_up_to=20)
+    with dispatch.recorded() as steps:
+        outputs(model, ids, None)
+    assert [step.path for step in steps] == ["Softmax()", "torch's fused kernel"] * 2
+    assert steps[0].sizes == {"above": 20}
+
+
+def test_masks_of_a_known_length_are_read_once() -> None:
+    """What they show is that of the batch in hand: another batch, and padding, change nothing of the structure."""
+    tokens = torch.ones(3, 9, dtype=torch.bool)
+    for sees in (causal_mask_function, bidirectional_mask_function):
+        for length in (1, 2, 9):
+            alone = visible.Positions(1, 0, length, 0, length, torch.device("cpu"))
+            first = visible.read(sees, alone, None, torch.zeros)
+            again = visible.read(sees, replace(alone, batch=3), tokens[:, :length], torch.zeros)
+            assert first.tokens is None
+            assert again.tokens is not None
+            assert again.complete
+            assert again.is_causal == first.is_causal == (sees is causal_mask_function or length == 1)
+            assert (again.back, again.ahead, again.sequences) == (None, None, None)
 
 
 def test_padded_sequences_beyond_are_what_they_are_alone() -> None:
