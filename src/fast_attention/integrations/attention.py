@@ -15,10 +15,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
-from fast_attention.integrations import calls, packed_rows, relative, visible
+from fast_attention.integrations import calls, mask_functions, packed_rows, relative, visible
 from fast_attention.integrations.cache import StateLayer
+from fast_attention.integrations.mask_functions import Positions
 from fast_attention.integrations.swapped import CHILD, Swapped
-from fast_attention.integrations.visible import Positions, Visibility
+from fast_attention.integrations.visible import Visibility
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
 
@@ -84,15 +85,15 @@ def mask(
         return Visibility(dense, tokens, complete=False)
     if exporting():
         longest = getattr(settings["config"].get_text_config(), "max_position_embeddings", None) or LONGEST
-        return visible.traced(mask_function, int(longest), tokens, dense)
+        return mask_functions.traced(mask_function, int(longest), tokens, dense)
     device = torch.device(device) if isinstance(device, str) else device
     positions = Positions(batch_size, q_offset, q_length, kv_offset, kv_length, device)
     ids = None if attention_mask is not None or q_length != kv_length else calls.position_ids()
     if compiling:
         window = settings.get("local_size")
-        visibility = visible.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
+        visibility = mask_functions.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
         return visibility if ids is not None and causal else visible.asserted(visibility)
-    visibility = visible.read(mask_function, positions, tokens, dense)
+    visibility = mask_functions.read(mask_function, positions, tokens, dense)
     if q_length == 1 and not causal:  # of one query a mask says nothing of the order
         visibility = replace(visibility, is_causal=False)
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only

@@ -1,0 +1,152 @@
+"""Finds out what transformers' mask functions let each token see, with a number of evaluations linear in the length."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from fast_attention.integrations.visible import Visibility, predicted
+from fast_attention.mechanism import Unsupported
+
+Sees = Callable[..., Tensor]  # (batch, head, query, key), positions that broadcast -> may the query see the key?
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of the queries and keys that a mask is about."""
+
+    batch: int
+    first_query: int
+    queries: int
+    first_key: int
+    keys: int
+    device: torch.device
+
+    def columns(self) -> Int[Tensor, "keys"]:
+        """The positions of all keys."""
+        return torch.arange(self.first_key, self.first_key + self.keys, device=self.device)
+
+    def rows(self) -> Int[Tensor, "queries"]:
+        """The positions of all queries."""
+        return torch.arange(self.first_query, self.first_query + self.queries, device=self.device)
+
+
+def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
+    """The structure of a mask function, read from all pairs of neighbours and from the first, middle and last row.
+
+    Args:
+        sees: The function.
+        positions: Its queries and keys.
+        tokens: Which positions so far are tokens, (B, all).
+        dense: Makes the dense mask.
+    """
+    if sees in (causal_mask_function, bidirectional_mask_function):
+        return replace(_known(sees, replace(positions, batch=1)), tokens=tokens, dense=dense)
+    return replace(_structure(sees, positions), tokens=tokens, dense=dense)
+
+
+def _structure(sees: Sees, positions: Positions) -> Visibility:
+    """What ``read`` finds in the function."""
+    batch = torch.arange(positions.batch, device=positions.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=positions.device)
+
+    def visible(queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.as_tensor(sees(batch, head, queries, keys)).expand(positions.batch, len(keys))
+
+    result = Visibility(_unmade)
+    columns, rows = positions.columns(), positions.rows()
+    if positions.queries > 1:
+        causal = not bool(visible(rows[:-1], rows[:-1] + 1).any())
+        separate = ~visible(rows[1:], rows[1:] - 1)
+        sequences = torch.nn.functional.pad(separate.cumsum(-1), (1, 0)) if bool(separate.any()) else None
+        result = replace(result, is_causal=causal, sequences=sequences)
+    else:  # a step of decoding, or one query that sees all keys of another sequence
+        result = replace(result, is_causal=positions.first_query == positions.first_key + positions.keys - 1)
+    probes = {i: visible(rows[i : i + 1], columns) for i in {0, positions.queries // 2, positions.queries - 1}}
+    offsets = {i: positions.first_query + i - positions.first_key for i in probes}
+    if result.sequences is None:
+        last = max(probes)
+        back = _leading(probes[last][0, : offsets[last]].flip(0))
+        ahead = None if result.is_causal else _leading(probes[0][0, offsets[0] + 1 :])
+        result = replace(result, back=back, ahead=ahead)
+    elif positions.first_query != positions.first_key or positions.queries != positions.keys:
+        return replace(result, complete=False)
+    else:
+        begins = torch.nn.functional.pad(result.sequences.diff(dim=-1) > 0, (1, 0))
+        first = torch.where(begins, rows - rows[0], 0).cummax(-1).values + rows[0]
+        reached = torch.as_tensor(sees(batch, head, rows, first)).all()  # each the first of its own sequence
+        if not result.is_causal:
+            reached = reached & torch.as_tensor(sees(batch, head, first, rows)).all()
+        if not bool(reached):
+            return replace(result, complete=False)
+    distance = columns - positions.first_key
+    matches = all(bool((predicted(result, distance - offsets[i], i) == row).all()) for i, row in probes.items())
+    reaches = positions.first_query + positions.queries == positions.first_key + positions.keys  # our sense of causal
+    return replace(result, complete=matches and (reaches or not result.is_causal))
+
+
+_known = functools.lru_cache(256)(_structure)  # of functions that depend on positions alone
+
+
+def _unmade() -> Tensor:
+    raise AssertionError("the structure of a mask has no dense form of its own")
+
+
+def traced(sees: Sees, longest: int, tokens: Tensor | None, dense: Callable[[], Tensor]) -> Visibility:
+    """The structure of a mask function while a model is exported, read at ``longest`` tokens outside of the trace.
+
+    Raises:
+        Unsupported: The function depends on the inputs, as for sequences packed in one row.
+    """
+    try:
+        with _disable_current_modes():
+            result = read(sees, Positions(1, 0, longest, 0, longest, torch.device("cpu")), None, dense)
+    except Exception as error:  # numbers of the trace were asked for, which torch refuses in many ways
+        raise Unsupported(
+            "what a token sees depends on the inputs (packed sequences, or a model's own mask), which an exported "
+            "program cannot follow: pass attention_mask, and no position_ids"
+        ) from error
+    return replace(result, tokens=tokens, complete=result.complete and result.sequences is None)
+
+
+def declared(
+    sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callable[[], Tensor], *, is_causal: bool,
+    window: int | None,
+) -> Visibility:  # fmt: skip
+    """The structure of a mask while a model is compiled, as transformers declares it. The graph computes at every call
+    whether the declaration holds (``valid``); for sequences packed in one row it does not.
+
+    Args:
+        sees: The mask function.
+        positions: Its queries and keys.
+        tokens: Which positions so far are tokens, (B, all).
+        dense: Makes the dense mask.
+        is_causal: Whether the mask is declared causal, rather than bidirectional.
+        window: The declared window: with the token itself if causal, without it otherwise.
+    """
+    back = None if window is None else window - 1 if is_causal else window
+    if back is not None and positions.first_query + positions.queries - 1 - positions.first_key <= back:
+        back = None  # the first of all keys is still in the last query's window
+    result = Visibility(dense, tokens, is_causal, back=back, ahead=None if is_causal else back)
+    batch = torch.arange(positions.batch, device=positions.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=positions.device)
+    columns, rows = positions.columns(), positions.rows()
+    valid = torch.ones((), dtype=torch.bool, device=positions.device)
+    for i in (0, positions.queries // 2, positions.queries - 1):
+        row = torch.as_tensor(sees(batch, head, rows[i : i + 1], columns))
+        valid = valid & (row == predicted(result, columns - positions.first_query - i, i)).all()
+    if positions.queries > 1 and back != 0:
+        valid = valid & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
+    return replace(result, valid=valid)
+
+
+def _leading(side: Tensor) -> int | None:
+    """How many keys of a row are visible before the first that is not; None: all of them."""
+    return None if bool(side.all()) else int((~side).int().argmax())
