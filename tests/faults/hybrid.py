@@ -113,4 +113,8 @@ FAULTS = [
           "part.mechanism.calibrated(q, k, part.w, key_mask=key_mask)", "part.w", f"{LENGTH} -k weights_are"),
     Fault("a sink token near a query has the bias of the near keys", ROOM + "call.py",
           "if x.numbers is None else ~summed", "if True else ~summed", "tests/biases/test_biases.py -k 'fast and Hybrid'"),
+    Fault("a short step goes on beyond its length", DECODING, "if count > above or not isinstance", "if not isinstance",
+          "tests/integrations/test_exact_up_to.py -k short_steps"),
+    Fault("short steps see later tokens of their own", DECODING, "is_causal=q.shape[-2] > 1, scale", "scale",
+          "tests/integrations/test_exact_up_to.py -k short_steps"),
 ]  # fmt: skip

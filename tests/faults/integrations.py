@@ -117,6 +117,9 @@ FAULTS = [
           "tests/integrations/test_exact_up_to.py -k to_the_bit"),
     Fault("short texts see their padding", "integrations/swapped.py", "if key_mask is None:", "if True:", "tests/integrations/test_exact_up_to.py -k to_the_bit"),
     Fault("hooks on a mechanism are passed by", "integrations/swapped.py", "if bound._forward_pre_hooks or bound._forward_hooks or", "if", "tests/integrations/test_exact_up_to.py -k hooks_on"),
-    Fault("the mask of one length is taken for another's", "integrations/mask_functions.py", "replace(positions, batch=1)", "replace(positions, batch=1, queries=2, keys=2)",
+    Fault("the mask of one length is taken for another's", "integrations/mask_functions.py", "replace(positions, batch=1, first_query", "replace(positions, batch=1, queries=2, keys=2, first_query",
           "tests/integrations/test_exact_up_to.py -k read_once"),
+    Fault("a short step is not taken back", "integrations/cache.py", "self.state is None or self.record_past or", "self.state is None or", "tests/integrations/test_exact_up_to.py -k taken_back"),
+    Fault("a short step is not counted", "integrations/cache.py", "        self.length += q.shape[-2]\n        return out", "        return out", "tests/integrations/test_exact_up_to.py -k short_steps"),
+    Fault("short steps forget padding", "integrations/swapped.py", "if visibility.tokens is None else None", "", "tests/integrations/test_exact_up_to.py -k seen_later"),
 ]  # fmt: skip

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import fast_attention
-from fast_attention import ByLength, FavorPlus, LinearAttention, Local, Shape, Softmax, swap, swap_back
+from fast_attention import ByLength, FavorPlus, LinearAttention, Local, Shape, Softmax, cache_argument, swap, swap_back
 from fast_attention.engine import dispatch
 from fast_attention.integrations import crossover
 from fast_attention.nn.bound import Bound
@@ -32,6 +33,11 @@ def model_of(kind: str) -> Any:
         return transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
     grouped = {"num_key_value_heads": 2, "head_dim": 8}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **grouped)).eval()
+
+
+def step(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **{cache_argument.name_of(model.forward): cache}).logits
 
 
 def outputs(model: Any, ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -130,6 +136,57 @@ def test_generation_is_the_models_up_to_there_and_one_pass_beyond() -> None:
     swap(model, "LinearAttention", exact_up_to=15)  # the sequences cross at different steps
     stepwise = model.generate(ids, max_new_tokens=14, **settings)
     assert torch.equal(model.generate(ids, max_new_tokens=14, use_cache=False, **settings), stepwise)
+
+
+def test_short_steps_ask_the_mechanism_nothing_and_leave_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and states, after a reordering of beams too, are those of the mechanism's own decoding."""
+    model, ids, asked = model_of("Llama"), torch.randint(5, 99, (2, 24)), []
+    swap(model, "LinearAttention", exact_up_to=16)
+    decode = Bound.decode
+    monkeypatch.setattr(Bound, "decode", lambda *args, **settings: asked.append(1) or decode(*args, **settings))
+
+    def steps() -> tuple[list[Tensor], list[Any]]:
+        cache, logits, states, asked[:] = transformers.DynamicCache(config=model.config), [], [], []
+        for part in ids.split([10, 1, 3, 2, 1, 7], -1):
+            logits.append(step(model, part, cache))
+            states.append([layer.state for layer in cache.layers])
+            if len(logits) == 2:
+                cache.reorder_cache(torch.tensor([1, 1]))
+        return logits, states
+
+    logits, states = steps()
+    assert len(asked) == 2 * 3, "in both layers at the beginning and beyond 16 tokens"
+    monkeypatch.setattr(Swapped, "exact", lambda *args: None)
+    expected_logits, expected_states = steps()
+    assert len(asked) == 2 * 6
+    assert all(torch.equal(*pair) for pair in zip(logits, expected_logits, strict=True))
+    for part, expected in zip(tree_leaves(states), tree_leaves(expected_states), strict=True):
+        assert torch.equal(part, expected) if isinstance(part, Tensor) else part == expected
+
+
+def test_a_masked_token_in_a_short_step_is_not_seen_later() -> None:
+    model, ids = model_of("Llama"), torch.randint(5, 99, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 9] = 0
+    before = step(model, ids, None, mask)[:, -1:]
+    swap(model, "LinearAttention", exact_up_to=16)
+    cache = transformers.DynamicCache(config=model.config)
+    step(model, ids[:, :8], cache)
+    step(model, ids[:, 8:11], cache, mask[:, :11])
+    torch.testing.assert_close(step(model, ids[:, 11:], cache, mask), before)
+
+
+def test_steps_that_may_be_taken_back_are_recorded() -> None:
+    model, ids = model_of("Llama"), torch.randint(5, 99, (1, 12))
+    swap(model, "LinearAttention", exact_up_to=16)
+    cache = transformers.DynamicCache(config=model.config)
+    step(model, ids[:, :8], cache)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    step(model, ids[:, 8:9], cache)
+    expected = step(model, ids[:, 9:10], cache)
+    cache.crop(-1)
+    assert torch.equal(step(model, ids[:, 9:10], cache), expected)
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def attention(
     if scaling is not None and abs(scaling - default_scale) > 1e-6 * default_scale:
         query = query * (scaling / default_scale)
     shown = calls.shows(swapped)
-    is_simple = cache is None and not (shown or changes or dropout)
-    out, weights = swapped.exact(query, key, value, visibility) if is_simple else None, None
+    is_simple = not (shown or changes or dropout)
+    out, weights = swapped.exact(query, key, value, visibility, cache) if is_simple else None, None
     if out is None:
         arguments = (swapped.bound, cache, query, key, value, visibility, changes, dropout)
         out, weights = _run_with_matrices(*arguments) if shown else (_run(*arguments), None)

@@ -16,8 +16,10 @@ from transformers.cache_utils import (
 )
 
 from fast_attention import decoding
+from fast_attention.engine.heads import repeated
 from fast_attention.integrations import rollback
 from fast_attention.mechanism import Unsupported
+from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
 
 PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that keep keys and values, and nothing else
@@ -74,6 +76,20 @@ class StateLayer(CacheLayerMixin):
         self.record = rollback.extended(self.record, self.state, call) if self.record_past else ()
         self.state = state
         return torch.cat([*outputs, out], -2) if outputs else out
+
+    def exact(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """What ``advance`` gives for new tokens, all visible, that come to exact attention; None of other tokens."""
+        mechanism = self.bound.mechanism
+        if self.state is None or self.record_past or not isinstance(mechanism, ByLength):
+            return None
+        if k.shape[1] != q.shape[1]:
+            k, v = repeated(q.shape[1], k=k, v=v)
+        step = mechanism.exact_step(q, k, v, self.state)
+        if step is None:
+            return None
+        out, self.state = step
+        self.length += q.shape[-2]
+        return out
 
     def _decode(self, call: rollback.Call, state: Any) -> tuple[Tensor, Any]:
         return self.bound.decode(call.q, call.k, call.v, state, key_mask=call.key_mask, sinks=self.sinks)

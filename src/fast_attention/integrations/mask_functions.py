@@ -48,7 +48,8 @@ def read(sees: Sees, positions: Positions, tokens: Tensor | None, dense: Callabl
         dense: Makes the dense mask.
     """
     if sees in (causal_mask_function, bidirectional_mask_function):
-        return replace(_known(sees, replace(positions, batch=1)), tokens=tokens, dense=dense)
+        alike = replace(positions, batch=1, first_query=positions.first_query - positions.first_key, first_key=0)
+        return replace(_known(sees, alike), tokens=tokens, dense=dense)
     return replace(_structure(sees, positions), tokens=tokens, dense=dense)
 
 
@@ -92,7 +93,7 @@ def _structure(sees: Sees, positions: Positions) -> Visibility:
     return replace(result, complete=matches and (reaches or not result.is_causal))
 
 
-_known = functools.lru_cache(256)(_structure)  # of functions that depend on positions alone
+_known = functools.lru_cache(256)(_structure)  # of functions that depend on distances alone
 
 
 def _unmade() -> Tensor:

@@ -35,15 +35,19 @@ class Swapped(nn.Module):
         self.bound, self.kept, self.positions = bound, kept, positions
         self.hooks: tuple[Any, ...] = ()
 
-    def exact(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor | None:
-        """The outputs of a call outside of a cache that comes to exact attention; None of another call.
+    def exact(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, cache: StateLayer | None) -> Tensor | None:
+        """The outputs of a call, behind a ``cache`` if there is one, that comes to exact attention; None of another.
 
         The mechanism is not asked for its weights then, nor checked: short texts cost what the original model takes.
         """
         bound, keys = self.bound, k.shape[-2]
-        if traced() or not visibility.is_whole or q.shape[:2] != k.shape[:2] or checks.empty(q, k, v):
+        if traced() or not visibility.is_whole or checks.empty(q, k, v):
             return None
         if bound._forward_pre_hooks or bound._forward_hooks or bound.members is not None or invariance.asked():
+            return None
+        if cache is not None:
+            return cache.exact(q, k, v) if visibility.tokens is None else None
+        if q.shape[:2] != k.shape[:2]:
             return None
         short, key_mask = exact_for(bound.mechanism, keys), visibility.key_mask(keys)
         if short is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from fast_attention.decoding import State
 from fast_attention.mechanism import Attention, Mixer, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.mechanisms.hybrid import by_length_decoding, by_length_rows
@@ -117,6 +118,16 @@ class ByLength(Attention[Given, ByLengthState]):
         """Attend with the new tokens, those up to ``above`` by ``short``; keep what later ones need."""
         short, long = self._parts(w)
         return by_length_decoding.advance(NewTokens(q, k, v, key_mask), state, short, long, above=self.above)
+
+    def exact_step(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State] | None:
+        """What ``decode`` gives for new tokens, all visible, where that comes to exact attention; None elsewhere.
+
+        ``state`` is one of ``decode`` with the same weights: nothing of it is compared but its cache's shape.
+        """
+        if not (isinstance(self.short, Softmax) and self.short.is_plain):
+            return None
+        step = by_length_decoding.exact_step(q, k, v, state.held, self.short, above=self.above)
+        return None if step is None else (step[0], state._replace(held=step[1]))
 
 
 def exact_for(mechanism: Attention[Any, Any], keys: int) -> Softmax | None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import dispatch
-from fast_attention.engine.kv_cache import append
+from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.tracing import traced
-from fast_attention.mechanisms.dense.softmax import Softmax
+from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
 from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
 
 
@@ -110,6 +110,24 @@ def advance(
         outs.append(out[..., both:, :])
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -2)
     return out, ByLengthState(rows.count, after if rows.end == length else None, late)
+
+
+def exact_step(
+    q: Tensor, k: Tensor, v: Tensor, state: Any, short: Softmax, *, above: int
+) -> tuple[Tensor, ByLengthState] | None:
+    """What ``advance`` gives, at once, for new visible tokens behind visible ones, all of them rows of ``short``.
+
+    ``state`` is one that ``advance`` made; None where these are not such tokens, or do not fit its cache.
+    """
+    if not isinstance(state, ByLengthState) or not isinstance(state.count, int) or state.long is not None:
+        return None
+    count, held = state.count + k.shape[-2], state.short
+    if count > above or not isinstance(held, KVCache) or k.dtype != held.k.dtype or k.shape[:-2] != held.k.shape[:-2]:
+        return None
+    keys, values = torch.cat([held.k, k], -2), torch.cat([held.v, v], -2)
+    visible = held.visible[..., :1].expand(*held.visible.shape[:-1], count)  # all are
+    out = softmax_attention(q, keys, values, is_causal=q.shape[-2] > 1, scale=short.scale)
+    return out, ByLengthState(count, KVCache(keys, values, visible), None)
 
 
 def _readable(short: Part, long: Part) -> bool:
