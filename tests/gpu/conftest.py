@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,32 @@ def device() -> Iterator[torch.device]:
     torch.manual_seed(0)
     with torch.device("cpu" if INTERPRETED else "cuda") as made:
         yield made
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tensor_cores() -> Iterator[None]:
+    """Let the interpreter's products in TF32 read what tensor cores read of their operands: sign, exponent, ten bits.
+
+    It multiplies all digits otherwise, and what a GPU gets wrong by leaving some out is right there.
+    """
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    whole = interpreter.InterpreterBuilder.create_dot
+
+    def read(x: Any) -> Any:
+        return interpreter.TensorHandle((x.data.view(np.uint32) & 0xFFFFE000).view(np.float32), x.dtype)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, most: Any) -> Any:
+        if precision == interpreter._ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
+            a, b = read(a), read(b)
+        return whole(self, a, b, d, precision, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.decays import after, between
-from fast_attention.gpu.tiles import NONE, feature, known, put, put_row, row, slope, tile, turned
+from fast_attention.gpu.tiles import NONE, feature, known, put, put_row, row, slope, state_product, tile, turned
 
 
 @triton.jit
@@ -36,22 +36,22 @@ def of_queries(
     STATES += (n * chunks + chunk) * (D * E + D)
     factors = row(FACTORS + n * length, first, length, BT)[:, None]
     weights = row(WEIGHTS + n * length, first, length, BT)[:, None]
-    total = weights * row(STATES + D * E, d, D, BD)[None, :]
+    total = tl.zeros((BT, BD), tl.float32)
     for e in range(0, E, BE):
-        grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
-        state = turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE)
-        total = tl.dot(grad, state, total, input_precision=PRECISION)
+        grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE)
+        total = state_product(grad, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, PRECISION)
+    total = total * factors + weights * row(STATES + D * E, d, D, BD)[None, :]
     if DECAYED:
         total *= row(DECAYS + n * length, first, length, BT)[:, None]
     if CAUSAL:
         for other in range(chunk * CHUNK, first + BT, BT):
             pairs = tl.zeros((BT, BT), tl.float32)
             for e in range(0, E, BE):
-                grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+                grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE)
                 v = turned(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
                 pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
             later = other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None]
-            pairs = tl.where(later, 0.0, pairs + weights)
+            pairs = tl.where(later, 0.0, pairs * factors + weights)
             if DECAYED:
                 pairs *= between(LOGS + n * length, low, first, other, length, BT)
             k = tile(K, kt, other, keys, d, D, VISIBLE, offset, MAP, HAS_MASK, BT, BD)
@@ -96,10 +96,11 @@ def of_keys(
             factors = row(FACTORS + n * length, other, length, BT)[None, :]
             for e in range(0, E, BE):
                 v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-                grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+                grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE)
                 pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
             earlier = other + tl.arange(0, BT)[None, :] < first + tl.arange(0, BT)[:, None]
-            pairs = tl.where(earlier, 0.0, pairs + row(WEIGHTS + n * length, other, length, BT)[None, :])
+            weights = row(WEIGHTS + n * length, other, length, BT)[None, :]
+            pairs = tl.where(earlier, 0.0, pairs * factors + weights)
             if DECAYED:
                 pairs *= after(LOGS + n * length, low, first, other, length, BT)
             q = tile(Q, qt, other, length, d, D, Q, offset, MAP, False, BT, BD)

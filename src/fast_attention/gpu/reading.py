@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fast_attention.gpu import maps
 from fast_attention.gpu.decays import between
-from fast_attention.gpu.tiles import NONE, put, row, tile, turned
+from fast_attention.gpu.tiles import NONE, cut, put, row, state_product, tile, turned
 
 SMALLEST = tl.constexpr(maps.SMALLEST)
 
@@ -51,9 +51,9 @@ def outputs(
     STATES += (n * chunks + chunk) * (D * E + D)
     numerator, denominator = tl.zeros((BT, BE), tl.float32), tl.zeros((BT,), tl.float32)
     for d in range(0, D, BD):
-        q = tile(Q, qt, first, length, d, D, Q, offset, MAP, False, BT, BD)
+        q = cut(tile(Q, qt, first, length, d, D, Q, offset, MAP, False, BT, BD), PRECISION)
         state = tile(STATES, E, d, D, e, E, Q, offset, NONE, False, BD, BE)
-        numerator = tl.dot(q, state, numerator, input_precision=PRECISION)
+        numerator = state_product(q, state, numerator, PRECISION)
         columns = d + tl.arange(0, BD)
         denominator += tl.sum(q * tl.load(STATES + D * E + columns, mask=columns < D, other=0.0)[None, :], 1)
     if DECAYED:
@@ -66,6 +66,7 @@ def outputs(
             )
             if DECAYED:
                 pairs *= between(LOGS + n * length, low, first, other, length, BT)
+            pairs = cut(pairs, PRECISION)
             v = tile(V, vt, other, keys, e, E, VISIBLE, offset, NONE, HAS_MASK, BT, BE)
             numerator = tl.dot(pairs, v, numerator, input_precision=PRECISION)
             denominator += tl.sum(pairs, 1)

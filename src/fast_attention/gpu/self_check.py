@@ -25,16 +25,22 @@ _verdicts: dict[str, str] = {}
 
 
 def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
-    """Why the kernels are not trusted for such heads here; empty where they are."""
-    if symbolic() or not q.is_cuda or torch.cuda.is_current_stream_capturing():  # nothing may be run, or nothing can
+    """Why the kernels are not trusted for such heads here; empty where they are.
+
+    While a CUDA graph is captured nothing can be compared: what was found before counts.
+    """
+    if symbolic() or not q.is_cuda:
         return ""
-    return verdict(case, q.shape[-1], v.shape[-1], q.dtype, q.device, masked=masked)
+    sizes = q.shape[-1], v.shape[-1], q.dtype, q.device
+    if torch.cuda.is_current_stream_capturing():
+        key = _key(case, *sizes, masked=masked)
+        return _verdicts.get(key) or _kept().get(key, "")
+    return verdict(case, *sizes, masked=masked)
 
 
 def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
     """What was found wrong, now or by an earlier process; empty for nothing."""
-    mask = "masked" if masked else "unmasked"
-    key = " ".join(map(str, (_device(device), torch.__version__, _triton(), width, values, dtype, case.name, mask)))
+    key = _key(case, width, values, dtype, device, masked=masked)
     if key not in _verdicts:
         _verdicts.update(_kept())
     if key not in _verdicts:
@@ -58,6 +64,11 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
         raise
     except Exception as error:  # compilers raise errors of many kinds
         return f"{case.name} for heads of {width} and {values} in {dtype} failed: {f'{error}'.splitlines()[:1]}"
+
+
+def _key(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
+    mask = "masked" if masked else "unmasked"
+    return " ".join(map(str, (_device(device), torch.__version__, _triton(), width, values, dtype, case.name, mask)))
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.tiles import NONE, known, row, tile, turned
+from fast_attention.gpu.tiles import NONE, cut, known, row, tile, turned
 
 
 @triton.jit
@@ -35,6 +35,7 @@ def chunk_sums(
         v = tile(V, vt, first, length, e, E, VISIBLE, offset, NONE, HAS_MASK, BT, BE)
         if DECAYED:
             x *= row(DECAYS + n * length, first, length, BT)[None, :]
+        x = cut(x, PRECISION)
         if WEIGHTED:
             v *= row(FACTORS + n * length, first, length, BT)[:, None]
             sums += tl.sum(x * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)

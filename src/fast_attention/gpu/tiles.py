@@ -71,6 +71,30 @@ def turned(
 
 
 @triton.jit
+def cut(x, PRECISION: tl.constexpr):
+    """Numbers to the digits that tensor cores read of them: sums of them are then sums of what products are made of."""
+    if PRECISION == "tf32":
+        rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)  # the bits of a NaN may round to those of a zero
+    else:
+        return x
+
+
+@triton.jit
+def state_product(x, y, total, PRECISION: tl.constexpr):
+    """``total + x y`` where x has no more digits than TF32: two products keep those of y as well.
+
+    For outputs and gradients of queries: little is left of the latter's largest parts, which cancel.
+    """
+    if PRECISION == "tf32":
+        high = cut(y, PRECISION)
+        total = tl.dot(x, y - high, total, input_precision=PRECISION)
+        return tl.dot(x, high, total, input_precision=PRECISION)
+    else:
+        return tl.dot(x, y, total, input_precision=PRECISION)
+
+
+@triton.jit
 def row(pointer, first, length, ROWS: tl.constexpr):
     """Numbers ``first`` on of a row, (ROWS)."""
     rows = first + tl.arange(0, ROWS)

@@ -20,7 +20,7 @@ from fast_attention.gpu.exponential.tiles import (
     rows_of,
     tokens,
 )
-from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned
+from fast_attention.gpu.tiles import NONE, known, put, row, state_product, tile, turned
 
 
 @triton.jit
@@ -31,11 +31,11 @@ def query_pairs(
     """Gradients of the weights of a block of queries for one of keys, (queries, keys); zeros where these come later."""
     pairs = tl.zeros((BT, BT), tl.float32)
     for e in range(0, E, BE):
-        grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+        grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE)
         v = turned(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
         pairs = tl.dot(grad, v, pairs, input_precision=PRECISION)
     later = other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None]
-    return tl.where(later, 0.0, pairs + weights)
+    return tl.where(later, 0.0, pairs * factors + weights)
 
 
 @triton.jit
@@ -47,22 +47,22 @@ def key_pairs(
     pairs = tl.zeros((BT, BT), tl.float32)
     for e in range(0, E, BE):
         v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-        grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE) * factors
+        grad = turned(GRAD, gt, other, length, e, E, GRAD, 0.0, NONE, False, BT, BE)
         pairs = tl.dot(v, grad, pairs, input_precision=PRECISION)
     earlier = other + tl.arange(0, BT)[None, :] < first + tl.arange(0, BT)[:, None]
-    return tl.where(earlier, 0.0, pairs + weights)
+    return tl.where(earlier, 0.0, pairs * factors + weights)
 
 
 @triton.jit
 def through_state(
-    X, xt, first, length, VISIBLE, factors, total, STATES, d, D, E,
+    X, xt, first, length, VISIBLE, STATES, d, D, E,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Add products of scaled gradients, or of values, with a state."""
+    """Products of gradients, or of values, with a state."""
+    total = tl.zeros((BT, BD), tl.float32)
     for e in range(0, E, BE):
-        x = tile(X, xt, first, length, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE) * factors
-        state = turned(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE)
-        total = tl.dot(x, state, total, input_precision=PRECISION)
+        x = tile(X, xt, first, length, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
+        total = state_product(x, turned(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE), total, PRECISION)
     return total
 
 
@@ -121,8 +121,8 @@ def of_queries(
     for d in range(0, D, BD):
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW) - shifts
         z = tl.where(factors != 0, z, FLOOR)
-        dz = weights * row(STATES + D * E, d, D, BD)[None, :]
-        dz = through_state(GRAD, gt, first, length, Q, factors, dz, STATES, d, D, E, False, PRECISION, BT, BD, BE)
+        dz = through_state(GRAD, gt, first, length, Q, STATES, d, D, E, False, PRECISION, BT, BD, BE) * factors
+        dz += weights * row(STATES + D * E, d, D, BD)[None, :]
         dz *= tl.exp(z + row(STATES + D * E + D, d, D, BD)[None, :])
         if CAUSAL:
             for other in range(chunk * CHUNK, first + BT, BT):
@@ -167,8 +167,8 @@ def of_keys(
         b = of_tokens(x, KROWS, BIAS, d, D, width, lower, scale, 0.0, True, HAS_BIAS, BD, BW)
         far = apart(b, is_visible, 0)
         b = tl.where(is_visible, b, NOTHING)
-        db = tl.zeros((BT, BD), tl.float32) + row(STATES + D * E, d, D, BD)[None, :]
-        db = through_state(V, vt, first, keys, VISIBLE, 1.0, db, STATES, d, D, E, HAS_MASK, PRECISION, BT, BD, BE)
+        db = through_state(V, vt, first, keys, VISIBLE, STATES, d, D, E, HAS_MASK, PRECISION, BT, BD, BE)
+        db += row(STATES + D * E, d, D, BD)[None, :]
         db *= tl.exp(b + row(STATES + D * E + D, d, D, BD)[None, :])
         if CAUSAL:
             for other in range(first, tl.minimum(chunk * CHUNK + CHUNK, length), BT):

@@ -17,7 +17,7 @@ from fast_attention.gpu.exponential.tiles import (
     turned_tokens,
 )
 from fast_attention.gpu.reading import SMALLEST
-from fast_attention.gpu.tiles import NONE, known, put, row, tile
+from fast_attention.gpu.tiles import NONE, cut, known, put, row, state_product, tile
 
 
 @triton.jit
@@ -47,9 +47,9 @@ def of_state(
         z = of_tokens(x, QROWS, BIAS, d, D, width, lower, scale, FLOOR, False, HAS_BIAS, BD, BW)
         z += row(STATES + D * E + D, d, D, BD)[None, :]
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, shrink = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
+        features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         state = tile(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE)
-        numerator = tl.dot(features, state, numerator * shrink[:, None], input_precision=PRECISION)
+        numerator = state_product(features, state, numerator * shrink[:, None], PRECISION)
         denominator = denominator * shrink + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
         largest = larger
     return largest, numerator, denominator
@@ -116,6 +116,7 @@ def outputs(
                 lower, scale, HAS_BIAS, PRECISION, BT, BD, BW,
             )  # fmt: skip
             pairs = tl.where(other + tl.arange(0, BT)[None, :] > first + tl.arange(0, BT)[:, None], 0.0, pairs)
+            pairs = cut(pairs, PRECISION)
             v = tile(V, vt, other, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
             numerator = tl.dot(pairs, v, numerator, input_precision=PRECISION)
             denominator += tl.sum(pairs, 1)

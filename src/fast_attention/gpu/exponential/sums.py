@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens, turned_tokens
-from fast_attention.gpu.tiles import NONE, known, row, tile
+from fast_attention.gpu.tiles import NONE, cut, known, row, tile
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def chunk_sums(
         else:
             z = tl.where(known(VISIBLE, first, length, HAS_MASK, BT)[None, :], z, NOTHING)
         larger = tl.maximum(largest, tl.max(z, 1))
-        features, shrink = tl.exp(z - larger[:, None]), tl.exp(largest - larger)
+        features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         if QUERIES:
             sums = sums * shrink + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
         else:
