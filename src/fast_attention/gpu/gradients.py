@@ -87,7 +87,7 @@ def of_keys(
     total = tl.zeros((BT, BD), tl.float32) + row(STATES + D * E, d, D, BD)[None, :]
     for e in range(0, E, BE):
         v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-        total = tl.dot(v, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, input_precision=PRECISION)
+        total = state_product(v, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, PRECISION)
     if DECAYED:
         total *= row(DECAYS + n * keys, first, keys, BT)[:, None]
     if CAUSAL:
