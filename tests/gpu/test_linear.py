@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, library
 
 from fast_attention import LinearAttention, attention, explain, implementation
@@ -17,6 +19,7 @@ from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.gpu import configurations, maps, operations, plain
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
+from fast_attention.gpu.tiles import cut
 from tests.gpu.conftest import INTERPRETED
 from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors
 from tests.oracles.linear import linear as oracle
@@ -121,6 +124,23 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch)
     clean = results()
     poisoned(monkeypatch)
     assert all(torch.equal(x, y) for x, y in zip(clean, results(), strict=True))
+
+
+@triton.jit
+def _cut(X, OUT, SIZE: tl.constexpr) -> None:
+    at = tl.arange(0, SIZE)
+    tl.store(OUT + at, cut(tl.load(X + at), "tf32"))
+
+
+def test_numbers_are_cut_to_the_nearest_and_a_nan_stays() -> None:
+    """Also a NaN as GPUs make it, all bits set, which one more bit makes a zero."""
+    bits = torch.tensor(
+        [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, 0x3F800FFF, 0x3F801000, -0x407FEFFF, 0], dtype=torch.int32
+    )
+    found = torch.empty(8)
+    _cut[(1,)](bits.view(torch.float32), found, SIZE=8)
+    assert found[:3].isnan().all()
+    assert found[3:].tolist() == [float("inf"), 1.0, 1 + 2**-10, -1 - 2**-10, 0.0]
 
 
 def test_whole_numbers_are_exact() -> None:

@@ -54,8 +54,7 @@ def outputs(
         q = cut(tile(Q, qt, first, length, d, D, Q, offset, MAP, False, BT, BD), PRECISION)
         state = tile(STATES, E, d, D, e, E, Q, offset, NONE, False, BD, BE)
         numerator = state_product(q, state, numerator, PRECISION)
-        columns = d + tl.arange(0, BD)
-        denominator += tl.sum(q * tl.load(STATES + D * E + columns, mask=columns < D, other=0.0)[None, :], 1)
+        denominator += tl.sum(q * row(STATES + D * E, d, D, BD)[None, :], 1)
     if DECAYED:
         since = row(SINCE + n * length, first, length, BT)
         numerator, denominator = numerator * since[:, None], denominator * since
