@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +38,8 @@ def device() -> Iterator[torch.device]:
         yield made
 
 
-@pytest.fixture(autouse=True, scope="session")
-def tensor_cores() -> Iterator[None]:
+@contextmanager
+def tf32_cut_off() -> Iterator[None]:
     """Let the interpreter's products in TF32 read what tensor cores read of their operands: sign, exponent, ten bits.
 
     It multiplies all digits otherwise, and what a GPU gets wrong by leaving some out is right there.
@@ -60,6 +61,12 @@ def tensor_cores() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tensor_cores() -> Iterator[None]:
+    with tf32_cut_off():
         yield
 
 

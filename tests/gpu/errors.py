@@ -1,0 +1,103 @@
+"""Errors of every kernel against plain operations in float64, part by part: ``python -m tests.gpu.errors``.
+
+On a GPU, or in Triton's interpreter (``TRITON_INTERPRET=1``), for heads of 64 in 16 bits: what the self-check compares,
+all of it and not only the first part that is wrong, and in which block of 32 tokens the largest error lies. ``--vary``
+runs the kernels of exponential features with other products, warps and blocks too: where one of them is right, that is
+what a wrong one differs by. ``REFUSED`` is what the self-check would not let run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast_attention.feature_maps.features import EluPlusOne
+from fast_attention.gpu import cases, configurations
+from fast_attention.gpu.cases import LARGEST, Case
+from fast_attention.gpu.configurations import EXPONENTIAL, Exponential
+from fast_attention.gpu.exponential.launching import Launch
+from fast_attention.gpu.summing.plain import SCORES
+from tests.gpu.conftest import INTERPRETED, tf32_cut_off
+
+WIDTH, BLOCK = 64, 32
+VARIED = [{"warps": 4}, {"block": 32}, {"block": 32, "warps": 4}, {"precision": "tf32x3"}, {"precision": "ieee"}]
+
+
+def known() -> list[Case]:
+    """Every kernel of its own kind; FlexAttention, which the interpreter has not, on a GPU alone."""
+    made = [
+        cases.elementwise(EluPlusOne()), cases.decayed(EluPlusOne(), normalized=True), cases.exponential(256, WIDTH),
+        cases.pools(), cases.sums(SCORES), cases.windows(20),
+    ]  # fmt: skip
+    return made if INTERPRETED else [*made, cases.flex_attention(), cases.flex_logs()]
+
+
+def told(case: Case, dtype: torch.dtype, device: torch.device, masked: bool) -> Iterator[str]:
+    """A line for every part of a case."""
+    lines: list[str] = []
+
+    def measured(name: str, parts: Iterable[str], found: Iterable[Tensor], right: Iterable[Tensor], *, of: str) -> str:
+        for part, mine, wanted in zip(parts, found, right, strict=True):
+            off = (mine.detach().double() - wanted.detach()).abs() / wanted.detach().abs().max()
+            error = float(off.max())
+            by_token = off.flatten(0, -3).amax((0, -1)) if off.dim() > 3 else off.flatten()
+            at = int(by_token.argmax()) // BLOCK
+            refused = "" if error <= LARGEST[mine.dtype] else "  REFUSED"
+            lines.append(f"  {name:28} {part:10} {error:9.2g}  block {at:3}{refused}")
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "_unlike", measured)
+        case.compare(WIDTH, WIDTH, dtype, device, masked)
+    return iter(lines)
+
+
+@contextmanager
+def varied(changes: dict[str, Any]) -> Iterator[None]:
+    """Exponential features computed otherwise."""
+    sizes, precision = {name: to for name, to in changes.items() if name != "precision"}, changes.get("precision")
+    row = EXPONENTIAL[WIDTH, False]
+    other = Exponential(row.forward._replace(**sizes), row.backward._replace(**sizes))
+    make = Launch.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[Launch], *given: Any, **named: Any) -> Launch:
+        launch = make(cls, *given, **named)
+        return Launch(launch.weights, launch.sizes, precision or launch.precision, launch.begins)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(configurations.EXPONENTIAL, (WIDTH, False), other)
+        patch.setattr(Launch, "of", classmethod(of))
+        yield
+
+
+def main(given: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--vary", action="store_true")
+    parser.add_argument("--kinds", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--masked", action="store_true")
+    asked = parser.parse_args(given)
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    with tf32_cut_off():
+        for dtype in (getattr(torch, kind) for kind in asked.kinds):
+            for case in known():
+                print(f"{case.name} in {dtype}", *told(case, dtype, device, asked.masked), sep="\n", flush=True)
+            for changes in VARIED if asked.vary else []:
+                with varied(changes):
+                    case = cases.exponential(256, WIDTH)
+                    print(
+                        f"{case.name} in {dtype}, {changes}",
+                        *told(case, dtype, device, asked.masked),
+                        sep="\n",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
