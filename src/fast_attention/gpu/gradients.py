@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.decays import after, between
-from fast_attention.gpu.tiles import NONE, feature, known, put, put_row, row, slope, state_product, tile, turned
+from fast_attention.gpu.tiles import NONE, feature, known, put, put_row, row, slope, tile, turned, whole_product
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def of_queries(
     total = tl.zeros((BT, BD), tl.float32)
     for e in range(0, E, BE):
         grad = tile(GRAD, gt, first, length, e, E, GRAD, 0.0, NONE, False, BT, BE)
-        total = state_product(grad, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, PRECISION)
+        total = whole_product(grad, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, PRECISION)
     total = total * factors + weights * row(STATES + D * E, d, D, BD)[None, :]
     if DECAYED:
         total *= row(DECAYS + n * length, first, length, BT)[:, None]
@@ -87,7 +87,7 @@ def of_keys(
     total = tl.zeros((BT, BD), tl.float32) + row(STATES + D * E, d, D, BD)[None, :]
     for e in range(0, E, BE):
         v = tile(V, vt, first, keys, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-        total = state_product(v, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, PRECISION)
+        total = whole_product(v, turned(STATES, E, d, D, e, E, Q, 0.0, NONE, False, BD, BE), total, PRECISION)
     if DECAYED:
         total *= row(DECAYS + n * keys, first, keys, BT)[:, None]
     if CAUSAL:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fast_attention.gpu import maps
 from fast_attention.gpu.decays import between
-from fast_attention.gpu.tiles import NONE, cut, put, row, state_product, tile, turned
+from fast_attention.gpu.tiles import NONE, cut, put, row, tile, turned, whole_product
 
 SMALLEST = tl.constexpr(maps.SMALLEST)
 
@@ -53,7 +53,7 @@ def outputs(
     for d in range(0, D, BD):
         q = cut(tile(Q, qt, first, length, d, D, Q, offset, MAP, False, BT, BD), PRECISION)
         state = tile(STATES, E, d, D, e, E, Q, offset, NONE, False, BD, BE)
-        numerator = state_product(q, state, numerator, PRECISION)
+        numerator = whole_product(q, state, numerator, PRECISION)
         denominator += tl.sum(q * row(STATES + D * E, d, D, BD)[None, :], 1)
     if DECAYED:
         since = row(SINCE + n * length, first, length, BT)

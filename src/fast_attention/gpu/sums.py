@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast_attention.gpu.tiles import NONE, cut, known, row, tile, turned
+from fast_attention.gpu.tiles import NONE, cut, known, row, tile, turned, whole_product
 
 
 @triton.jit
@@ -39,9 +39,10 @@ def chunk_sums(
         if WEIGHTED:
             v *= row(FACTORS + n * length, first, length, BT)[:, None]
             sums += tl.sum(x * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
+            products = whole_product(x, v, products, PRECISION)
         else:
             sums += tl.sum(x, 1)
-        products = tl.dot(x, v, products, input_precision=PRECISION)
+            products = tl.dot(x, v, products, input_precision=PRECISION)
     STATES += at * (D * E + D)
     columns, values = d + tl.arange(0, BD), e + tl.arange(0, BE)
     inside = (columns < D)[:, None] & (values < E)[None, :]

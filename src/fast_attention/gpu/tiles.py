@@ -81,7 +81,7 @@ def cut(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def state_product(x, y, total, PRECISION: tl.constexpr):
+def whole_product(x, y, total, PRECISION: tl.constexpr):
     """``total + x y`` where x has no more digits than TF32: two products keep those of y as well.
 
     For outputs and gradients of queries and keys: little is left of the latter's largest parts, which cancel.

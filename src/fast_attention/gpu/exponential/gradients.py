@@ -20,7 +20,7 @@ from fast_attention.gpu.exponential.tiles import (
     rows_of,
     tokens,
 )
-from fast_attention.gpu.tiles import NONE, known, put, row, state_product, tile, turned
+from fast_attention.gpu.tiles import NONE, known, put, row, tile, turned, whole_product
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def through_state(
     total = tl.zeros((BT, BD), tl.float32)
     for e in range(0, E, BE):
         x = tile(X, xt, first, length, e, E, VISIBLE, 0.0, NONE, HAS_MASK, BT, BE)
-        total = state_product(x, turned(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE), total, PRECISION)
+        total = whole_product(x, turned(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE), total, PRECISION)
     return total
 
 

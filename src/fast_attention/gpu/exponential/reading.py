@@ -17,7 +17,7 @@ from fast_attention.gpu.exponential.tiles import (
     turned_tokens,
 )
 from fast_attention.gpu.reading import SMALLEST
-from fast_attention.gpu.tiles import NONE, cut, known, put, row, state_product, tile
+from fast_attention.gpu.tiles import NONE, cut, known, put, row, tile, whole_product
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def of_state(
         larger = tl.maximum(largest, tl.max(z, 1))
         features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         state = tile(STATES, E, d, D, e, E, STATES, 0.0, NONE, False, BD, BE)
-        numerator = state_product(features, state, numerator * shrink[:, None], PRECISION)
+        numerator = whole_product(features, state, numerator * shrink[:, None], PRECISION)
         denominator = denominator * shrink + tl.sum(features * row(STATES + D * E, d, D, BD)[None, :], 1)
         largest = larger
     return largest, numerator, denominator

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast_attention.gpu.exponential.tiles import FLOOR, NOTHING, turned_of_tokens, turned_tokens
-from fast_attention.gpu.tiles import NONE, cut, known, row, tile
+from fast_attention.gpu.tiles import NONE, cut, known, row, tile, whole_product
 
 
 @triton.jit
@@ -49,9 +49,10 @@ def chunk_sums(
         features, shrink = cut(tl.exp(z - larger[:, None]), PRECISION), tl.exp(largest - larger)
         if QUERIES:
             sums = sums * shrink + tl.sum(features * row(WEIGHTS + n * length, first, length, BT)[None, :], 1)
+            products = whole_product(features, v, products * shrink[:, None], PRECISION)
         else:
             sums = sums * shrink + tl.sum(features, 1)
-        products = tl.dot(features, v, products * shrink[:, None], input_precision=PRECISION)
+            products = tl.dot(features, v, products * shrink[:, None], input_precision=PRECISION)
         largest = larger
     STATES += at * (D * E + 2 * D)
     columns, values = d + tl.arange(0, BD), e + tl.arange(0, BE)
