@@ -19,6 +19,7 @@ from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
+STUDIES = ("study-byte-lm", "study-byte-lm-wkv")  # of the second, what the first has not: it takes no rotary positions
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
@@ -34,7 +35,7 @@ def source(record: Path) -> str:
 
 def stale() -> bool:
     """Whether a picture of the README is of another record than the newest of its kind."""
-    pairs = ((TIMES, "bench"), (LEARNED, "study-byte-lm"))
+    pairs = ((TIMES, "bench"), *((LEARNED, kind) for kind in STUDIES))
     return any(
         not path.exists() or source(newest(kind)) not in path.read_text(encoding="utf-8") for path, kind in pairs
     )
@@ -78,19 +79,19 @@ def times(record: Path) -> str:
         return svg(figure, alt).replace("</svg>", f"<!-- {source(record)} -->\n</svg>")
 
 
-def learned(record: Path) -> str:
-    """What language models learn of bytes in equal time, bits per byte against minutes, as SVG."""
+def learned(record: Path, *others: Path) -> str:
+    """What language models learn of bytes in equal time, bits per byte against minutes, as SVG.
+
+    ``others`` are records of the same task and time: of each its mechanisms that no record before it has.
+    """
     study = Study.read(record)
-    meta, lines = study.meta, {}
-    for name in meta["mechanisms"]:
-        runs = [{step: (seconds / 60, value) for step, seconds, value in run.curve} for run in study.of(name)]
-        steps = sorted(set.intersection(*map(set, runs)))[1:] if runs else []  # an untrained model is off the scale
-        points = [[run[step] for run in runs] for step in steps]
-        points += [[(run.curve[-1][1] / 60, run.curve[-1][2]) for run in study.of(name)]]
-        lines[name] = [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in points]
+    meta, lines, steps = study.meta, {}, {}
+    for held in (study, *map(Study.read, others)):
+        assert all(held.meta[name] == meta[name] for name in ("task", "training", "seeds", "threads"))
+        for name in (name for name in held.meta["mechanisms"] if name not in lines):
+            lines[name], steps[name] = _line(held, name), held.summary(name).steps  # type: ignore[union-attr]
     lines = dict(sorted(lines.items(), key=lambda line: -line[1][-1][1]))
     ends = [line[-1] for line in lines.values()]
-    steps = {name: study.summary(name).steps for name in lines}  # type: ignore[union-attr]
     told = "; ".join(
         f"{label(name)} {y:.2f} after {steps[name]:,} steps" for name, (_, y) in zip(lines, ends, strict=True)
     )
@@ -117,8 +118,17 @@ def learned(record: Path) -> str:
             fontweight="normal",
         )
         return svg(figure, f"Bits per byte after {longest:.0f} minutes: {told}.").replace(
-            "</svg>", f"<!-- {source(record)} -->\n</svg>"
+            "</svg>", "".join(f"<!-- {source(each)} -->\n" for each in (record, *others)) + "</svg>"
         )
+
+
+def _line(study: Study, name: str) -> list[tuple[float, float]]:
+    """Minutes and values of a mechanism, means over its seeds at steps that all of them have, and at their ends."""
+    runs = [{step: (seconds / 60, value) for step, seconds, value in run.curve} for run in study.of(name)]
+    steps = sorted(set.intersection(*map(set, runs)))[1:] if runs else []  # an untrained model is off the scale
+    points = [[run[step] for run in runs] for step in steps]
+    points += [[(run.curve[-1][1] / 60, run.curve[-1][2]) for run in study.of(name)]]
+    return [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in points]
 
 
 def _apart(heights: list[float], least: float = 1.5) -> list[float]:
@@ -133,7 +143,7 @@ def _apart(heights: list[float], least: float = 1.5) -> list[float]:
 def main() -> None:
     """All pictures, each of its newest record."""
     files.write(TIMES, times(newest("bench")))
-    files.write(LEARNED, learned(newest("study-byte-lm")))
+    files.write(LEARNED, learned(*map(newest, STUDIES)))
     study = Study.read(newest("study-mqar"))
     files.write(ROOT / "docs" / "study-costs.svg", drawings.costs(study).svg)
     files.write(ROOT / "docs" / "study-curves.svg", drawings.curves(study).svg)
