@@ -19,7 +19,7 @@ from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
-STUDIES = ("study-byte-lm", "study-byte-lm-wkv")  # of the second, what the first has not: it takes no rotary positions
+STUDIES = ("study-byte-lm",)  # of the second, what the first has not: it takes no rotary positions
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
