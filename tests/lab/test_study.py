@@ -189,6 +189,26 @@ def test_automatic_positions_are_the_same_for_all(others: list[str], wanted: str
     assert {matched(plan.task, name, plan.model).positions for name in plan.mechanisms} == {wanted}
 
 
+@pytest.mark.parametrize(
+    ("names", "kind", "told"),
+    [
+        (
+            [EXACT, "WKV()", "Local(window=4) + WKV()"],
+            "learned",
+            "no rotary ones for WKV(), Local(window=4) + WKV(), by",
+        ),
+        ([EXACT, "WKV()"], "none", ""),
+        ([EXACT, ALONE], "learned", ""),
+        (["WKV()"], "learned", ""),
+    ],
+)
+def test_the_table_says_whom_learned_positions_are_for(names: list[str], kind: str, told: str) -> None:
+    meta = {"mechanisms": names, "seeds": 1, "metric": "accuracy", "baselines": {}, "model": {"positions": kind}}
+    title = page.table(Study(meta)).title
+    assert told in title
+    assert ("learned positions" in title) == bool(told)
+
+
 def test_seeds_are_other_weights_and_other_batches_and_alike_for_all() -> None:
     plan = Plan.of(tasks.parse(TASK), [], 2, TrainingSettings(steps=2), {"width": 16, "heads": 2})
     one, two = (plan.settings_for(seed) for seed in (0, 1))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fast_attention.catalogue import parse
 from fast_attention.lab import pages
 from fast_attention.lab.numbers import Number, amount, bytes_of, count, fixed, milliseconds
 from fast_attention.lab.pages import Figure, Folded, Section, Words
 from fast_attention.lab.study import drawings
-from fast_attention.lab.study.plan import CONTROLS, EXACT, label
+from fast_attention.lab.study.plan import BESIDE, CONTROLS, EXACT, label
 from fast_attention.lab.study.record import Study
 from fast_attention.lab.tables import Row, Table
 
@@ -47,7 +48,16 @@ def table(record: Study) -> Table:
     metric = str(record.meta["metric"])
     heads = ["mechanism", metric, "against exact", "seeds", "steps", "a step", "peak of a step", "parameters"]
     body = [Row(row, "pale" if row[0].startswith("baseline") else "") for row in rows(record)]
-    return Table(heads, body, title=f"Every run had {EQUAL[record.equal]}")
+    return Table(heads, body, title=f"Every run had {EQUAL[record.equal]}{shared_positions(record)}")
+
+
+def shared_positions(record: Study) -> str:
+    """What a comparison must know of positions, which are the same for all: who of them takes no rotary ones."""
+    names = record.meta["mechanisms"]
+    plain = [name for name in names if not all(parse(part).traits.rotary for part in name.split(BESIDE))]
+    if record.meta["model"].get("positions") != "learned" or len(plain) in (0, len(names)):
+        return ""
+    return f", and learned positions (no rotary ones for {', '.join(plain)}, by which others may learn more)"
 
 
 def by_position(record: Study) -> Table | None:
@@ -93,7 +103,7 @@ def html(record: Study) -> str:
     facts = {
         "Task": meta["task"],
         "Matched": f"task, data and their order, and number of parameters (by the width of the feed-forward layers); "
-        f"every run had {EQUAL[record.equal]}",
+        f"every run had {EQUAL[record.equal]}{shared_positions(record)}",
         "Training": meta["training"],
         "Model": ", ".join(f"{name}={value!r}" for name, value in meta["model"].items()) or "as by default",
     }
