@@ -19,7 +19,7 @@ from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
-STUDIES = ("study-byte-lm",)  # of the second, what the first has not: it takes no rotary positions
+STUDIES = ("study-byte-lm", "study-byte-lm-wkv")  # of the second, what the first has not: it takes no rotary positions
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
@@ -86,7 +86,8 @@ def learned(record: Path, *others: Path) -> str:
     """
     study = Study.read(record)
     meta, lines, steps = study.meta, {}, {}
-    for held in (study, *map(Study.read, others)):
+    studies = [study, *map(Study.read, others)]
+    for held in studies:
         assert all(held.meta[name] == meta[name] for name in ("task", "training", "seeds", "threads"))
         for name in (name for name in held.meta["mechanisms"] if name not in lines):
             lines[name], steps[name] = _line(held, name), held.summary(name).steps  # type: ignore[union-attr]
@@ -114,7 +115,7 @@ def learned(record: Path, *others: Path) -> str:
         axes.set_title(
             f"bits per byte of unseen text, lower is better; {meta['task']}, {meta['model']['layers']} layers of "
             f"{meta['model']['width']}, {meta['hardware']}, {meta['threads']} "
-            f"thread{'s' * (meta['threads'] > 1)}; {meta['started'][:10]}",
+            f"thread{'s' * (meta['threads'] > 1)}; {', '.join(held.meta['started'][:10] for held in studies)}",
             fontweight="normal",
         )
         return svg(figure, f"Bits per byte after {longest:.0f} minutes: {told}.").replace(
