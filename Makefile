@@ -107,7 +107,7 @@ gpu:
 	@if ! $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
 		echo "make gpu: $(PYTHON) sees no CUDA device (or has no torch): nothing was run."; exit 0; \
 	else set -e; export PYTHONPATH=src; mkdir -p records; begun=$$(date +%s); \
-		side=$$($(PYTHON) -c "import xdist; print('-n 12 --dist worksteal')" 2>/dev/null || true); \
+		side=$$($(PYTHON) -c "import os, xdist; print('-n', min(12, os.cpu_count()), '--dist worksteal')" 2>/dev/null || true); \
 		TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -rs -p no:cacheprovider -p no:benchmark $$side \
 			tests/test_oracles.py tests/conformance/test_contract.py tests/gpu tests/parallel/test_nccl.py 2>&1 \
 			| tee records/$(DATE)-gpu-tests.log; \

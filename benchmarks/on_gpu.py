@@ -90,17 +90,18 @@ def ceilings(clock: Clock, dtype: torch.dtype) -> dict[str, float]:
 
 
 def heads(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values of about unit scale.
+    """Queries, keys and values of about unit scale."""
+    return [drawn(sizes, device, dtype, seed).requires_grad_() for seed in range(3)]
 
-    From a generator of their own: a capture that failed leaves the device's own one unusable.
-    """
-    made = {"generator": torch.Generator(device).manual_seed(len(sizes)), "device": device, "dtype": dtype}
-    return [torch.randn(sizes, **made).requires_grad_() for _ in range(3)]
+
+def drawn(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal numbers of a generator of their own: a capture that failed leaves the device's own one unusable."""
+    return torch.randn(sizes, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
 
 
 def measured(call: Callable[..., Tensor], x: list[Tensor], clock: Clock) -> dict[str, Any]:
     """Seconds forward, forward as a graph, and backward; or what went wrong."""
-    grad = x[0].detach()[..., : x[2].shape[-1]]
+    grad = drawn(tuple(x[2].shape), x[2].device, x[2].dtype, 3)
 
     def forward() -> Tensor:
         with torch.no_grad():

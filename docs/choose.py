@@ -96,13 +96,15 @@ def state(expression: str) -> Callable[[Path], str]:
     return figure
 
 
-def learned(study: str, expression: str) -> Callable[[Path], str]:
-    """What a mechanism learnt in a study, beside exact attention."""
+def learned(study: str, expression: str, exact: str | None = None) -> Callable[[Path], str]:
+    """What a mechanism learnt in a study, beside exact attention, of another study where it learnt more there."""
 
     def figure(folder: Path) -> str:
         record = measured.records(f"study-{study}", folder)[-1]
         means, metric = measured.study_means(record), record.held["meta"]["metric"]
-        return f"{means[expression]:.2f} {metric} for exact attention's {means['Softmax()']:.2f} ({_link(record)})"
+        beside = record if exact is None else measured.records(f"study-{exact}", folder)[-1]
+        best, link = measured.study_means(beside)["Softmax()"], "" if exact is None else f", {_link(beside)}"
+        return f"{means[expression]:.2f} {metric} for exact attention's {best:.2f} ({_link(record)}{link})"
 
     return figure
 
@@ -125,7 +127,8 @@ NEEDS = (
          recalled("BlockLocal(block_size=256)"), "../long"),
     Need("an encoder from scratch, fixed length", "Linformer()", gain("Linformer()"), "model"),
     Need("softmax estimated without training", "Nystrom()", gain("Nystrom()"), "swap"),
-    Need("a language model from scratch, long contexts", "WKV()", learned("byte-lm-wkv", "WKV()"), "train"),
+    Need("a language model from scratch, long contexts", "WKV()", learned("byte-lm-wkv", "WKV()", "byte-lm"),
+         "train"),
     Need("the same with exact attention to near tokens", "Local(window=64)", learned("byte-lm", "Local(window=64)"),
          "train"),
     Need("recall of far tokens in a decoder", "Local(window=(1, 0)) + LinearAttention()",

@@ -49,7 +49,7 @@ FAULTS = [
     Fault(
         "a captured graph runs kernels that were found wrong",
         "gpu/self_check.py",
-        '        return _verdicts.get(key) or _kept().get(key, "")',
+        '        return _earlier(_key(case, *sizes, masked=masked)) or ""',
         '        return ""',
         "tests/gpu/test_self_check.py -k captured",
     ),

@@ -47,10 +47,10 @@ def told(case: Case, dtype: torch.dtype, device: torch.device, masked: bool) -> 
         for part, mine, wanted in zip(parts, found, right, strict=True):
             off = (mine.detach().double() - wanted.detach()).abs() / wanted.detach().abs().max()
             error = float(off.max())
-            by_token = off.flatten(0, -3).amax((0, -1)) if off.dim() > 3 else off.flatten()
-            at = int(by_token.argmax()) // BLOCK
+            of_tokens = off.dim() == 4 and off.shape[-2] == cases.TOKENS
+            where = f"  block {int(off.amax((0, 1, 3)).argmax()) // BLOCK}" if of_tokens else ""
             refused = "" if error <= LARGEST[mine.dtype] else "  REFUSED"
-            lines.append(f"  {name:28} {part:10} {error:9.2g}  block {at:3}{refused}")
+            lines.append(f"  {name:28} {part:10} {error:9.2g}{where}{refused}")
         return ""
 
     with pytest.MonkeyPatch.context() as patch:

@@ -17,6 +17,7 @@ from fast_attention.feature_maps.features import EluPlusOne
 from fast_attention.gpu import cases, operations, self_check
 from fast_attention.gpu.cases import Case
 from fast_attention.gpu.summing.plain import SCORES
+from tests.gpu import errors
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,26 @@ def test_a_captured_graph_keeps_to_what_was_found_before(monkeypatch: pytest.Mon
     monkeypatch.setattr(self_check, "_verdicts", {})  # another process has only the file
     assert self_check.obstacle(ELEMENTWISE, heads, heads, masked=True) == found
     assert self_check.obstacle(ELEMENTWISE, heads, heads, masked=False) == ""
+
+
+def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m tests.gpu.errors`` goes on behind the first wrong part, where the self-check stops."""
+    case, device = cases.exponential(16, 64), torch.empty(0).device
+    lines = list(errors.told(case, torch.bfloat16, device, masked=False))
+    assert len(lines) == 10
+    assert not any("REFUSED" in line for line in lines)
+    with errors.varied({"block": 16, "precision": "ieee"}):
+        assert not any("REFUSED" in line for line in errors.told(case, torch.bfloat16, device, masked=False))
+    right = operations.chunk_scan
+
+    def wrong(*given: Any) -> Any:
+        out, *rest = right(*given)
+        return out * torch.where(torch.arange(70)[:, None] == 40, 1.5, 1.0).to(out.dtype), *rest
+
+    monkeypatch.setattr(operations, "chunk_scan", wrong)
+    output, *_, state = errors.told(ELEMENTWISE, torch.bfloat16, device, masked=False)
+    assert output.endswith("block 1  REFUSED")
+    assert "REFUSED" not in state
 
 
 def test_the_callers_modes_do_not_matter() -> None:

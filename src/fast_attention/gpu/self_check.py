@@ -33,17 +33,14 @@ def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
         return ""
     sizes = q.shape[-1], v.shape[-1], q.dtype, q.device
     if torch.cuda.is_current_stream_capturing():
-        key = _key(case, *sizes, masked=masked)
-        return _verdicts.get(key) or _kept().get(key, "")
+        return _earlier(_key(case, *sizes, masked=masked)) or ""
     return verdict(case, *sizes, masked=masked)
 
 
 def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
     """What was found wrong, now or by an earlier process; empty for nothing."""
     key = _key(case, width, values, dtype, device, masked=masked)
-    if key not in _verdicts:
-        _verdicts.update(_kept())
-    if key not in _verdicts:
+    if _earlier(key) is None:
         with torch.inference_mode(False):
             _verdicts[key] = compared(case, width, values, dtype, device, masked=masked)
         with contextlib.suppress(OSError):
@@ -64,6 +61,13 @@ def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: to
         raise
     except Exception as error:  # compilers raise errors of many kinds
         return f"{case.name} for heads of {width} and {values} in {dtype} failed: {f'{error}'.splitlines()[:1]}"
+
+
+def _earlier(key: str) -> str | None:
+    """What was found before, by this process or an earlier one; None where nothing was compared."""
+    if key not in _verdicts:
+        _verdicts.update(_kept())
+    return _verdicts.get(key)
 
 
 def _key(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
