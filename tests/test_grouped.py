@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, MultiheadAttention, Shape, attention, swap
+from fast_attention import Bound, MultiheadAttention, Shape, Softmax, TokenMixer, attention, swap
 from fast_attention.engine import heads
 from tests.cases import ATTENTIONS, bind, qkv
 
@@ -89,6 +89,77 @@ def test_keys_of_a_swapped_decoder_are_not_repeated(monkeypatch: pytest.MonkeyPa
     wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
     monkeypatch.setattr(heads, "repeat", lambda x, times: pytest.fail("repeated"))
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted)
+
+
+SPLITS = [[7], [1] * 7, [3, 1, 1, 2], [6, 1]]
+DECODED = [m for m in ATTENTIONS if m.traits.memory is not None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "mechanism", [*DECODED, "ByLength(above=4)", "ByLength(long=BlockLocal(2), above=4)"], ids=repr
+)
+def test_grouped_heads_are_decoded_as_repeated_heads(mechanism: Any, device: torch.device) -> None:
+    """In every split, with masked keys, and for caches that hold more tokens than ``above``."""
+    bound = bind(mechanism, heads=4, device=device)
+    for groups in (2, 1, 4):
+        q, k, v = grouped(7, 7, groups, device)
+        masks = [None, torch.rand(3, 7, device=device) > 0.3] if bound.mechanism.traits.padding else [None]
+        for mask in masks:
+            repeated = (x.repeat_interleave(4 // groups, 1) for x in (k, v))
+            wanted = bound(q, *repeated, is_causal=True, key_mask=mask)
+            for sizes in SPLITS:
+                outs, state, start = [], None, 0
+                for size in sizes:
+                    new, start = slice(start, start + size), start + size
+                    visible = None if mask is None else mask[:, new]
+                    out, state = bound.decode(
+                        *(x[:, :, new] for x in (q, k, v)), state, key_mask=visible, enable_gqa=True
+                    )  # fmt: skip
+                    outs.append(out)
+                torch.testing.assert_close(torch.cat(outs, -2), wanted, rtol=1e-9, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["Softmax", "ByLength(long=BlockLocal(2), above=9)"])
+def test_caches_hold_the_heads_that_there_are(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = TokenMixer(16, 4, num_kv_heads=2, mechanism=mechanism).double()
+    x = torch.randn(3, 9, 16, dtype=torch.float64)
+    wanted = module(x, is_causal=True)
+    monkeypatch.setattr(heads, "repeat", lambda x, times: pytest.fail("repeated"))
+    first, state = module.decode(x[:, :5])
+    outs = [first]
+    for token in range(5, 9):
+        out, state = module.decode(x[:, token : token + 1], state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), wanted)
+    assert state.heads == 2
+    held = state.held if mechanism == "Softmax" else state.held.short
+    assert held.k.shape == held.v.shape == (3, 2, 9, 4)
+
+
+def test_decoding_without_the_option_refuses_fewer_heads() -> None:
+    q, k, v = grouped(3, 3, 2, "cpu")
+    with pytest.raises(ValueError, match=r"they must be equal \(grouped keys and values"):
+        Softmax().decode(q, k, v)
+    with pytest.raises(ValueError, match="must divide those of q"):
+        Softmax().decode(q[:, :3], k, v, enable_gqa=True)
+    _, state = Softmax().decode(q, k, v, enable_gqa=True)
+    with pytest.raises(ValueError, match="2 heads of widths"):
+        Softmax().decode(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), state=state)
+
+
+def test_gradients_of_decoded_grouped_heads() -> None:
+    q, k, v = (x.requires_grad_() for x in grouped(6, 6, 2, "cpu"))
+    repeated = [x.repeat_interleave(2, 1) for x in (k, v)]
+    direction = torch.randn_like(q)
+    outs, state = [], None
+    for new in (slice(0, 3), slice(3, 4), slice(4, 6)):
+        out, state = Softmax().decode(*(x[:, :, new] for x in (q, k, v)), state=state, enable_gqa=True)
+        outs.append(out)
+    ours = torch.autograd.grad(torch.cat(outs, -2), (q, k, v), direction)
+    wanted = torch.autograd.grad(Softmax()(q, *repeated, is_causal=True), (q, k, v), direction)
+    torch.testing.assert_close(ours, wanted)
 
 
 def test_the_kernel_is_that_of_repeated_heads() -> None:

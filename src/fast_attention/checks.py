@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import masks
+from fast_attention.engine.heads import divide, repeated
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -65,6 +66,20 @@ def heads(q: Tensor, k: Tensor, v: Tensor, *, alike: bool, grouped: bool = False
         raise ValueError(f"q has width {q.shape[-1]} and k has width {k.shape[-1]}: they must be equal")
     if alike and q.shape[-1] == 0:
         raise ValueError(f"q has width 0 (shape {tuple(q.shape)}): a dot product needs at least 1")
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, *, shares: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., G, S, E) for H heads of queries, repeated unless the mechanism ``shares`` them.
+
+    Raises:
+        ValueError: G does not divide H, or other sizes do not fit.
+    """
+    tensors(q=q, k=k, v=v)
+    heads(q, k, v, alike=False, grouped=True)
+    divide(q.shape[-3], k=k, v=v)
+    if not (shares and k.shape[-3] == v.shape[-3]):
+        k, v = repeated(q.shape[-3], k=k, v=v)
+    return k, v
 
 
 def tokens(x: Tensor) -> None:

@@ -156,7 +156,9 @@ def _mapped(state: Any, change: Any, batch: int) -> Any:
 
 
 def _encoded(state: Any) -> Any:
-    """The state as plain containers, so that loading needs no pickled classes."""
+    """The state as plain containers, so that loading needs no pickled classes; of tensors what they show."""
+    if isinstance(state, Tensor):
+        return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
     if not isinstance(state, tuple):
         return state
     kind = type(state)

@@ -6,7 +6,6 @@ order, those of mechanisms with all scores become a batch whose keys are one vie
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -47,20 +46,10 @@ def attend(
     if not shares or open_scores or invariance.asked() or traced() or groups != v.shape[-3] or 0 in q.shape:
         k, v = heads.repeated(q.shape[-3], k=k, v=v)
         return mechanism(q, k, v, w, **options)
-    times = q.shape[-3] // groups
-    together = q.unflatten(-3, (groups, times))
-    if folds:
-        out = mechanism(together.flatten(-3, -2), k, v, w, key_mask=key_mask)
-        return out.unflatten(-2, (times, length)).flatten(-4, -3)
-    batch = q.shape[:-3]
-    size = math.prod(batch) * groups
 
-    def shared(x: Tensor) -> Tensor:
-        return x.reshape(size, 1, *x.shape[-2:]).expand(-1, times, -1, -1)
+    def run(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> Tensor:
+        mask = None if key_mask is None else key_mask[..., 0, :]
+        return mechanism(q, k, v, w, is_causal=not folds, key_mask=mask)
 
-    if key_mask is not None:
-        key_mask = key_mask[..., None, :].expand(*batch, groups, -1).reshape(size, -1)
-    out = mechanism(
-        together.reshape(size, times, length, -1), shared(k), shared(v), w, is_causal=True, key_mask=key_mask
-    )
-    return out.reshape(*batch, groups * times, length, -1)
+    share = heads.folded if folds else heads.viewed
+    return share(run, q, k, v, key_mask=None if key_mask is None else key_mask[..., None, :])

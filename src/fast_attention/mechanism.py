@@ -90,6 +90,7 @@ class Attention(Mechanism[W, S]):
     """A mechanism of queries (..., H, L, E), keys (..., H, S, E) and values (..., H, S, Ev), head by head."""
 
     unordered: ClassVar[bool] = False  # without causal order an output depends on its query and all keys, no positions
+    shares_cache: ClassVar[bool] = False  # ``advance`` takes fewer heads of keys and values than of queries
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: W, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -157,7 +158,7 @@ class Attention(Mechanism[W, S]):
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), state: State | None = None, *,
-        key_mask: Tensor | None = None,
+        key_mask: Tensor | None = None, enable_gqa: bool = False,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Attend causally with one or more new tokens; any split of a sequence gives the same outputs.
 
@@ -166,6 +167,8 @@ class Attention(Mechanism[W, S]):
             w: Weights, as in a call.
             state: What the previous call returned; None at the start.
             key_mask: Boolean (..., N), True = may be seen, now and later.
+            enable_gqa: k and v may have fewer heads G, a divisor of H: query head h gets those of head h // (H / G).
+                The state of exact attention has G heads then, too.
 
         Returns:
             Outputs (..., H, N, Ev) and the state for the next call.
@@ -177,7 +180,10 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         if traits.memory is None:
             raise self.refuse("decoding", "memory")
-        self.check(traits, q, k, v, True, key_mask)
+        checks.flag("enable_gqa", enable_gqa)
+        if enable_gqa:
+            k, v = checks.grouped(q, k, v, shares=self.shares_cache and not invariance.asked())
+        self.check(traits, q[..., : k.shape[-3], :, :] if enable_gqa else q, k, v, True, key_mask)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
         if q.is_meta:

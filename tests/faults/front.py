@@ -39,7 +39,7 @@ FAULTS = [
           "tests/test_packed.py -k bad_borders"),
     Fault("the key mask of another packed sequence is taken", "packed.py", "_cut(mask, starts[-1], lengths[-1], group)",
           "_cut(mask, starts[-1], lengths[-1], [group[0]] * len(group))", "tests/test_packed.py -k 'masked_besides and Softmax'"),
-    Fault("queries get the keys of other groups", "grouped.py", "q.unflatten(-3, (groups, times))", "q.unflatten(-3, (times, groups)).transpose(-4, -3)",
+    Fault("queries get the keys of other groups", "engine/heads.py", "q.unflatten(-3, (-1, times))", "q.unflatten(-3, (times, -1)).transpose(-4, -3)",
           "tests/test_grouped.py -k 'are_repeated and Softmax'"),
     Fault("grouped keys are copied", "grouped.py", "shares = mechanism.unordered and", "shares = not mechanism and",
           "tests/test_grouped.py -k 'nothing_is and Softmax'"),

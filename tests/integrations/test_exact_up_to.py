@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fast_attention
 from fast_attention import ByLength, FavorPlus, LinearAttention, Local, Shape, Softmax, cache_argument, swap, swap_back
-from fast_attention.engine import dispatch
+from fast_attention.engine import dispatch, heads
 from fast_attention.integrations import crossover
 from fast_attention.nn.bound import Bound
 
@@ -162,6 +162,25 @@ def test_short_steps_ask_the_mechanism_nothing_and_leave_its_state(monkeypatch: 
     assert all(torch.equal(*pair) for pair in zip(logits, expected_logits, strict=True))
     for part, expected in zip(tree_leaves(states), tree_leaves(expected_states), strict=True):
         assert torch.equal(part, expected) if isinstance(part, Tensor) else part == expected
+
+
+@pytest.mark.parametrize("sizes", [[10, *[1] * 12], [10, 5, 1, 7]])
+def test_short_steps_keep_the_models_heads_and_numbers(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds as many heads of keys as the model has, and logits are the original's to the bit."""
+    model, ids = model_of("Llama"), torch.randint(5, 99, (2, sum(sizes)))
+    groups = model.config.num_key_value_heads
+    assert groups < model.config.num_attention_heads
+
+    def logits() -> tuple[list[Tensor], Any]:
+        cache = transformers.DynamicCache(config=model.config)
+        return [step(model, part, cache) for part in ids.split(sizes, -1)], cache
+
+    before, _ = logits()
+    swap(model, "LinearAttention", exact_up_to=64)
+    monkeypatch.setattr(heads, "repeat", lambda x, times: pytest.fail("repeated"))
+    after, cache = logits()
+    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+    assert {layer.state.held.short.k.shape[1] for layer in cache.layers} == {groups}
 
 
 def test_a_masked_token_in_a_short_step_is_not_seen_later() -> None:

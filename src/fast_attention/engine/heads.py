@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,36 @@ def repeat(x: Tensor, times: int) -> Tensor:
     if exporting():  # torch.export of 2.11 compares strides where axes are merged, and closes the length
         return x.index_select(-3, torch.arange(x.shape[-3] * times, device=x.device) // times)
     return x.repeat_interleave(times, -3)
+
+
+def folded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> Tensor:
+    """Outputs (..., H, L, Ev) of queries (..., H, L, E) with G heads of keys and values, each of which is read once.
+
+    Args:
+        attend: Called with ``q, k, v, key_mask=``; a query's output depends on no other query, head or position.
+        q, k, v: Query head h gets the keys of head h // (H / G): queries of heads that share them are one sequence.
+        key_mask: Boolean (..., 1, S).
+    """
+    length, times = q.shape[-2], q.shape[-3] // k.shape[-3]
+    out = attend(q.unflatten(-3, (-1, times)).flatten(-3, -2), k, v, key_mask=key_mask)
+    return out.unflatten(-2, (times, length)).flatten(-4, -3)
+
+
+def viewed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> Tensor:
+    """What ``attend`` gives for repeated heads, without copies of keys and values, which are views: the same bits.
+
+    Arguments are those of ``folded``; here outputs may depend on a query's position.
+    """
+    batch, groups = q.shape[:-3], k.shape[-3]
+    size, times = math.prod(batch) * groups, q.shape[-3] // groups
+
+    def shared(x: Tensor) -> Tensor:
+        return x.reshape(size, 1, *x.shape[-2:]).expand(-1, times, -1, -1)
+
+    if key_mask is not None:
+        key_mask = key_mask.expand(*batch, groups, -1).reshape(size, 1, -1)
+    out = attend(q.reshape(size, times, *q.shape[-2:]), shared(k), shared(v), key_mask=key_mask)
+    return out.reshape(*batch, groups * times, *out.shape[-2:])
 
 
 def grouped(num_heads: int, num_kv_heads: int | None) -> int:

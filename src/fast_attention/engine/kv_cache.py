@@ -1,11 +1,20 @@
-"""Caches keys and values for decoding, where a mechanism can forget none of them."""
+"""Caches keys and values for decoding, where a mechanism can forget none of them.
+
+A step writes its token behind the others, into memory that has room for more: it copies none of those before. A cache
+stays a value all the same. The memory notes which of its places are free, so that of two steps from one cache the
+first takes the next place, and the second moves to memory of its own.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fast_attention.engine.tracing import traced, wrapped
+
+_SMALL = 2**16  # numbers; to copy fewer takes no longer than to look for room
 
 
 class KVCache(NamedTuple):
@@ -22,7 +31,7 @@ def append(cache: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None)
     visible = visible.expand(*v.shape[:-3], 1, v.shape[-2])
     if cache is None:
         return KVCache(k, v, visible)
-    return KVCache(torch.cat([cache.k, k], -2), torch.cat([cache.v, v], -2), torch.cat([cache.visible, visible], -1))
+    return KVCache(behind(cache.k, k), behind(cache.v, v), torch.cat([cache.visible, visible], -1))
 
 
 def last(cache: KVCache, size: int) -> KVCache:
@@ -30,3 +39,60 @@ def last(cache: KVCache, size: int) -> KVCache:
     start = max(cache.k.shape[-2] - size, 0)
     k, v = (x[..., start:, :].clone() for x in (cache.k, cache.v))
     return KVCache(k, v, cache.visible[..., start:].clone())
+
+
+class Spare(NamedTuple):
+    """What memory (..., H, places, E) with room for more tokens notes about itself."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    free: set[int]  # the first free place, until a step takes it
+
+
+def behind(earlier: Tensor, later: Tensor) -> Tensor:
+    """(..., H, S, E) and (..., H, N, E) one behind the other, as ``torch.cat`` gives them, often without a copy."""
+    if earlier.numel() < _SMALL or _obstacle(earlier, later):
+        return torch.cat([earlier, later], -2)
+    length = earlier.shape[-2] + later.shape[-2]
+    whole = _continued(earlier, length)
+    if whole is None:
+        whole = _with_room(earlier, length)
+    whole[..., earlier.shape[-2] :, :].copy_(later)
+    return whole
+
+
+def _obstacle(earlier: Tensor, later: Tensor) -> bool:
+    """Whether memory may not be written in place, for a gradient or a graph, or the tensors do not fit."""
+    if torch.is_grad_enabled() or traced() or wrapped((earlier, later)):
+        return True
+    if earlier.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    alike = earlier.dtype == later.dtype and earlier.device == later.device
+    return not alike or earlier.shape[:-2] != later.shape[:-2] or earlier.shape[-1] != later.shape[-1]
+
+
+def _continued(earlier: Tensor, length: int) -> Tensor | None:
+    """``earlier`` with places behind it up to ``length``, which nobody else has; None where its memory has none."""
+    spare: Any = getattr(earlier.untyped_storage(), "spare", None)
+    if not isinstance(spare, Spare) or earlier.storage_offset() or earlier.stride() != spare.strides:
+        return None
+    if earlier.shape[:-2] != spare.shape[:-2] or length > spare.shape[-2]:
+        return None
+    if earlier.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids to write there
+        return None
+    try:
+        spare.free.remove(earlier.shape[-2])  # at once, also where several threads decode from one cache
+    except KeyError:
+        return None
+    spare.free.add(length)
+    return earlier.as_strided((*earlier.shape[:-2], length, earlier.shape[-1]), spare.strides)
+
+
+def _with_room(earlier: Tensor, length: int) -> Tensor:
+    """A copy of ``earlier`` with free places behind it, in memory for a quarter more tokens than ``length``."""
+    *batch, number, width = earlier.shape
+    memory = earlier.new_empty(*batch, length + length // 4, width)
+    memory.untyped_storage().spare = Spare(tuple(memory.shape), memory.stride(), {length})  # type: ignore[attr-defined]
+    whole = memory[..., :length, :]
+    whole[..., :number, :].copy_(earlier)
+    return whole

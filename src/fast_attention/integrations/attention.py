@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from fast_attention.engine.heads import repeated
 from fast_attention.engine.tracing import exporting
 from fast_attention.integrations import calls, mask_functions, packed_rows, relative, visible
 from fast_attention.integrations.cache import StateLayer
@@ -203,7 +202,6 @@ def _run(
             cache.pass_over(q.shape[-2], "packed texts")
         return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
     if cache is not None:
-        k, v = repeated(q.shape[1], k=k, v=v)
         return cache.advance(q, k, v, key_mask, sinks)
     causal = visibility.is_causal
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)

@@ -16,7 +16,6 @@ from transformers.cache_utils import (
 )
 
 from fast_attention import decoding
-from fast_attention.engine.heads import repeated
 from fast_attention.integrations import rollback
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.hybrid.by_length import ByLength
@@ -54,7 +53,7 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
-        """Decode the new tokens (B, H, N, E): their outputs. The state then includes them.
+        """Decode new tokens, queries (B, H, N, E), keys (B, G, N, E): their outputs. The state then includes them.
 
         Raises:
             Unsupported: The tokens before were several packed texts, or under a mask of every pair.
@@ -82,8 +81,6 @@ class StateLayer(CacheLayerMixin):
         mechanism = self.bound.mechanism
         if self.state is None or self.record_past or not isinstance(mechanism, ByLength):
             return None
-        if k.shape[1] != q.shape[1]:
-            k, v = repeated(q.shape[1], k=k, v=v)
         step = mechanism.exact_step(q, k, v, self.state)
         if step is None:
             return None
@@ -92,7 +89,9 @@ class StateLayer(CacheLayerMixin):
         return out
 
     def _decode(self, call: rollback.Call, state: Any) -> tuple[Tensor, Any]:
-        return self.bound.decode(call.q, call.k, call.v, state, key_mask=call.key_mask, sinks=self.sinks)
+        return self.bound.decode(
+            call.q, call.k, call.v, state, key_mask=call.key_mask, sinks=self.sinks, enable_gqa=True
+        )
 
     def pass_over(self, tokens: int, what: str) -> None:
         """Count tokens of which no state is kept, ``what`` in words: ``advance`` refuses from then on.

@@ -189,16 +189,18 @@ class Bound(Spread, nn.Module):
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None, group: Any = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, enable_gqa: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """``mechanism.decode`` with these weights; over the processes of a ``group``, ``parallel.decode``."""
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
-        self._check((q, k, v))
+        self._check((q, k, v), enable_gqa)
         mechanism, w = self._with(sinks)
         if (group := self.group_of(group)) is not None:
+            if enable_gqa:
+                k, v = heads.repeated(self.shape.heads, k=k, v=v)
             return parallel.decode(mechanism, q, k, v, w, state, group=group, key_mask=key_mask)
-        return mechanism.decode(q, k, v, w, state, key_mask=key_mask)
+        return mechanism.decode(q, k, v, w, state, key_mask=key_mask, enable_gqa=enable_gqa)
 
     def __prepare_scriptable__(self) -> Bound:
         """Called by ``torch.jit.script``, also for a model that holds this module.

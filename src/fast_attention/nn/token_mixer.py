@@ -110,10 +110,11 @@ class TokenMixer(Spread, nn.Module):
         group = self.group_of(group)
         if group is not None and at is None and self.rotary is not None:
             at = positions_of_shard(self.rotary, self.shards_of(group, x), x.device)
-        inputs = self._project(x, at, key_mask) if isinstance(self.mechanism, Attention) else (x,)
         masks_given: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask}
-        out = self.attention(*inputs, **masks_given, dropout=dropout, group=group)
-        return self._output(out) if isinstance(self.mechanism, Attention) else out
+        options: Any = {**masks_given, "dropout": dropout, "group": group}
+        if not isinstance(self.mechanism, Attention):
+            return self.attention(x, **options)
+        return self._output(self.attention(*self._project(x, at, key_mask), **options, enable_gqa=True))
 
     def decode(
         self,
@@ -145,7 +146,7 @@ class TokenMixer(Spread, nn.Module):
         if self.rotary is None:
             at = None if positions is None else self._positions(x, positions)
             out, state = self.attention.decode(
-                *self._project(x, at, key_mask), state, key_mask=key_mask, group=group
+                *self._project(x, at, key_mask), state, key_mask=key_mask, group=group, enable_gqa=True
             )  # fmt: skip
             return self._output(out), state
         position, inner = (torch.tensor(0), None) if state is None else state
@@ -153,7 +154,8 @@ class TokenMixer(Spread, nn.Module):
         start = position if shards is None else position + shards.start
         at = self._positions(x, positions, start)
         self.rotary.check_decoding(at)
-        out, inner = self.attention.decode(*self._project(x, at, key_mask), inner, key_mask=key_mask, group=group)
+        inputs = self._project(x, at, key_mask)
+        out, inner = self.attention.decode(*inputs, inner, key_mask=key_mask, group=group, enable_gqa=True)
         if shards is not None:
             after = at[..., -1] + 1 - shards.start - x.shape[-2] + shards.length
         else:
@@ -220,8 +222,8 @@ class TokenMixer(Spread, nn.Module):
             sin_cos = self.rotary.sin_cos(self._positions(x, None) if at is None else at, self.head_dim)
             named |= {name: rotate_by(named[name], sin_cos) for name in "qk" if name in named}
         # What the mechanism never reads has no projection: any tensor of the right length takes its argument.
-        k, v = heads.repeated(self.num_heads, k=named.get("k", named["v"]), v=named["v"])
-        return named.get("q", v), k, v
+        k, v = named.get("k", named["v"]), named["v"]
+        return named["q"] if "q" in named else heads.repeated(self.num_heads, v=v)[0], k, v
 
     def _output(self, out: Tensor) -> Tensor:
         return self.out_proj(out.transpose(-3, -2).flatten(-2))

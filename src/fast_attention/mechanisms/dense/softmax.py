@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.biases.bias import Bias, Biased
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import dispatch, heads, masks
 from fast_attention.engine.fused import fused_attention
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.offsets import Positions
@@ -116,6 +117,11 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
         """Whether neither positions nor heads count."""
         return self.is_plain
 
+    @property
+    def shares_cache(self) -> bool:  # type: ignore[override]
+        """Whether the scores are of products alone."""
+        return self.is_plain
+
     def attend_masked(
         self, q: Tensor, k: Tensor, v: Tensor, w: Any, *,
         is_causal: bool, key_mask: Tensor | None, attn_mask: Tensor | None, dropout: float,
@@ -142,4 +148,9 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
     ) -> tuple[Tensor, KVCache]:
         """Append the new tokens to the cached keys and values and attend to all of them."""
         state = append(state, k, v, key_mask)
-        return self.attend(q, state.k, state.v, w, is_causal=True, key_mask=state.visible), state
+        attend, share = partial(self.attend, w=w, is_causal=True), heads.viewed
+        if q.shape[-3] == state.v.shape[-3]:
+            return attend(q, state.k, state.v, key_mask=state.visible), state
+        if q.shape[-2] == 1:  # the last query sees all keys
+            attend, share = partial(self.attend, w=w, is_causal=False), heads.folded
+        return share(attend, q, state.k, state.v, key_mask=state.visible), state

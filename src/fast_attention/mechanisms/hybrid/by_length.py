@@ -107,6 +107,11 @@ class ByLength(Attention[Given, ByLengthState]):
         short, long = w or ((), ())
         return Part(self.short, short), Part(self.long, long)
 
+    @property
+    def shares_cache(self) -> bool:  # type: ignore[override]
+        """Whether ``short`` does: ``long`` gets repeated heads."""
+        return self.short.shares_cache
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Given, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Row i of ``short`` where query i sees at most ``above`` keys, of ``long`` elsewhere."""
         short, long = self._parts(w)

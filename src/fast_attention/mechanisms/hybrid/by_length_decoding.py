@@ -6,13 +6,16 @@ crosses: before that the state is a cache, and when all have crossed, it is the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
-from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.heads import repeated, viewed
+from fast_attention.engine.kv_cache import KVCache, append, behind
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanisms.dense.softmax import Softmax, softmax_attention
 from fast_attention.mechanisms.hybrid.by_length_rows import Part, covered
@@ -45,14 +48,17 @@ class NewTokens(NamedTuple):
         """A mechanism's outputs behind its ``state``, and its state after them."""
         if isinstance(part.mechanism, Softmax):
             cache = append(state, self.k, self.v, self.key_mask)
-            return covered(self.q, cache.k, cache.v, cache.visible, part, is_causal=True), cache
-        return part.mechanism.advance(self.q, self.k, self.v, part.w, state, key_mask=self.key_mask)
+            attend = partial(covered, short=part, is_causal=True)
+            return _shared(attend, self.q, cache, cache.visible), cache
+        k, v = _read(part, self.q.shape[-3], self.k, self.v)
+        return part.mechanism.advance(self.q, k, v, part.w, state, key_mask=self.key_mask)
 
     def read_by(self, part: Part, state: Any) -> Any:
         """A mechanism's state after them, where their outputs are not wanted."""
         if part.mechanism.traits.memory != "constant":
             return self.after(part, state)[1]
-        summary = part.mechanism.summary(self.k, self.v, part.w, key_mask=self.key_mask)
+        k, v = _read(part, self.q.shape[-3], self.k, self.v)
+        summary = part.mechanism.summary(k, v, part.w, key_mask=self.key_mask)
         return summary if state is None else part.mechanism.merged(state, summary)
 
 
@@ -96,8 +102,8 @@ def advance(
         dispatch.record(
             f"{long.mechanism.expression} reads the cache", "a sequence has more keys than above", above=above
         )
-        k, v, visible = held.short
-        late = NewTokens(k, k, v, visible).read_by(long, None)
+        k, v = _read(long, new.q.shape[-3], *held.short[:2])
+        late = NewTokens(k, k, v, held.short.visible).read_by(long, None)
     if rows.first and (rows.first < length or late is not None or not readable):
         late = new.some(0, rows.first).read_by(long, late)
     outs = [] if early is None else [early[..., : rows.first, :]]
@@ -124,10 +130,31 @@ def exact_step(
     count, held = state.count + k.shape[-2], state.short
     if count > above or not isinstance(held, KVCache) or k.dtype != held.k.dtype or k.shape[:-2] != held.k.shape[:-2]:
         return None
-    keys, values = torch.cat([held.k, k], -2), torch.cat([held.v, v], -2)
+    keys, values = behind(held.k, k), behind(held.v, v)
     visible = held.visible[..., :1].expand(*held.visible.shape[:-1], count)  # all are
-    out = softmax_attention(q, keys, values, is_causal=q.shape[-2] > 1, scale=short.scale)
-    return out, ByLengthState(count, KVCache(keys, values, visible), None)
+    cache = KVCache(keys, values, visible)
+    if q.shape[-2] == 1 and not torch.is_grad_enabled() and q.dtype != torch.float16:
+        dispatch.record("torch's fused kernel", "one query that sees all keys")
+        shares = q.shape[-3] != keys.shape[-3]
+        out = F.scaled_dot_product_attention(q, keys, values, scale=short.scale, enable_gqa=shares)
+    else:
+        attend = partial(softmax_attention, scale=short.scale, is_causal=q.shape[-2] > 1)
+        out = _shared(attend, q, cache, None)
+    return out, ByLengthState(count, cache, None)
+
+
+def _shared(attend: Any, q: Tensor, cache: KVCache, key_mask: Tensor | None) -> Tensor:
+    """Outputs of queries that may have more heads than the cache: those of repeated heads, to the bit."""
+    if q.shape[-3] == cache.v.shape[-3]:
+        return attend(q, cache.k, cache.v, key_mask=key_mask)
+    return viewed(attend, q, cache.k, cache.v, key_mask=key_mask)
+
+
+def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as a mechanism reads: ``heads``, or fewer where its cache is shared."""
+    if not part.mechanism.shares_cache:
+        k, v = repeated(heads, k=k, v=v)
+    return k, v
 
 
 def _readable(short: Part, long: Part) -> bool:

@@ -81,20 +81,20 @@ def record_short(short: Attention[Any, Any], above: int) -> None:
     dispatch.record(short.expression, "no more keys than above", above=above)
 
 
-def covered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
+def covered(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, short: Part, *, is_causal: bool) -> Tensor:
     """The outputs of ``short`` for all rows.
 
     Exact attention with a mask is torch's own kernel, also where blocks of rows are faster: a model that was swapped
     gives the numbers that it gave, to the bit. With gradients the kernel's mask would hold a number for every pair.
     """
-    if mask is None:
+    if key_mask is None:
         return short(q, k, v, is_causal=is_causal, key_mask=None)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     exact = _unordered(short)
-    if exact is None or traced() or wanted or bool(mask.all()):
-        return short(q, k, v, is_causal=is_causal, key_mask=mask)
+    if exact is None or traced() or wanted or bool(key_mask.all()):
+        return short(q, k, v, is_causal=is_causal, key_mask=key_mask)
     length, keys = q.shape[-2], k.shape[-2]
-    visible = masks.visible(length, keys, is_causal=is_causal and length > 1, key_mask=mask, device=q.device)
+    visible = masks.visible(length, keys, is_causal=is_causal and length > 1, key_mask=key_mask, device=q.device)
     return softmax_attention(q, k, v, attn_mask=visible, scale=exact.scale)
 
 
