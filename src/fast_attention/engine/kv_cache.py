@@ -74,7 +74,7 @@ def _obstacle(earlier: Tensor, later: Tensor) -> bool:
 def _continued(earlier: Tensor, length: int) -> Tensor | None:
     """``earlier`` with places behind it up to ``length``, which nobody else has; None where its memory has none."""
     spare: Any = getattr(earlier.untyped_storage(), "spare", None)
-    if not isinstance(spare, Spare) or earlier.storage_offset() or earlier.stride() != spare.strides:
+    if not isinstance(spare, Spare) or earlier.stride() != spare.strides:
         return None
     if earlier.shape[:-2] != spare.shape[:-2] or length > spare.shape[-2]:
         return None
