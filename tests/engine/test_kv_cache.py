@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fast_attention import decoding
 from fast_attention.engine import kv_cache
-from fast_attention.engine.kv_cache import KVCache, append, behind
+from fast_attention.engine.kv_cache import KVCache, append, behind, last
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,29 @@ def test_copies_few_tokens_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         cache = behind(cache, tokens(1))
     assert sum(moved) < 8 * 1_000, "as many tokens were copied as by a copy at every step"
     assert cache.untyped_storage().nbytes() <= 1.26 * cache.nbytes
+
+
+@torch.no_grad()
+def test_windows_slide_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window copies few tokens a step and holds no more than twice its memory; earlier ones stay as they were."""
+    moved = []
+    with_room = kv_cache._with_room
+
+    def counted(earlier: Tensor, length: int) -> Tensor:
+        moved.append(earlier.shape[-2])
+        return with_room(earlier, length)
+
+    monkeypatch.setattr(kv_cache, "_with_room", counted)
+    all_k, all_v = tokens(700), tokens(700, 2)
+    windows = [last(append(None, all_k[..., :100, :], all_v[..., :100, :], None), 40)]
+    for n in range(100, 700):
+        near = append(windows[-1], all_k[..., n : n + 1, :], all_v[..., n : n + 1, :], None)
+        windows.append(last(near, 40))
+    for end, window in enumerate(windows, 100):
+        assert torch.equal(window.k, all_k[..., end - 40 : end, :])
+        assert torch.equal(window.v, all_v[..., end - 40 : end, :])
+        assert window.k.untyped_storage().nbytes() <= 2 * window.k.nbytes
+    assert sum(moved) < 2 * 5 * 600, "more than five tokens a step"
 
 
 @torch.no_grad()

@@ -63,6 +63,8 @@ def viewed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, ke
     Arguments are those of ``folded``; here outputs may depend on a query's position.
     """
     batch, groups = q.shape[:-3], k.shape[-3]
+    if groups == q.shape[-3]:
+        return attend(q, k, v, key_mask=key_mask)
     size, times = math.prod(batch) * groups, q.shape[-3] // groups
 
     def shared(x: Tensor) -> Tensor:

@@ -35,10 +35,19 @@ def append(cache: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None)
 
 
 def last(cache: KVCache, size: int) -> KVCache:
-    """The last ``size`` tokens, cloned, or a long prompt would be kept alive by them."""
+    """The last ``size`` tokens, moved unless they are most of their memory, or a long prompt would be kept alive."""
     start = max(cache.k.shape[-2] - size, 0)
-    k, v = (x[..., start:, :].clone() for x in (cache.k, cache.v))
+    k, v = (_kept(x[..., start:, :]) for x in (cache.k, cache.v))
     return KVCache(k, v, cache.visible[..., start:].clone())
+
+
+def _kept(x: Tensor) -> Tensor:
+    """A view (..., H, size, E), copied unless it is most of its memory, where the next tokens find room."""
+    if x.numel() < _SMALL or _obstacle(x, x):
+        return x.clone()
+    if isinstance(getattr(x.untyped_storage(), "spare", None), Spare) and x.untyped_storage().nbytes() <= 2 * x.nbytes:
+        return x
+    return _with_room(x, x.shape[-2])
 
 
 class Spare(NamedTuple):
@@ -51,7 +60,8 @@ class Spare(NamedTuple):
 
 def behind(earlier: Tensor, later: Tensor) -> Tensor:
     """(..., H, S, E) and (..., H, N, E) one behind the other, as ``torch.cat`` gives them, often without a copy."""
-    if earlier.numel() < _SMALL or _obstacle(earlier, later):
+    many = 4 * later.shape[-2] > earlier.shape[-2]  # so many that nothing is gained
+    if many or earlier.numel() < _SMALL or _obstacle(earlier, later):
         return torch.cat([earlier, later], -2)
     length = earlier.shape[-2] + later.shape[-2]
     whole = _continued(earlier, length)
@@ -76,15 +86,16 @@ def _continued(earlier: Tensor, length: int) -> Tensor | None:
     spare: Any = getattr(earlier.untyped_storage(), "spare", None)
     if not isinstance(spare, Spare) or earlier.stride() != spare.strides:
         return None
-    if earlier.shape[:-2] != spare.shape[:-2] or length > spare.shape[-2]:
+    start, column = divmod(earlier.storage_offset(), spare.strides[-2])
+    if column or earlier.shape[:-2] != spare.shape[:-2] or start + length > spare.shape[-2]:
         return None
     if earlier.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids to write there
         return None
     try:
-        spare.free.remove(earlier.shape[-2])  # at once, also where several threads decode from one cache
+        spare.free.remove(start + earlier.shape[-2])  # at once, also where several threads decode from one cache
     except KeyError:
         return None
-    spare.free.add(length)
+    spare.free.add(start + length)
     return earlier.as_strided((*earlier.shape[:-2], length, earlier.shape[-1]), spare.strides)
 
 

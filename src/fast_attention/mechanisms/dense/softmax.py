@@ -148,9 +148,7 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
     ) -> tuple[Tensor, KVCache]:
         """Append the new tokens to the cached keys and values and attend to all of them."""
         state = append(state, k, v, key_mask)
-        attend, share = partial(self.attend, w=w, is_causal=True), heads.viewed
-        if q.shape[-3] == state.v.shape[-3]:
-            return attend(q, state.k, state.v, key_mask=state.visible), state
-        if q.shape[-2] == 1:  # the last query sees all keys
-            attend, share = partial(self.attend, w=w, is_causal=False), heads.folded
+        alone = q.shape[-2] == 1 and q.shape[-3] != k.shape[-3]  # and sees all keys
+        share = heads.folded if alone else heads.viewed
+        attend = partial(self.attend, w=w, is_causal=not alone)
         return share(attend, q, state.k, state.v, key_mask=state.visible), state

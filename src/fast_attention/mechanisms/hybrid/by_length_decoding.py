@@ -49,7 +49,7 @@ class NewTokens(NamedTuple):
         if isinstance(part.mechanism, Softmax):
             cache = append(state, self.k, self.v, self.key_mask)
             attend = partial(covered, short=part, is_causal=True)
-            return _shared(attend, self.q, cache, cache.visible), cache
+            return viewed(attend, self.q, cache.k, cache.v, key_mask=cache.visible), cache
         k, v = _read(part, self.q.shape[-3], self.k, self.v)
         return part.mechanism.advance(self.q, k, v, part.w, state, key_mask=self.key_mask)
 
@@ -139,15 +139,8 @@ def exact_step(
         out = F.scaled_dot_product_attention(q, keys, values, scale=short.scale, enable_gqa=shares)
     else:
         attend = partial(softmax_attention, scale=short.scale, is_causal=q.shape[-2] > 1)
-        out = _shared(attend, q, cache, None)
+        out = viewed(attend, q, keys, values, key_mask=None)
     return out, ByLengthState(count, cache, None)
-
-
-def _shared(attend: Any, q: Tensor, cache: KVCache, key_mask: Tensor | None) -> Tensor:
-    """Outputs of queries that may have more heads than the cache: those of repeated heads, to the bit."""
-    if q.shape[-3] == cache.v.shape[-3]:
-        return attend(q, cache.k, cache.v, key_mask=key_mask)
-    return viewed(attend, q, cache.k, cache.v, key_mask=key_mask)
 
 
 def _read(part: Part, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ The blocks are those of the Reformer's local layers (Kitaev et al. 2020, arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxtyping import Bool, Float
@@ -14,6 +15,7 @@ from torch import Tensor
 from fast_attention.biases.bias import Bias, Biased
 from fast_attention.engine import masks
 from fast_attention.engine.blocks import smaller
+from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
@@ -101,6 +103,11 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         at_least(self, "before", self.before, 0)
         at_least(self, "after", self.after, 0)
 
+    @property
+    def shares_cache(self) -> bool:  # type: ignore[override]
+        """Whether all heads see the same."""
+        return self.is_plain
+
     def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
         """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
         final = (keys - 1) // self.block_size
@@ -139,6 +146,6 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
     ) -> tuple[Tensor, KVCache]:
         """Attend to the blocks before the new tokens and to these; keep what the next token's block may see."""
         near = append(state, k, v, key_mask)
-        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.visible)
+        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
         total = near.k.shape[-2]  # the state begins where a block begins, so blocks are counted from its first key
         return out, last(near, total - self.leaving(total))

@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.biases.bias import Bias, Biased
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import smaller
+from fast_attention.engine.heads import viewed
 from fast_attention.engine.kv_cache import KVCache, append, last
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.tracing import symbolic
@@ -141,6 +142,11 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         most = max(self.dilation) if isinstance(self.dilation, tuple) else self.dilation
         return left * most, right * most
 
+    @property
+    def shares_cache(self) -> bool:  # type: ignore[override]
+        """Whether all heads see the same."""
+        return self.is_plain and isinstance(self.dilation, int)
+
     def covers(self, length: int, keys: int, *, is_causal: bool) -> bool:
         """Whether every one of ``length`` queries sees all ``keys``, as far as it may."""
         left, right = self.sides
@@ -184,5 +190,5 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
     ) -> tuple[Tensor, KVCache]:
         """Attend to the window before the new tokens and to these; keep the tokens that later ones may see."""
         near = append(state, k, v, key_mask)
-        out = self.attend(q, near.k, near.v, w, is_causal=True, key_mask=near.visible)
+        out = viewed(partial(self.attend, w=w, is_causal=True), q, near.k, near.v, key_mask=near.visible)
         return out, last(near, self.sides[0])
