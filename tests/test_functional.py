@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import Bound, Shape, functional
+from fast_attention import Bound, Shape, attention, functional
 from fast_attention.feature_maps.features import Relu
 from tests.cases import qkv
 
@@ -116,3 +116,38 @@ def test_they_compile() -> None:
     for function in functions:
         made = torch.compile(function, fullgraph=True, backend="eager")
         torch.testing.assert_close(made(q, k, v, key_mask=mask), function(q, k, v, key_mask=mask))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mechanism", ["Softmax", "FavorPlus", "Local"])
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_what_is_no_dense_tensor_of_heads_is_refused_in_words(mechanism: str, enable_gqa: bool) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    nested = torch.nested.nested_tensor([x[0], x[0, :, :3]])
+    jagged = torch.nested.nested_tensor([x[0, 0], x[0, 0, :3]], layout=torch.jagged)
+    for bad, error, said in (
+        (x[0, 0], ValueError, r"must be \(..., heads, tokens, width\); got shape \(5, 8\)"),
+        (x[0, 0, 0], ValueError, r"got shape \(8,\)"),
+        ([1.0], TypeError, r"must be a torch.Tensor; got list"),
+        (nested, ValueError, "is a nested tensor: give a dense one, padded"),
+        (jagged, ValueError, "is a nested tensor: give a dense one, padded"),
+        (x.to_sparse(), ValueError, "is a sparse tensor: give a dense one"),
+    ):
+        with pytest.raises(error, match=said):
+            attention(bad, bad, bad, mechanism, enable_gqa=enable_gqa)
+    with pytest.raises(TypeError, match=r"k must be a torch.Tensor; got list"):
+        attention(x, [1.0], x, mechanism, enable_gqa=enable_gqa)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mechanism", ["Softmax", "Local(window=2)", "BlockLocal(block_size=4)", "Hybrid()"])
+def test_the_reference_can_be_differentiated_twice(mechanism: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in qkv(11))
+
+    def twice(impl: Any) -> torch.Tensor:
+        torch.manual_seed(1)
+        out = attention(q, k, v, mechanism, impl=impl)
+        (once,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(once.square().sum(), k)[0]
+
+    torch.testing.assert_close(twice("reference"), twice("auto"))

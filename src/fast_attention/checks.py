@@ -14,6 +14,7 @@ from fast_attention.engine import masks
 from fast_attention.engine.heads import divide, repeated
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
+PADDED = "padded, with key_mask=, or its texts one behind the other, with lengths="
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -23,6 +24,9 @@ def tensors(**inputs: object) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__} (torch.as_tensor makes one)")
+        if x.is_nested or x.layout != torch.strided:
+            kind, instead = ("sparse", ".to_dense()") if not x.is_nested else ("nested", PADDED)
+            raise ValueError(f"{name} is a {kind} tensor: give a dense one, {instead}")
         if x.dtype not in FLOATS:
             raise ValueError(f"{name} is {x.dtype}: give float32, float64, bfloat16 or float16, such as {name}.float()")
         for first_name, first in first_of.items():

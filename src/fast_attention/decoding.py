@@ -98,8 +98,11 @@ def select(state: Any, index: Tensor) -> Any:
         index: Whole numbers (any count,) from 0 to B - 1, on the state's device.
 
     Raises:
-        ValueError: ``index`` is not a row of whole numbers within the batch.
+        TypeError: ``index`` is no tensor.
+        ValueError: It is not a row of whole numbers within the batch.
     """
+    if not isinstance(index, Tensor):
+        raise TypeError(f"index must be a torch.Tensor of whole numbers; got {type(index).__name__}")
     tensors = _leaves(state)
     batch = max((x.shape[0] for x in tensors if x.ndim), default=1)
     if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:

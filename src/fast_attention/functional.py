@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fast_attention import catalogue, grouped, packed, parallel
+from fast_attention import catalogue, checks, grouped, packed, parallel
 from fast_attention.checks import checked
 from fast_attention.engine import heads
 from fast_attention.engine.dispatch import Implementation, implementation
@@ -134,6 +134,8 @@ def attention(
         raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer or Bound")
     if mechanism.traits.learned:
         raise Unsupported(f"{mechanism!r} has learned weights: use MultiheadAttention, TokenMixer or Bound")
+    checks.tensors(q=q, k=k, v=v)
+    checks.heads(q, k, v, alike=False, grouped=enable_gqa)
     if scale is not None:
         mechanism, q = _scaled(mechanism, q, scale)
     spread = group is not None  # then the borders are those of all processes' tokens

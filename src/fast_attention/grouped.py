@@ -35,8 +35,9 @@ def attend(
         ValueError: G does not divide H, or other sizes do not fit.
     """
     options: Any = {"is_causal": is_causal, "key_mask": key_mask, "attn_mask": attn_mask, "dropout": dropout}
-    heads.divide(q.shape[-3], k=k, v=v)
+    checks.tensors(q=q, k=k, v=v)
     checks.heads(q, k, v, alike=False, grouped=True)
+    heads.divide(q.shape[-3], k=k, v=v)
     groups, length = k.shape[-3], q.shape[-2]
     if groups == v.shape[-3] == q.shape[-3]:
         return mechanism(q, k, v, w, **options)

@@ -148,6 +148,15 @@ def test_sinks_without_weight_and_with_all_of_it(mechanism: str) -> None:
         assert all(bool(x.isfinite().all()) for x in grads)
 
 
+@pytest.mark.parametrize("mechanism", ["Softmax()", "Local(window=9)", "BigBird(block_size=2)"])
+def test_sinks_of_another_module_are_one_for_each_head(mechanism: str) -> None:
+    bound, (q, k, v) = Bound(mechanism, Shape(heads=2, head_dim=8)), torch.randn(3, 2, 2, 20, 8)
+    for sinks, what in ((torch.zeros(1, 2), r"shape \(1, 2\)"), (torch.zeros(2, 2), r"shape \(2, 2\)"),
+                        (torch.tensor(0.0), r"shape \(\)"), ([0.0, 0.0], "list")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"sinks must be a tensor of shape \(2,\).*got {what}"):
+            bound(q, k, v, sinks=sinks)
+
+
 def test_what_carries_sinks_and_what_does_not() -> None:
     bound, (q, k, v) = drawn("Softmax(sinks=True)", 2, 20, 20)
     short = Bound("ByLength(short=Softmax(sinks=True), long=LinearAttention(), above=64)", Shape(heads=2, head_dim=8))

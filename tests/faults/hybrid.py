@@ -117,6 +117,8 @@ FAULTS = [
           "tests/integrations/test_exact_up_to.py -k short_steps"),
     Fault("short steps see later tokens of their own", DECODING, "is_causal=q.shape[-2] > 1)", "is_causal=False)",
           "tests/integrations/test_exact_up_to.py -k short_steps"),
+    Fault("torch's kernel reads tokens whose numbers lie apart", ROOM + "call.py",
+          "return x if x.stride(-1) == 1 else x.contiguous()", "return x", LAW + "'layout and Hybrid'"),
     Fault("a mechanism reads a cache of fewer heads as it is", DECODING, "if not part.mechanism.shares_cache:", "if False:",
           "tests/test_grouped.py -k 'decoded_as and ByLength'"),
 ]  # fmt: skip

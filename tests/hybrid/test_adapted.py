@@ -79,3 +79,8 @@ def test_refusals() -> None:
         Adapted(RandomSynthesizer(), adapts="qk")
     with pytest.raises(Unsupported, match="rotary"):
         TokenMixer(16, 2, Adapted(Softmax()), rotary=True)
+    q, k, v = qkv(5)
+    wide = torch.cat([v, v], -1)
+    with pytest.raises(ValueError, match="last size of v is 16 and the deltas are for width 8"):
+        bind(Adapted(Softmax(), adapts="qkv"))(q, k, wide)
+    assert bind(Adapted(Softmax(), adapts="qk"))(q, k, wide).shape == wide.shape

@@ -59,6 +59,8 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     _, _, state = _some("LinearAttention")
     with pytest.raises(ValueError, match="reaches from 0 to 3; the state's batch is 3"):
         decoding.select(state, torch.tensor([0, 3]))
+    with pytest.raises(TypeError, match=r"torch.Tensor of whole numbers; got list"):
+        decoding.select(state, [0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="row of whole numbers"):
         decoding.select(state, torch.tensor([0.5]))
     file = tmp_path / "state.pt"

@@ -86,7 +86,7 @@ def _continued(earlier: Tensor, length: int) -> Tensor | None:
     spare: Any = getattr(earlier.untyped_storage(), "spare", None)
     if not isinstance(spare, Spare) or earlier.stride() != spare.strides:
         return None
-    start, column = divmod(earlier.storage_offset(), spare.strides[-2])
+    start, column = divmod(int(earlier.storage_offset()), spare.strides[-2])
     if column or earlier.shape[:-2] != spare.shape[:-2] or start + length > spare.shape[-2]:
         return None
     if earlier.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids to write there

@@ -161,6 +161,11 @@ class Bound(Spread, nn.Module):
             return self.mechanism, self.w
         if not isinstance(self.mechanism, TakesSinks) or not self.mechanism.takes_sinks:
             raise Unsupported(f"{self.mechanism!r} takes no sinks of another module: {SINKS_ARE_TAKEN}")
+        if not isinstance(sinks, Tensor) or sinks.shape != (self.shape.heads,):
+            what = f"shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise ValueError(
+                f"sinks must be a tensor of shape ({self.shape.heads},), a score for each head; got {what}"
+            )
         return self.mechanism.with_sinks(sinks, self.w)
 
     @staticmethod

@@ -162,6 +162,11 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
     if delta is None:
         return x
     down, up = (each.to(x.dtype) for each in delta)
+    if x.shape[-1] != down.shape[-2]:  # values may be of any width where nothing is added to them
+        raise ValueError(
+            f"the last size of v is {x.shape[-1]} and the deltas are for width {down.shape[-2]}: give values of the "
+            "heads' width, or leave them as they are by adapts='qk'"
+        )
     if dispatch.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
         return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype), down, up)
     return x + (x @ down) @ up

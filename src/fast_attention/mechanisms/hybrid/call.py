@@ -133,5 +133,7 @@ def _rows(x: Tensor, lead: torch.Size) -> Tensor:
 
 
 def _wide(x: Tensor, width: int) -> Tensor:
+    """Flattened and padded, the numbers of a token side by side: torch's kernel reads them so, wherever they are."""
     x = x.flatten(0, -3)
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    x = x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
