@@ -183,9 +183,11 @@ def _learned(record: Record, name: str) -> list[Quality]:
 
 
 def budget(meta: dict[str, Any]) -> str:
-    """How long a study trained each mechanism, as its command says."""
-    given = dict(zip(meta["command"], meta["command"][1:], strict=False))
-    return next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
+    """How long a study trained each mechanism, as its command says, and what stood around it, as far as recorded."""
+    given, model = dict(zip(meta["command"], meta["command"][1:], strict=False)), meta["model"]
+    long = next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
+    positions = {"none": ", no positions", None: ""}.get(held := model.get("positions"), f", {held} positions")
+    return long + positions + (f", a convolution of {model['conv']} tokens" if model.get("conv") else "")
 
 
 def decoding(name: str, folder: Path = RECORDS) -> list[tuple[Record, str, list[dict[str, Any]]]]:
