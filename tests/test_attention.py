@@ -153,10 +153,11 @@ def test_heads_that_do_not_divide_are_named() -> None:
         (k[:, :3], v[:, :3], "k"),
         (k[:, :2], v[:, :3], "v"),
         (k[:, :0], v, "k"),
-        (k[0, 0], v, "k"),
     ):
         with pytest.raises(ValueError, match=rf"q has 4 heads and {name} has shape"):
             attention(q, one, other, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"k must be \(..., heads, tokens, width\); got shape \(6, 8\)"):
+        attention(q, k[0, 0], v, enable_gqa=True)
     with pytest.raises(ValueError, match="enable_gqa=True"):
         attention(q, k[:, :2], v[:, :2])
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fast_attention.engine.dispatch import on_gpu
 from fast_attention.engine.tracing import traced, wrapped
 
 _SMALL = 2**16  # numbers; to copy fewer takes no longer than to look for room
@@ -75,7 +76,7 @@ def _obstacle(earlier: Tensor, later: Tensor) -> bool:
     """Whether memory may not be written in place, for a gradient or a graph, or the tensors do not fit."""
     if torch.is_grad_enabled() or traced() or wrapped((earlier, later)):
         return True
-    if earlier.is_cuda and torch.cuda.is_current_stream_capturing():
+    if on_gpu(earlier) and torch.cuda.is_current_stream_capturing():
         return True
     alike = earlier.dtype == later.dtype and earlier.device == later.device
     return not alike or earlier.shape[:-2] != later.shape[:-2] or earlier.shape[-1] != later.shape[-1]
