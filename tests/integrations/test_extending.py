@@ -134,6 +134,41 @@ def test_layers_with_a_window_keep_their_positions() -> None:
     assert model.config.rope_parameters["full_attention"]["rope_type"] == "yarn"
 
 
+def test_a_config_without_a_width_of_heads_gets_it(tmp_path: Path) -> None:
+    sizes = {**MODELS["Llama"][2], "num_local_experts": 2, "head_dim": None}
+    model = build("MixtralModel", "MixtralConfig", sizes)
+    extend(model, 512)
+    assert model.rotary_emb.config is model.config
+    long = tokens(500)
+    after = out(model, long)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(out(type(model).from_pretrained(tmp_path).eval(), long), after)
+
+
+def test_what_transformers_does_not_take_changes_nothing(tmp_path: Path) -> None:
+    model = build("Phi3Model", "Phi3Config", {**MODELS["Llama"][2], "pad_token_id": 0})
+    config, state, parts = model.config.to_dict(), model.state_dict(), [*model.modules()]
+    with pytest.raises(Unsupported, match=r"Phi3Model: transformers does not take method='yarn'.*longrope.*'ntk'"):
+        extend(model, 512)
+    assert model.config.to_dict() == config
+    assert [*model.modules()] == parts
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    extend(model, 512, method="ntk")
+    model.save_pretrained(tmp_path)
+    long = tokens(500)
+    assert torch.equal(out(type(model).from_pretrained(tmp_path).eval(), long), out(model, long))
+
+
+def test_rotary_positions_of_images_stay() -> None:
+    images = transformers.PixtralVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
+    )
+    text = transformers.MistralConfig(**{**MODELS["Llama"][2], "head_dim": 8})
+    model = transformers.LlavaModel(transformers.LlavaConfig(text_config=text, vision_config=images)).eval()
+    assert extend(model, 512).changed == ("language_model.rotary_emb",)
+    assert out(model, tokens(500)).shape == (2, 500, 32)
+
+
 def test_models_of_one_config_are_not_extended_together() -> None:
     config = transformers.BertConfig(**MODELS["Bert"][2])
     first, second = transformers.BertModel(config), transformers.BertModel(config)
@@ -154,6 +189,8 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     before = model.state_dict()
     with pytest.raises(ValueError, match=r"positions=128: the model reads 128 tokens already"):
         extend(model, 128)
+    with pytest.raises(ValueError, match=r"positions=400.5: give a whole number"):
+        extend(model, 400.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'yarn' is not for learned positions, which take copy or interpolate"):
         extend(model, 256, method="yarn")
     with pytest.raises(ValueError, match="'copy' is not for rotary"):

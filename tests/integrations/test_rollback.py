@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 
 from fast_attention import Shape, decoding, swap
-from fast_attention.integrations import rollback
+from fast_attention.integrations import calls, rollback
 from fast_attention.integrations.cache import StateLayer
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.bound import Bound
@@ -130,7 +130,10 @@ def layer_and_tokens(mechanism: str, tokens: int, *, record_past: bool = True) -
 
 def feed(layer: StateLayer, tokens: Tokens, start: int, end: int, rows: Any = slice(None)) -> Tensor:
     q, k, v = (x[rows, :, start:end] for x in tokens[:3])
+    module = nn.Identity()
+    calls.begin(module, cache=layer)
     layer.update(k, v)
+    calls.end(module)
     return layer.advance(q, k, v, tokens[3][rows, start:end])
 
 

@@ -449,9 +449,9 @@ def test_only_what_a_swap_put_there_goes_back() -> None:
     }).eval()  # fmt: skip
     x = torch.randn(2, 5, 16)
     before = model["theirs"](x, x, x)[0]
-    report = swap(model, "FavorPlus")
+    report = swap(model.train(), "FavorPlus")
     assert "the model drops 0.3" in str(report)
-    assert swap_back(model)
+    assert swap_back(model.eval())
     assert type(model["theirs"]) is nn.MultiheadAttention
     assert (model["theirs"].dropout, model["theirs"].training) == (0.3, False)
     assert torch.equal(model["theirs"](x, x, x)[0], before)

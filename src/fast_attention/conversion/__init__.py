@@ -41,7 +41,8 @@ def convert(
     What is trained are the mechanisms' own weights; with ``settings.train="model"`` also the projections in the
     transfer, and all weights but the input embeddings in the end. The model stays in evaluation mode; nothing is
     dropped. It gets the weights of the stage that was best on ``held_out``, the untrained swap among them; groups whose
-    names begin with "trained text" do not count there.
+    names begin with "trained text" do not count there. Where anything is raised, by ``batches`` or ``watch``
+    too, it gets its own attention and its weights of before back.
 
     Args:
         model: A Hugging Face model, encoder or decoder, or a ``fast_attention.nn.models.Model``.

@@ -25,8 +25,10 @@ def groups_of(held_out: Sequence[Batch] | Groups) -> Groups:
     """Held-out batches by their groups.
 
     Raises:
-        ValueError: There are none, or none in a group.
+        ValueError: There are none, or none in a group, or it is a single batch.
     """
+    if isinstance(held_out, Mapping) and any(isinstance(x, Tensor) for x in held_out.values()):
+        raise ValueError("held_out is one batch: give a list of batches, such as [batch], or lists of them by name")
     groups = dict(held_out) if isinstance(held_out, Mapping) else {"": held_out}
     empty = [f"[{name!r}]" if name else "" for name, batches in groups.items() if not batches]
     if empty or not groups:
@@ -58,6 +60,10 @@ class Adapter(Protocol):
         """Put the original's layers, weights included, in place of ``kept``; the other ``names`` stay as they are."""
         ...
 
+    def restore(self, model: Any, original: Any) -> None:
+        """Make a model what it was before its conversion, weights included."""
+        ...
+
     def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> Callable[[], None]:
         """Let exact attention serve the queries of the layers ``names`` that see at most so many tokens.
 
@@ -82,12 +88,16 @@ class Adapter(Protocol):
         """The model's loss and figures.
 
         Raises:
-            ValueError: The model has no use for such a teacher.
+            ValueError: The model has no use for such a teacher, or for ``distil``.
         """
         ...
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on a device."""
+        """The batch on a device.
+
+        Raises:
+            ValueError: It is no batch of this library's models.
+        """
         ...
 
     def run(self, model: Any, batch: Batch) -> Any:

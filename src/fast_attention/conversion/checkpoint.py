@@ -40,6 +40,21 @@ def identity(original: Any, settings: Any, *, mechanism: str, exact_up_to: Any, 
     }
 
 
+def path_of(checkpoint: str | os.PathLike[str] | None, *, resume: bool) -> Path | None:
+    """The file that ``convert`` was given for its checkpoints.
+
+    Raises:
+        ValueError: It is a folder, or there is none and the conversion is to be resumed.
+    """
+    if checkpoint is None:
+        if resume:
+            raise ValueError("resume=True needs the file to continue from: give checkpoint=...")
+        return None
+    if Path(checkpoint).is_dir():
+        raise ValueError(f"checkpoint={os.fspath(checkpoint)!r} is a folder: name a file, such as one in it")
+    return Path(checkpoint)
+
+
 def save(
     path: Path, identity: dict[str, str], progress: Progress, tensors: dict[str, Any], optimiser: dict[str, Any] | None
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from fast_attention import catalogue
 from fast_attention.conversion import ablation, adapters, checkpoint, choosing, trained, transfer
 from fast_attention.conversion.adapters import Batch, Groups
-from fast_attention.conversion.checkpoint import STAGES, Progress, Stage
+from fast_attention.conversion.checkpoint import STAGES, Progress, Stage, path_of
 from fast_attention.conversion.goals import HeldOutBatch
 from fast_attention.conversion.outcome import Conversion
 from fast_attention.conversion.settings import ConversionSettings
@@ -46,13 +46,15 @@ def run(
 ) -> Conversion:  # fmt: skip
     """See ``fast_attention.convert``."""
     groups = adapters.groups_of(held_out)
-    if budget is not None and not budget >= 1.0:
+    if not callable(batches):
+        raise ValueError(f"batches is a function of a number, such as lambda i: my_batches[i]; got {type(batches)}")
+    if budget is not None and not (isinstance(budget, int | float) and budget >= 1.0):
         raise ValueError(f"budget={budget!r} is a multiple of the original's loss, at least 1, such as 1.02")
     parsed = catalogue.parse(mechanism)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
         crossover.exact_below(parsed, 1)  # which refuses mechanisms that say it themselves
-    path = None if checkpoint is None else Path(checkpoint)
+    path = path_of(checkpoint, resume=resume)
     conversion = _Run(model, parsed, batches, settings, keep, budget, exact_up_to, teacher, path, watch)
     with Signals() as signals:
         conversion.signals = signals
@@ -79,10 +81,10 @@ class _Run:
             if not 0 <= number < len(layers):
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
         kept = {name: "asked for" for i, name in enumerate(layers) if i in keep}
+        self.goal = self.adapter.goal(model, settings.distil, teacher)
         torch.manual_seed(settings.seed)
         kept |= self.adapter.put(model, mechanism, [name for name in layers if name not in kept])
         model.eval()
-        self.goal = self.adapter.goal(model, settings.distil, teacher)
         self.result = Conversion(self.goal.name, repr(mechanism), layers, kept, mechanisms)
         self.result.exact_up_to = None if exact_up_to == "auto" else exact_up_to
         self.device = next(model.parameters()).device
@@ -95,11 +97,11 @@ class _Run:
 
     def run(self, held_out: Groups, for_choice: Sequence[Batch], resume: bool) -> Conversion:
         """Run all stages that are left."""
-        if resume and self.path is not None:
-            self._resume(self.path)
-        prepared = {name: self._prepared(batches) for name, batches in held_out.items()}
-        prepared_for_choice = self._prepared(for_choice)
         try:
+            if resume and self.path is not None:
+                self._resume(self.path)
+            prepared = {name: self._prepared(batches) for name, batches in held_out.items()}
+            prepared_for_choice = self._prepared(for_choice)
             if "original" not in self.result.figures:
                 self._poll()
                 self._figures("original", self.original, prepared)
@@ -118,6 +120,9 @@ class _Run:
             self.result.status = "complete"
         except _Stopped:
             self.result.status = "interrupted"
+        except BaseException:
+            self.adapter.restore(self.model, self.original)
+            raise
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.grad = None
@@ -198,18 +203,12 @@ class _Run:
         if result.exact_up_to is not None:
             result.mechanism = repr(crossover.exact_below(self.mechanism, result.exact_up_to))
 
-    def _trained(self, stage: Stage) -> list[dict[str, Any]]:
-        """What a stage trains. No transfer for a teacher that reads chunks."""
-        if stage == "transfer" and self.teacher != "original":
-            return []
-        groups_of = trained.transfer_groups if stage == "transfer" else trained.tuned_groups
-        return groups_of(self.model, self.result.converted, self.settings)
-
     def _train_stage(self, stage: Stage) -> None:
         """Run the steps of a stage that are left: none if it is finished or has nothing to train."""
         if STAGES.index(self.progress.stage) > STAGES.index(stage):
             return
-        settings, progress, groups = self.settings, self.progress, self._trained(stage)
+        settings, progress = self.settings, self.progress
+        groups = trained.groups(stage, self.model, self.result.converted, settings, self.teacher)
         share = settings.share * (self.teacher == "original")
         fraction = share if stage == "transfer" else 1 - share
         self.model.requires_grad_(False)

@@ -130,7 +130,7 @@ class HiddenStates(Goal):
         """Cosines to the original: of the sentence embeddings and of single tokens."""
         assert held.reference is not None
         assert held.sentences is not None
-        output, mask = run(model, held.batch).last_hidden_state, tokens(held.batch)
+        output, mask = hidden(model, held.batch)[-1], tokens(held.batch)
         each = F.cosine_similarity(output, held.reference, dim=-1)
         return {
             "sentences": F.cosine_similarity(pooled(output, mask), held.sentences, dim=-1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class HuggingFaceAdapter:
             state |= {f"{name}.{key}": x for key, x in original.get_submodule(name).state_dict().items()}
         model.load_state_dict(state)
 
+    def restore(self, model: Any, original: Any) -> None:
+        """Swap back, and load the original's weights."""
+        swap_back(model)
+        state = original.state_dict()
+        model.load_state_dict({name: state[name] for name in model.state_dict()})
+
     def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> Callable[[], None]:
         """Put the layers' mechanisms, with their weights, behind exact attention; what undoes that."""
         bounds, like = {name: self.layers(model)[name] for name in names}, next(model.parameters())
@@ -77,12 +83,20 @@ class HuggingFaceAdapter:
     def goal(self, model: Any, distil: float, teacher: teachers.Teacher) -> goals.Goal:
         """The text's loss for a decoder with a head of tokens, the teacher's hidden states for every other model."""
         if not goals.is_language_model(model):
+            if distil:
+                raise ValueError(
+                    f"distil={distil!r} is for language models; {type(model).__name__} learns from the original's "
+                    "hidden states alone: distil=0.0"
+                )
             return goals.HiddenStates(teacher)
         teachers.whole(teacher, model)
         return goals.LanguageModel(distil)
 
     def to_device(self, batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Move every tensor of a batch."""
+        if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
+            shown = {name: type(x).__name__ for name, x in batch.items()} if isinstance(batch, Mapping) else type(batch)
+            raise ValueError(f"a batch is tensors by name, as the model takes them: {{'input_ids': ...}}; got {shown}")
         return {name: x.to(device) for name, x in batch.items()}
 
     def run(self, model: Any, batch: dict[str, Tensor]) -> Any:

@@ -53,6 +53,11 @@ class LibraryAdapter:
             model.set_submodule(name, copy.deepcopy(original.get_submodule(name)))
         _update_config(model)
 
+    def restore(self, model: Model, original: Model) -> None:
+        """Put copies of all the original's token mixers back, and load its weights."""
+        self.keep(model, original, None, (), [*_mixers(original)])
+        model.load_state_dict(original.state_dict())
+
     def exact_below(self, model: Model, original: Model, names: Sequence[str], tokens: int) -> Callable[[], None]:
         """Copies of the original's token mixers, whose projections exact attention needs, with the layers' weights."""
         before = {name: model.get_submodule(name) for name in names}
@@ -89,6 +94,8 @@ class LibraryAdapter:
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         """The batch on a device."""
+        if not isinstance(batch, Batch):
+            raise ValueError(f"a batch is a fast_attention.tasks.Batch, as task.batch(i) gives it; got {type(batch)}")
         return batch.to(device)
 
     def run(self, model: Model, batch: Batch) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fast_attention.mechanism import Unsupported
+
 Batch = dict[str, Tensor]  # what a Hugging Face model's forward takes
 
 
@@ -18,8 +20,18 @@ def run(model: Any, batch: Batch, *, hidden_states: bool = False) -> Any:
 
 
 def hidden(model: Any, batch: Batch) -> tuple[Tensor, ...]:
-    """The hidden states before the first block and behind every block, (B, L, D) each."""
-    return run(model, batch, hidden_states=True).hidden_states
+    """The hidden states before the first block and behind every block, (B, L, D) each.
+
+    Raises:
+        Unsupported: The model gives none.
+    """
+    states = getattr(run(model, batch, hidden_states=True), "hidden_states", None)
+    if not states:
+        raise Unsupported(
+            f"{type(model).__name__} gives no hidden states, which a model that is not a decoder with a head of tokens "
+            "is trained and judged by. What would work: one encoder of it"
+        )
+    return states
 
 
 def tokens(batch: Batch) -> Tensor | None:

@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from fast_attention.conversion import adapters, transfer
+from fast_attention.conversion.checkpoint import Stage
 from fast_attention.conversion.settings import ConversionSettings
+from fast_attention.conversion.teachers import Teacher
 
 MAP_RATE_FACTOR = 10.0  # learning rate of the mechanisms' own weights in the fine-tune, relative to all others
 Groups = list[dict[str, Any]]  # as AdamW takes them, ``"top"`` the highest rate of each
+
+
+def groups(stage: Stage, model: Any, names: Sequence[str], settings: ConversionSettings, teacher: Teacher) -> Groups:
+    """What a stage trains. No transfer for a teacher that reads chunks."""
+    if stage == "transfer":
+        return transfer_groups(model, names, settings) if teacher == "original" else []
+    return tuned_groups(model, names, settings)
 
 
 def transfer_groups(model: Any, names: Sequence[str], settings: ConversionSettings) -> Groups:

@@ -68,7 +68,7 @@ def calibrate(model: Any, original: Any, names: Sequence[str], batch: Batch) -> 
 
     def calibrate_bound(bound: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         q, k = inputs[:2]
-        bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options["key_mask"]))
+        bound.adopt(bound.mechanism.calibrated(q, k, bound.w, key_mask=options.get("key_mask")))
 
     layers = adapters.of(model).layers(model)
     bounds = [layers[name] for name in names]

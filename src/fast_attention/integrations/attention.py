@@ -26,6 +26,9 @@ NAME = "fast_attention"
 LONGEST = 1 << 17  # tokens of a model that knows no limit of its own
 SINKS = "s_aux"  # a score of each head that takes weight from all keys
 CHANGES = ("position_bias", "softcap", SINKS)  # arguments that alter the scores; windows come with the mask
+HARMLESS = (  # tensors that do not
+    *packed_rows.BORDERS, "max_length_q", "max_length_k", "input_ids", "position_ids", "cache_position"
+)  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -79,7 +82,8 @@ def mask(
     if isinstance(q_offset, Tensor) or (causal and q_offset + q_length < kv_offset + kv_length):
         return dense()  # a cache of a fixed size, longer than the tokens so far
     compiling = torch.compiler.is_compiling()  # or exporting: values of tensors cannot be read
-    tokens = attention_mask if compiling or attention_mask is None or not bool(attention_mask.all()) else None
+    tokens = None if attention_mask is None else _up_to(attention_mask, kv_offset + kv_length)
+    tokens = tokens if compiling or tokens is None or not bool(tokens.all()) else None
     if use_vmap:  # a mask function of the caller's, which may do anything
         return Visibility(dense, tokens, complete=False)
     if exporting():
@@ -100,6 +104,22 @@ def mask(
     return visibility
 
 
+def _is_change(name: str, argument: Any) -> bool:
+    """Whether an argument of a layer's alters the scores: so does any tensor that is not known to do nothing.
+
+    What the model was given itself, labels say, passes through some models to their attention functions.
+    """
+    if name in CHANGES:
+        return True
+    return isinstance(argument, Tensor) and name not in HARMLESS and not calls.is_argument(name)
+
+
+def _up_to(attention_mask: Tensor, keys: int) -> Tensor:
+    """A mask of tokens for the keys so far, as transformers reads it: by position, and no token beyond its end."""
+    size = attention_mask.shape[-1]
+    return attention_mask if size == keys else torch.nn.functional.pad(attention_mask, (0, keys - size))
+
+
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extra: Any,
@@ -113,7 +133,7 @@ def attention(
         Unsupported: The layer's mechanism cannot do what the model asks for.
     """
     visibility = visible.given(module, query, key, attention_mask, is_causal)
-    changes = {name: x for name, x in extra.items() if x is not None and name in CHANGES}
+    changes = {name: x for name, x in extra.items() if x is not None and _is_change(name, x)}
     recording = None if torch.compiler.is_compiling() else _calls.get()
     if recording is not None:
         crosses = query.shape[-2] != key.shape[-2]
@@ -201,9 +221,11 @@ def _run(
         if cache is not None:
             cache.pass_over(q.shape[-2], "packed texts")
         return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
-    if cache is not None:
-        return cache.advance(q, k, v, key_mask, sinks)
     causal = visibility.is_causal
+    if cache is not None and (causal or q.shape[-2] == 1):
+        return cache.advance(q, k, v, key_mask, sinks)
+    if cache is not None:
+        cache.pass_over(q.shape[-2], "tokens that see later ones")
     return bound(q, k, v, is_causal=causal, key_mask=key_mask, dropout=dropout, enable_gqa=True, sinks=sinks)
 
 

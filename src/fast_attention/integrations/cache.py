@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from fast_attention import decoding
-from fast_attention.integrations import rollback
+from fast_attention.integrations import calls, rollback
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
@@ -45,9 +45,20 @@ class StateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device; the state comes with the first tokens."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)  # Mllama asks how many there are
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values unchanged: the state holds what came before."""
+        """Return the keys and values unchanged: the state holds what came before.
+
+        Raises:
+            Unsupported: They come from a layer that does not continue the state.
+        """
+        if not calls.continues(self):
+            raise Unsupported(
+                f"this cache keeps a state of {self.bound.mechanism!r} in place of keys and values, and a layer that "
+                "keeps none was given it: the model was swapped back or swapped for another mechanism since, or is in "
+                "training mode. What would work: a new cache, from the first token on"
+            )
         self.lazy_initialization(key_states, value_states)
         self.batch = key_states.shape[0]
         return key_states, value_states
@@ -188,7 +199,7 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
     """The ``StateLayer`` of a cache at ``index``, made in place of an empty ``DynamicLayer``; None if that has tokens.
 
     Raises:
-        Unsupported: The cache is of a fixed size, or keeps something beside keys and values.
+        Unsupported: The cache is of a fixed size, keeps something beside keys and values, or another mechanism's state.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -198,6 +209,11 @@ def layer_of(cache: Any, index: int, bound: Bound) -> StateLayer | None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if isinstance(layer, StateLayer):
+        if layer.bound.mechanism != bound.mechanism:
+            raise Unsupported(
+                f"this cache keeps a state of {layer.bound.mechanism!r}, and the layer is now {bound.mechanism!r}. "
+                "What would work: a new cache, from the first token on"
+            )
         return layer
     if not isinstance(layer, DynamicLayer):
         raise Unsupported(

@@ -24,6 +24,7 @@ class ActiveCall:
     shown: tuple[nn.Module, ...] = ()  # layers that are asked for their attention matrices
     position_ids: Tensor | None = None  # of a model: as it was given them; they may begin anew within a row
     packed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # of a model: the borders of a packed row
+    arguments: frozenset[str] = frozenset()  # of a model: the names of all that it was given
     cache: Any = None  # of an attention module: where its state is kept
     served: bool = False  # of an attention module: whether its mechanism makes what positions add to the scores
     attended: bool = False  # of an attention module: whether its attention function was called
@@ -39,12 +40,13 @@ _thread = _Thread()
 
 def begin(
     module: nn.Module, *, shown: tuple[nn.Module, ...] = (), position_ids: Tensor | None = None,
-    packed: dict[str, Tensor] | None = None, cache: Any = None, served: bool = False,
+    packed: dict[str, Tensor] | None = None, arguments: frozenset[str] = frozenset(), cache: Any = None,
+    served: bool = False,
 ) -> None:  # fmt: skip
     """Push a call of ``module``. An earlier one that an interrupt left open is removed, with all inside it."""
     interrupted = _find(module)
     outer = _thread.innermost if interrupted is None else interrupted.outer
-    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, cache, served)
+    _thread.innermost = ActiveCall(module, outer, shown, position_ids, packed or {}, arguments, cache, served)
 
 
 def end(module: nn.Module) -> ActiveCall | None:
@@ -59,6 +61,22 @@ def present(module: nn.Module) -> ActiveCall | None:
     """The innermost call if it is one of ``module``, else None."""
     call = _thread.innermost
     return call if call is not None and call.module is module else None
+
+
+def is_argument(name: str) -> bool:
+    """Whether a call around this one was given an argument of that name, which is then not a layer's making."""
+    call = _thread.innermost
+    while call is not None and name not in call.arguments:
+        call = call.outer
+    return call is not None
+
+
+def continues(cache: Any) -> bool:
+    """Whether an attention module is being called that keeps its state in ``cache``."""
+    call = _thread.innermost
+    while call is not None and call.cache is not cache:
+        call = call.outer
+    return call is not None
 
 
 def shows(layer: nn.Module) -> bool:

@@ -41,7 +41,8 @@ def extend(
 
     Raises:
         Unsupported: The positions reach any length already (T5's, ALiBi), are scaled already, or are of no known kind;
-            or a swapped mechanism's weights are for fewer tokens. The model is unchanged.
+            transformers does not take the method for this model (Phi-3 takes ``"ntk"`` only); or a swapped mechanism's
+            weights are for fewer tokens. The model is unchanged.
         ValueError: The model reads ``positions`` tokens already, or ``method`` is for another kind of positions.
     """
     parts = pretrained(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from fast_attention.integrations import calls, probing, relative, teaching, unpa
 from fast_attention.integrations.attention import NAME, SINKS, Call
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
-from fast_attention.integrations.swapped import CHILD, Swapped, keeps_state, layers_of
+from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
@@ -40,7 +39,7 @@ def swap(
     _check(model)
     _loaded(model)
     swap_back(model)
-    before = str(model.config._attn_implementation)
+    before = _implementations(model)
     own_config(model)
     try:
         _set_implementation(model, NAME)
@@ -53,7 +52,7 @@ def swap(
             if bound is not None:
                 swapped = Swapped(bound, kept=not layer.replaced, positions=relative.of(model, layer.name))
                 _install(model.get_submodule(layer.name), swapped)
-        _check_called(model, [layer.name for layer, _ in layers], forward)
+        probing.check_called(model, [layer.name for layer, _ in layers], forward)
         settle(model, before, model.name_or_path)
         if skip_padding:
             _check_all_swapped([layer.name for layer, bound in uncalled if bound is None])
@@ -75,8 +74,8 @@ def restore(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
         _install(model.get_submodule(name), swapped)
 
 
-def settle(model: PreTrainedModel, before: str, name: str | None) -> None:
-    """Complete a swap: note the former implementation ``before`` and ``name``, and hook attention maps and saving."""
+def settle(model: PreTrainedModel, before: str | dict[str, str], name: str | None) -> None:
+    """Complete a swap: note the former implementations ``before`` and ``name``, and hook attention maps and saving."""
     model.__dict__.update({BEFORE: before, EXACT: name})
     weights.add_hooks(model)
     untyped: Any = model
@@ -92,11 +91,21 @@ def swap_back(model: PreTrainedModel) -> bool:
     return before is not None
 
 
-def _set_implementation(model: PreTrainedModel, name: str) -> None:
+def _implementations(model: PreTrainedModel) -> str | dict[str, str]:
+    """The attention function that a model calls; where parts of it call others, those by the names of their configs."""
+    whole = str(model.config._attn_implementation)
+    configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    parts = {name: config._attn_implementation for name, config in configs.items() if config is not None}
+    others = {name: each for name, each in parts.items() if each is not None and each != whole}
+    return {"": whole, **dict.fromkeys(parts, whole), **others} if others else whole
+
+
+def _set_implementation(model: PreTrainedModel, name: str | dict[str, str]) -> None:
     """Set the attention function that a model calls, and all models in it."""
     teaching.teach(model) if name == NAME else teaching.undo(model)
     if model.config.model_type in teaching.ALIBI:
-        model.config._attn_implementation = name
+        config: Any = model.config  # which takes several too
+        config._attn_implementation = name
     else:
         model.set_attn_implementation(name)
 
@@ -142,10 +151,8 @@ def _uncalled(
     if module in run:
         shown, why = "its own attention", "it forms attention itself, not through transformers' interface"
     elif getattr(getattr(module, "config", None), "_attn_implementation", NAME) == NAME:
-        parameter = next(module.parameters())
         why = "the probe did not call it: give swap(..., probe={...}) inputs that do"
-        bound = relative.bound(exact, Shape(heads, head_dim), positions)
-        bound = bound.to(device=parameter.device, dtype=parameter.dtype)
+        bound = beside(relative.bound(exact, Shape(heads, head_dim), positions), module, model)
     causal = bool(getattr(module, "is_causal", False))
     return Layer(name, type(module).__name__, heads, head_dim, causal, shown or repr(exact), why, replaced=False), bound
 
@@ -159,8 +166,7 @@ def _plan(
     chosen_mechanism: Any = relative.given(Softmax() if mechanism is None or reason else mechanism, positions)
     longest = max_len or getattr(model.config, "max_position_embeddings", None) or 0
     shape = Shape(call.heads, call.head_dim, longest if chosen_mechanism.traits.bounded else 0)
-    parameter = next(module.parameters())
-    bound = relative.bound(chosen_mechanism, shape, positions).to(device=parameter.device, dtype=parameter.dtype)
+    bound = beside(relative.bound(chosen_mechanism, shape, positions), module, model)
     learned = sum(p.numel() for p in bound.parameters())
     notes = [] if reason else _notes(chosen_mechanism, call, _dropout(module), positions)
     why = reason or "; ".join(notes)
@@ -274,21 +280,3 @@ def _remove(model: PreTrainedModel) -> None:
         for hook in swapped.hooks:
             hook.remove()
         del model.get_submodule(name)._modules[CHILD]
-
-
-def _check_called(model: PreTrainedModel, names: list[str], forward: Callable[[], None]) -> None:
-    """Run a forward pass, and raise ``Unsupported`` unless it called every one of the layers."""
-    called: set[str] = set()
-
-    def watch(name: str) -> Any:  # _leave raises where other attention ran
-        return model.get_submodule(name).register_forward_hook(lambda module, args, out: called.add(name))
-
-    handles = [watch(name) for name in layers_of(model)]
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    uncalled = [name for name in names if name not in called]
-    if uncalled:
-        raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled)}")

@@ -7,7 +7,8 @@ transformers' business. It is imported while transformers imports its models: wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Restoring(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
     ) -> None:
         """Compare the files with their hashes, and put the mechanisms in."""
-        from fast_attention.integrations import hugging_face, teaching
+        from fast_attention.integrations import hugging_face, teaching, torch_nn
 
         implementation = model.config._attn_implementation
         if implementation != NAME:
@@ -76,12 +77,17 @@ class Restoring(HfQuantizer):
             )
         verify(checkpoint_files or (), self.quantization_config.sha256)
         teaching.teach(model)
-        hugging_face.restore(model, _mechanisms(model, self.quantization_config.layers))
+        layers = _present(model, self.quantization_config.layers)
+        of_torch = {name: settings for name, settings in layers.items() if "module" in settings}
+        interfaced = {name: _layer(model, name, **layers[name]) for name in layers if name not in of_torch}
+        hugging_face.restore(model, interfaced)
+        with _drawing():
+            torch_nn.restore(model, of_torch)
         self.sizes = {name: x.shape for name, x in model.state_dict().items()}
 
     def postprocess_model(self, model: Any, **settings: Any) -> Any:
         """Complete the swap, and raise unless sizes agree and all weights of the mechanisms were loaded."""
-        from fast_attention.integrations import hugging_face, unpadding
+        from fast_attention.integrations import hugging_face, torch_nn, unpadding
 
         skip_padding = self.quantization_config.skip_padding
         self.remove_quantization_config(model)
@@ -92,7 +98,10 @@ class Restoring(HfQuantizer):
                   if x.shape != self.sizes.get(name, x.shape)]  # fmt: skip
         if mismatched:  # of which transformers 5.5 tells nothing
             raise ValueError(f"sizes mismatch between the weights and {type(model).__name__}: {', '.join(mismatched)}")
-        mechanism_tensors = [(name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name]
+        starts = tuple(f"{name}.attention." for names in torch_nn.swapped_in(model).values() for name in names)
+        mechanism_tensors = [
+            (name, x) for name, x in tensors.items() if f".{hugging_face.CHILD}." in name or name.startswith(starts)
+        ]
         missing = [name for name, x in mechanism_tensors if not getattr(x, "_is_hf_initialized", x.is_meta)]
         if missing:
             raise ValueError(f"weights of the mechanisms are missing: {', '.join(missing)}")
@@ -114,8 +123,8 @@ def verify(paths: Sequence[str], digests: dict[str, str]) -> None:
         files.verify(path, digests[path.name])
 
 
-def _mechanisms(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
-    """Each layer's mechanism without its weights, by the name of the attention module in this model.
+def _present(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
+    """What was saved of each layer, by the name of the attention module in this model.
 
     Names are matched with and without the prefix that a model with a head puts before those of its base model.
     """
@@ -125,20 +134,28 @@ def _mechanisms(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
     best = max(candidates, key=lambda names: len(modules.intersection(names)))
     if not modules.intersection(best):
         raise ValueError(f"{type(model).__name__} has none of the layers that config.json names: {', '.join(layers)}")
-    return {name: _layer(model, name, **settings) for name, settings in best.items() if name in modules}
+    return {name: settings for name, settings in best.items() if name in modules}
 
 
-def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: int) -> Any:
-    """A layer's mechanism, its weights drawn on the CPU in float32: transformers loads on "meta" in another dtype."""
-    from fast_attention.integrations import relative
-    from fast_attention.integrations.swapped import Swapped
-
-    parameter, default_dtype = next(model.get_submodule(name).parameters()), torch.get_default_dtype()
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """Draw weights on the CPU in float32, and set generators back: transformers loads on "meta" in another dtype."""
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            positions = relative.of(model, name)
-            bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
+            yield
     finally:
         torch.set_default_dtype(default_dtype)
+
+
+def _layer(model: nn.Module, name: str, *, mechanism: str, kept: bool, **shape: int) -> Any:
+    """A layer's mechanism, its weights drawn and not yet loaded."""
+    from fast_attention.integrations import relative
+    from fast_attention.integrations.swapped import Swapped
+
+    parameter = next(model.get_submodule(name).parameters())
+    with _drawing():
+        positions = relative.of(model, name)
+        bound = relative.bound(catalogue.parse(mechanism), Shape(**shape), positions)
     return Swapped(bound.to(device=parameter.device, dtype=parameter.dtype), kept=kept, positions=positions)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from fast_attention.integrations.report import Layer, chosen, nothing_swapped
+from fast_attention.integrations.report import Layer, chosen
 from fast_attention.mechanism import Unsupported
 
 Plan = Callable[[str, Any, Any], tuple[Layer, nn.Module | None]]
@@ -23,20 +24,41 @@ def exchange(model: nn.Module, wanted: Any, is_attention: Callable[[nn.Module], 
         plan: From a layer's name, its module and its mechanism or None: its report, and the new module or None.
 
     Raises:
-        Unsupported: There are such layers, and none can be swapped.
+        Unsupported: The model is such a module itself.
     """
-    layers, replacements = [], {}
-    for name, module in model.named_modules():
-        if is_attention(module):
-            layer, new = plan(name, module, chosen(name, wanted))
-            layers.append(layer)
-            if new is not None:
-                replacements[name] = new
-    if layers and not replacements:
-        raise Unsupported(nothing_swapped(model, layers))
-    for name, new in replacements.items():
+    if is_attention(model):
+        raise Unsupported(
+            f"{type(model).__name__} is itself an attention, and a swap replaces those inside of what it is given. "
+            "What would work: the module that holds it; for an nn.MultiheadAttention also "
+            "fast_attention.MultiheadAttention(..., mechanism=...) in its place, which takes its weights by "
+            "load_state_dict(..., strict=False)"
+        )
+    layers, replacements = [], []
+    for module, names in names_in(model, is_attention).items():
+        name = next((name for name in names if chosen(name, wanted) is not None), names[0])
+        layer, new = plan(name, module, chosen(name, wanted))
+        if new is not None:
+            replacements += [(each, new) for each in names]
+            if others := [other for other in names if other != name]:
+                note = f"the same module is {', '.join(others)}"
+                layer = replace(layer, why="; ".join(filter(None, (layer.why, note))))
+        layers.append(layer)
+    for name, new in replacements:
         replace_module(model, name, new)
     return tuple(layers)
+
+
+def names_in(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
+    """All names of the modules of a kind inside a model, in the order of ``model.modules()``.
+
+    A module that several others hold has a name in each of them.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for prefix, parent in model.named_modules():
+        for attribute, child in parent._modules.items():
+            if child is not None and is_wanted(child):
+                names.setdefault(child, []).append(f"{prefix}.{attribute}" if prefix else attribute)
+    return {module: names[module] for module in model.modules() if module in names}
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:

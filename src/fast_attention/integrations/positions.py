@@ -76,6 +76,8 @@ def _checked_method(method: str, known: tuple[str, ...], kind: str) -> str:
 
 
 def _check_longer(positions: int, before: int) -> None:
+    if type(positions) is not int:
+        raise ValueError(f"positions={positions!r}: give a whole number of tokens")
     if positions <= before:
         raise ValueError(f"positions={positions}: the model reads {before} tokens already; give a larger number")
 
@@ -84,8 +86,13 @@ def _check_longer(positions: int, before: int) -> None:
 
 
 def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules of rotary positions that are computed from the config, by name."""
-    return {name: module for name, module in model.named_modules() if {"rope_type", "config"} <= {*vars(module)}}
+    """Modules of rotary positions that are computed from the text's config, by name; not those of images."""
+    kind = type(model.config.get_text_config())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "rope_type" in vars(module) and isinstance(vars(module).get("config"), kind)
+    }
 
 
 def extend_rotary(
@@ -94,8 +101,8 @@ def extend_rotary(
     """Scale rotary positions by the config's ``rope_parameters``; layers with a window keep theirs."""
     method = _checked_method(method, ROTARY, "rotary")
     _check_longer(positions, before)
-    text = model.config.get_text_config()
-    scaled = copy.deepcopy(text.rope_parameters)
+    text = copy.deepcopy(model.config.get_text_config())
+    objection, scaled = _objection(text), copy.deepcopy(text.rope_parameters)
     for name, part in _layers(scaled):
         if part.get("rope_type", "default") != "default":
             raise Unsupported(
@@ -103,13 +110,45 @@ def extend_rotary(
                 f"{name}); extend the model as it was before that"
             )
         part.update(_scaling(text, part, method, positions / before, before))
+    settings = {"rope_parameters": scaled, "max_position_embeddings": positions}
+    if getattr(text, "head_dim", 0) is None:  # which transformers' YaRN multiplies
+        settings["head_dim"] = text.hidden_size // text.num_attention_heads
+    try:
+        _set(text, settings)
+        if (refusal := _objection(text)) not in ("", objection):
+            raise ValueError(refusal)
+        scaled_modules = {name: _scaled(part, text) for name, part in rotary.items()}
+    except Exception as error:
+        raise Unsupported(
+            f"{type(model).__name__}: transformers does not take method={method!r} for it ({error}). What may work: "
+            + " or ".join(f"method={other!r}" for other in ROTARY if other != method)
+        ) from error
     _own_config(model)
     text = model.config.get_text_config()
-    text.rope_parameters, text.max_position_embeddings = scaled, positions
-    for name, part in rotary.items():
-        scaled_module: Any = type(part)(config=text)  # type: ignore[call-arg]
-        replace_module(model, name, scaled_module.to(next(model.parameters()).device))
+    _set(text, settings)
+    for name, module in scaled_modules.items():
+        module.config = text
+        replace_module(model, name, module)
     return Extension("rotary", method, before, positions, tuple(rotary))
+
+
+def _objection(config: Any) -> str:
+    """What a config's own checks say against it, as they do where it is saved; nothing where it has none."""
+    try:
+        getattr(config, "validate", lambda: None)()
+    except Exception as error:  # of transformers' own kinds
+        return str(error.__cause__ or error)
+    return ""
+
+
+def _set(config: Any, settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(config, name, copy.deepcopy(value))
+
+
+def _scaled(part: Any, config: Any) -> Any:
+    """A module of rotary positions like ``part``, of another config."""
+    return type(part)(config=config).to(next(part.buffers()).device).train(part.training)
 
 
 def _layers(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -149,15 +188,16 @@ def extend_tables(model: PreTrainedModel, positions: int, method: str, longest: 
     formula = all(weight is not None for weight in continued.values())
     method = "by their formula" if formula else _checked_method(method, TABLES, "learned")
     longer_model = _twin(model, longest + positions - before)
-    buffers = _buffers(model, longer_model)
-    _own_config(model)
-    model.config.get_text_config().max_position_embeddings = longest + positions - before
+    buffers, weights = _buffers(model, longer_model), {}
     for name, table in tables.items():
         old, continuation = table.weight, continued[name]
-        weight = (
-            _continued(old.detach(), positions + special, special, method) if continuation is None else continuation
-        )
-        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        if continuation is None:
+            continuation = _continued(old.detach(), positions + special, special, method)
+        weights[name] = nn.Parameter(continuation, requires_grad=old.requires_grad)
+    _own_config(model)
+    model.config.get_text_config().max_position_embeddings = longest + positions - before
+    for name, weight in weights.items():
+        tables[name].weight = weight
     for (name, attribute), value in buffers.items():
         setattr(model.get_submodule(name), attribute, value)
     _copy_sizes(model, longer_model)

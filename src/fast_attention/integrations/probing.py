@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fast_attention.integrations import attention
+from fast_attention.integrations import attention, calls
 from fast_attention.integrations.attention import Call
+from fast_attention.integrations.swapped import layers_of
 from fast_attention.mechanism import Unsupported
 
 PROBE = 8  # tokens
@@ -39,11 +40,15 @@ def find_layers(
     for part, inputs in attempts:
 
         def forward(part: Any = part, inputs: dict[str, Any] = inputs) -> None:
-            with torch.no_grad(), evaluating(model):
-                part(**inputs)
+            calls.begin(model, arguments=frozenset(inputs))
+            try:
+                with torch.no_grad(), evaluating(model):
+                    part(**inputs)
+            finally:
+                calls.end(model)
 
         try:
-            with attention.recorded() as calls, _ran() as run:
+            with attention.recorded() as recorded_calls, _ran() as run:
                 forward()
         except Unsupported:
             raise
@@ -51,20 +56,46 @@ def find_layers(
             first = next(iter(str(error).strip().splitlines()), "")
             refusal = f"{', '.join(inputs)}: {type(error).__name__}: {first}"
             continue
-        if not calls:
+        if not recorded_calls:
             raise Unsupported(
                 f"{type(model).__name__} called no attention in a probe forward: it has none "
                 f"({model.config.model_type}), and nothing was swapped"
             )
         names = {module: name for name, module in model.named_modules()}
-        times = Counter(call.module for call in calls)
-        return forward, {names[call.module]: call._replace(times=times[call.module]) for call in calls}, run
+        times = Counter(call.module for call in recorded_calls)
+        return forward, {names[call.module]: call._replace(times=times[call.module]) for call in recorded_calls}, run
     if inputs_given is not None:
         raise ValueError(f"probe: {type(model).__name__} does not take {refusal}")
     raise Unsupported(
         f"{type(model).__name__}: no probe is known that it takes ({refusal or f'it reads {model.main_input_name}'}): "
         "give small inputs of its own, swap(model, ..., probe={'input_ids': ...})"
     )
+
+
+def check_called(model: PreTrainedModel, names: list[str], forward: Callable[[], None]) -> None:
+    """Run a forward pass of a swapped model, and raise ``Unsupported`` unless it called every one of the layers."""
+    called: set[str] = set()
+
+    def watch(name: str) -> Any:  # a layer raises itself where other attention ran
+        return model.get_submodule(name).register_forward_hook(lambda module, args, out: called.add(name))
+
+    handles = [watch(name) for name in layers_of(model)]
+    try:
+        forward()
+    except Unsupported:
+        raise
+    except Exception as error:  # of a layer whose masks or shapes are other than the interface's
+        layer = next((name for name in names if name not in called), "a part behind its attention")
+        raise Unsupported(
+            f"{type(model).__name__} does not run with the layers swapped: {layer} raised {type(error).__name__}: "
+            f"{error}. What would work: the attention of its own, which it has again"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    uncalled_layers = [name for name in names if name not in called]
+    if uncalled_layers:
+        raise Unsupported(f"after the swap these layers were not called: {', '.join(uncalled_layers)}")
 
 
 def uncalled(model: nn.Module, called: dict[str, Call]) -> dict[str, tuple[nn.Module, int, int]]:

@@ -12,15 +12,18 @@ import errno
 import json
 import os
 import re
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fast_attention import __version__, files
-from fast_attention.integrations import unpadding
+from fast_attention.integrations import timm, torch_nn, unpadding
 from fast_attention.integrations.attention import NAME
 from fast_attention.integrations.swapped import Swapped, layers_of
 from fast_attention.mechanism import Unsupported
@@ -30,6 +33,7 @@ RECORD = "quantization_config"  # the place in config.json from which transforme
 OLD_WEIGHTS = "fast_attention.safetensors"  # the weights of folders written before the first release
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PUSH = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_writing: ContextVar[Any] = ContextVar("the model that transformers writes for save_pretrained", default=None)
 
 
 def save_pretrained(
@@ -54,26 +58,27 @@ def save_pretrained(
 
     Raises:
         ValueError: The model is not swapped.
-        Unsupported: It is quantized too, or ``distributed_checkpoint=True``.
+        Unsupported: It is quantized too, ``distributed_checkpoint=True``, or files would not name all mechanisms.
     """
     layers = layers_of(model)
     if not is_main_process:
         return
-    if not layers:
+    if not layers and not _others(model):
         raise ValueError(f"{type(model).__name__} is not swapped: save it by its own save_pretrained")
-    write = type(model).save_pretrained
     if getattr(model, "_hf_peft_config_loaded", False):  # transformers then writes the adapters and nothing else
-        write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
+        _write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
         return
+    _check_named(model, layers)
     _check(model, settings)
     hub = {name: settings.pop(name) for name in PUSH if name in settings}
     folder = Path(save_directory)
     with files.atomic_group(folder / "config.json") as config_path:
-        write(model, config_path.parent, state_dict=state_dict, **settings)
+        _write(model, config_path.parent, state_dict=state_dict, **settings)
         weights = sorted(
             path for path in config_path.parent.iterdir() if path.suffix == ".safetensors" or ".index." in path.name
         )
-        record = {"quant_method": NAME, "format": FORMAT, "version": __version__, "layers": _layer_records(layers)}
+        record: dict[str, Any] = {"quant_method": NAME, "format": FORMAT, "version": __version__}
+        record["layers"] = _layer_records(layers) | torch_nn.records(model)
         record |= {"skip_padding": True} if unpadding.skips(model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
         config = json.loads(config_path.read_text(encoding="utf-8"))
@@ -112,6 +117,64 @@ def from_pretrained(
     return model
 
 
+def guard() -> None:
+    """Let transformers' own ``save_pretrained`` lose no mechanisms: of a swapped model's part, of what holds one."""
+    original = PreTrainedModel.save_pretrained
+    if getattr(original, "keeps_mechanisms", False):
+        return
+
+    @wraps(original)
+    def saved(self: PreTrainedModel, *args: Any, **settings: Any) -> None:
+        if _writing.get() is not self and (layers_of(self) or _others(self)):
+            save_pretrained(self, *args, **settings)
+        else:
+            original(self, *args, **settings)
+
+    saved.keeps_mechanisms = True  # type: ignore[attr-defined]
+    PreTrainedModel.save_pretrained = saved  # type: ignore[method-assign]
+
+
+def _write(model: PreTrainedModel, *args: Any, **settings: Any) -> None:
+    """Let transformers write what it knows of a model."""
+    token = _writing.set(model)
+    try:
+        type(model).save_pretrained(model, *args, **settings)
+    finally:
+        _writing.reset(token)
+
+
+def _others(model: nn.Module) -> dict[Any, list[str]]:
+    """The swapped layers that are no attention of transformers' interface, with their names."""
+    return torch_nn.swapped_in(model) | timm.swapped_in(model)
+
+
+def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
+    """Raise ``Unsupported`` where a model's files would not name all mechanisms in it, or name too few to load them."""
+    kind = type(model).__name__
+    again = "then load_state_dict of the present weights, where they were trained"
+    if unnamed := [names[0] for names in timm.swapped_in(model).values()]:
+        raise Unsupported(
+            f"{kind}: the files of a model name no mechanisms in timm's layers ({unnamed[0]}). What would work: "
+            "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
+        )
+    if not layers:
+        name = next(names[0] for names in _others(model).values())
+        raise Unsupported(
+            f"{kind}: only {name} was swapped, an nn.MultiheadAttention, and a model's files name such a layer beside "
+            f"swapped ones of transformers' interface. What would work: swap(model, {{'{name}': ..., "
+            f"'*': 'Softmax()'}}) and {again}; or torch.save(model.state_dict(), path), for a model that was swapped "
+            "in the same way"
+        )
+    if model.config._attn_implementation != NAME and "save_pretrained" not in vars(model):
+        parts = (name for name, part in model.named_modules() if "save_pretrained" in vars(part))
+        part = next(parts, next(iter(layers)))
+        raise Unsupported(
+            f"{kind} was not swapped, but a part of it, {part}: loading these files would run exact attention. What "
+            f"would work: swap(model, {{'{part}.*': ...}}) of the whole {kind}, {again}; or saving {part} by itself; "
+            f"for exact attention, swap_back of {part}"
+        )
+
+
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     quantized: Any = getattr(model.config, RECORD, None)
     if quantized is not None:
@@ -136,3 +199,6 @@ def _weights_pattern(variant: str | None) -> str:
     """A regular expression for the names under which transformers writes weights."""
     v = rf"\.{re.escape(variant)}" if variant else ""
     return rf"model{v}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{v}\.json"
+
+
+guard()

@@ -46,7 +46,8 @@ class Swapped(nn.Module):
         if bound._forward_pre_hooks or bound._forward_hooks or bound.members is not None or invariance.asked():
             return None
         if cache is not None:
-            return cache.exact(q, k, v) if visibility.tokens is None else None
+            is_step = visibility.is_causal or q.shape[-2] == 1
+            return cache.exact(q, k, v) if visibility.tokens is None and is_step else None
         if q.shape[:2] != k.shape[:2]:
             return None
         short, key_mask = exact_for(bound.mechanism, keys), visibility.key_mask(keys)
@@ -96,6 +97,13 @@ class Swapped(nn.Module):
     def extra_repr(self) -> str:
         """Whether it is the model's own attention."""
         return "kept" if self.kept else ""
+
+
+def beside(bound: Bound, module: nn.Module, model: nn.Module) -> Bound:
+    """A mechanism on the device and in the dtype of a layer, or of its model: a quantized layer may have no numbers."""
+    numbers = (p for part in (module, model) for p in part.parameters() if p.is_floating_point())
+    like = next(numbers, None)
+    return bound if like is None else bound.to(device=like.device, dtype=like.dtype)
 
 
 def keeps_state(mechanism: Mechanism[Any, Any]) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -15,9 +16,10 @@ from fast_attention import catalogue
 from fast_attention.integrations import crossover, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
-from fast_attention.integrations.report import Layer, Report, listed
+from fast_attention.integrations.report import Layer, Report, listed, nothing_swapped
 from fast_attention.mechanism import Mechanism, Unsupported
 
+MODELS = "transformers.modeling_utils"
 Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
 
@@ -64,6 +66,8 @@ def swap(
     else:
         parsed = catalogue.parse(mechanism)
     swap_back(model)
+    if MODELS in sys.modules:  # whose own saving would lose mechanisms, also in a part of a model
+        import_module("fast_attention.integrations.saving")
     try:
         with restored_generators(model):
             return _swapped(model, parsed, exact_up_to, max_len, probe, skip_padding)
@@ -109,7 +113,8 @@ def _swapped(
         except Unsupported as error:
             refused.append(str(error))
     if not any(layer.replaced for layer in layers):
-        raise Unsupported(refused[0] if refused else _nothing_found(model))
+        why = nothing_swapped(model, layers) if layers else _nothing_found(model)
+        raise Unsupported(refused[0] if refused else why)
     for pattern in parsed if isinstance(parsed, dict) else ():
         if not any(fnmatchcase(name, pattern) for name in names + [layer.name for layer in layers]):
             raise ValueError(f"the pattern {pattern!r} fits no attention layer; {listed(layers)}")
@@ -136,7 +141,9 @@ def swap_back(model: nn.Module) -> bool:
     """
     with restored_generators(model):
         any_undone = torch_nn.swap_back(model) | timm.swap_back(model)
-        for submodel in pretrained(model).values():
+        kind = getattr(sys.modules.get(MODELS), "PreTrainedModel", ())
+        submodels: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
+        for submodel in submodels:  # a part may have been swapped by itself
             from fast_attention.integrations import hugging_face
 
             any_undone = hugging_face.swap_back(submodel) or any_undone
@@ -166,7 +173,7 @@ def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None
 
 def pretrained(model: nn.Module) -> dict[str, Any]:
     """The Hugging Face models in a model, by name, without those inside others."""
-    library = sys.modules.get("transformers.modeling_utils")  # where it was never imported, none of its models is
+    library = sys.modules.get(MODELS)  # where it was never imported, none of its models is
     if library is None:
         return {}
     outermost: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.integrations.modules import exchange, replace_module
+from fast_attention.integrations.modules import exchange, names_in, replace_module
 from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.mechanisms.sparse.in_grid import InGrid
@@ -127,7 +127,7 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
     """Replace every attention of timm's that ``wanted`` names; weights are shared, names stay.
 
     Raises:
-        Unsupported: No layer can be swapped.
+        Unsupported: The model is itself such an attention.
     """
     return exchange(
         model, wanted, _is_attention, lambda name, module, mechanism: _plan(model, name, module, mechanism, max_len)
@@ -136,14 +136,20 @@ def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...
 
 def swap_back(model: nn.Module) -> bool:
     """Undo ``swap``: put timm's modules back, with the present weights; whether there were any to undo."""
-    swapped = [(name, module) for name, module in model.named_modules() if isinstance(module, VisionAttention)]
-    for name, module in swapped:
+    swapped = swapped_in(model)
+    for module, names in swapped.items():
         old = module.__dict__[BEFORE]
         for present, its in zip(_contents(module), _contents(old), strict=True):
             its.update({child: part for child, part in present.items() if child in its})
         old.training = module.training
-        replace_module(model, name, old)
+        for name in names:
+            replace_module(model, name, old)
     return bool(swapped)
+
+
+def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
+    """The modules that ``swap`` put into a model, with their names."""
+    return names_in(model, lambda module: isinstance(module, VisionAttention))
 
 
 def _is_attention(module: nn.Module) -> bool:

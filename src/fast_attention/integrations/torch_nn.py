@@ -2,46 +2,79 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fast_attention.integrations.modules import exchange, replace_module
+from fast_attention import catalogue
+from fast_attention.engine.tracing import traced
+from fast_attention.integrations.modules import exchange, names_in, replace_module
 from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
-from fast_attention.mechanism import Attention, Mechanism
+from fast_attention.integrations.visible import counts_from_the_query
+from fast_attention.mechanism import Attention, Mechanism, Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
 
-DROPOUT = "_dropout_before_swap"  # marks a module that ``swap`` made, with the dropout of torch's
-_CROSS_ATTENTION = (nn.TransformerDecoderLayer, "multihead_attn")  # where torch's layers attend to another sequence
+BEFORE = "_torch_before_swap"  # where a swapped layer keeps torch's module, which shares its parts
+PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+KIND = "nn.MultiheadAttention"  # what the record of a saved layer calls its module
 
 
 def swap(model: nn.Module, wanted: Any, max_len: int | None) -> tuple[Layer, ...]:
     """Replace every ``nn.MultiheadAttention`` that ``wanted`` names; weights are shared, names stay.
 
     Raises:
-        Unsupported: No layer can be swapped.
+        Unsupported: The model is itself such an attention.
     """
 
     def plan(name: str, module: nn.MultiheadAttention, mechanism: Any) -> tuple[Layer, MultiheadAttention | None]:
         return _plan(name, module, mechanism, model, max_len)
 
-    return exchange(model, wanted, lambda module: type(module) is nn.MultiheadAttention, plan)
+    return exchange(model, wanted, lambda module: isinstance(module, nn.MultiheadAttention), plan)
 
 
 def swap_back(model: nn.Module) -> bool:
     """Undo ``swap``: put torch's modules back, with the present weights; whether there were any to undo."""
-    swapped = [(name, module) for name, module in model.named_modules() if DROPOUT in module.__dict__]
-    for name, module in swapped:
-        assert isinstance(module, MultiheadAttention)
-        dropout = module.__dict__[DROPOUT]
-        bias, bias_kv, weight = module.in_proj_bias is not None, module.bias_k is not None, module.out_proj.weight
-        old = nn.MultiheadAttention(
-            module.embed_dim, module.num_heads, dropout, bias, bias_kv, module.add_zero_attn, module.kdim, module.vdim,
-            module.batch_first, weight.device, weight.dtype,
-        )  # fmt: skip
-        _share(module, old)
-        replace_module(model, name, old.train(module.training))
+    swapped = swapped_in(model)
+    for module, names in swapped.items():
+        old = module.__dict__[BEFORE]
+        _share(module, old.train(module.training))
+        for name in names:
+            replace_module(model, name, old)
     return bool(swapped)
+
+
+def swapped_in(model: nn.Module) -> dict[Any, list[str]]:
+    """The modules that ``swap`` put into a model, with their names."""
+    return names_in(model, lambda module: BEFORE in module.__dict__)
+
+
+def records(model: nn.Module) -> dict[str, Any]:
+    """What ``restore`` needs of the layers that were swapped, by name."""
+    return {
+        names[0]: {
+            "module": KIND,
+            "mechanism": repr(module.attention.mechanism),
+            "max_len": max(module.attention.shape.max_len - module.appended, 0),
+        }
+        for module, names in swapped_in(model).items()
+    }
+
+
+def restore(model: nn.Module, layers: dict[str, Any]) -> None:
+    """Put recorded mechanisms, by name, into a model whose weights are about to be loaded.
+
+    Raises:
+        ValueError: There is no ``nn.MultiheadAttention`` of such a name.
+    """
+    by_name = {name: names for names in names_in(model, _is_plain).values() for name in names}
+    for name, record in layers.items():
+        if name not in by_name or record["module"] != KIND:
+            raise ValueError(f"{type(model).__name__} has no {record['module']} called {name}, as config.json says")
+        new = _replacement(name, model.get_submodule(name), catalogue.parse(record["mechanism"]), record["max_len"])
+        for each in by_name[name]:
+            replace_module(model, each, new)
 
 
 def _plan(
@@ -53,19 +86,38 @@ def _plan(
     reason = UNNAMED if mechanism is None else _obstacle(name, module, mechanism, model)
     kind = type(module).__name__
     if mechanism is None or reason:
-        return Layer(name, kind, module.num_heads, head_dim, False, "Softmax()", reason, replaced=False), None
+        shown = "Softmax()" if _is_plain(module) else "its own"
+        return Layer(name, kind, module.num_heads, head_dim, False, shown, reason, replaced=False), None
+    new, notes = _replacement(name, module, mechanism, max_len or 0), []
+    if module.dropout and not mechanism.traits.mask:
+        notes.append(dropout_note(module.dropout))
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        notes.append("its hooks are not called before it is swapped back")
+    learned = sum(p.numel() for p in new.attention.parameters())
+    return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), "; ".join(notes), True, learned), new
+
+
+def _replacement(name: str, module: Any, mechanism: Mechanism[Any, Any], max_len: int) -> MultiheadAttention:
+    """The module that runs a mechanism in place of torch's, with its parameters."""
     weight = module.out_proj.weight
     new = MultiheadAttention(
         module.embed_dim, module.num_heads, module.dropout if mechanism.traits.mask else 0.0,
         module.in_proj_bias is not None, module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim,
-        module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len or 0,
+        module.batch_first, weight.device, weight.dtype, mechanism=mechanism, max_len=max_len,
     )  # fmt: skip
     _share(module, new)
     new.train(module.training)
-    setattr(new, DROPOUT, module.dropout)
-    note = dropout_note(module.dropout) if module.dropout and not mechanism.traits.mask else ""
-    learned = sum(p.numel() for p in new.attention.parameters())
-    return Layer(name, kind, module.num_heads, head_dim, False, repr(mechanism), note, True, learned), new
+    new.__dict__[BEFORE] = module
+    if counts_from_the_query(mechanism):
+        new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
+    return new
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is torch's own, with its parameters, and computes what torch's code says."""
+    if type(module) is not nn.MultiheadAttention:
+        return False
+    return all(name in module._parameters or getattr(module, name) is None for name in PARAMETERS)
 
 
 def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any, Any], model: nn.Module) -> str:
@@ -73,23 +125,56 @@ def _obstacle(name: str, module: nn.MultiheadAttention, mechanism: Mechanism[Any
     traits = mechanism.traits
     if not isinstance(mechanism, Attention):
         return no_queries(mechanism)
-    parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-    kind, attribute = _CROSS_ATTENTION
-    crosses = isinstance(parent, kind) and name.rpartition(".")[2] == attribute
+    if type(module) is not nn.MultiheadAttention:
+        return "its class was made from nn.MultiheadAttention and may compute something else"
+    if not _is_plain(module):
+        return "its parameters are made of others in front of every call (weight_norm, say)"
+    prefix, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(prefix)
+    decodes, crosses = isinstance(parent, nn.TransformerDecoderLayer), _crosses(parent, attribute)
     if crosses and not traits.cross:
         return f"the layer attends to another sequence, and {mechanism!r} cannot (traits.cross)"
-    if isinstance(parent, kind) and not crosses and not traits.causal:
+    if crosses and counts_from_the_query(mechanism):
+        return f"the layer attends to another sequence, in which {mechanism!r} has no place to begin"
+    if decodes and not crosses and not traits.causal:
         return f"a decoder's own attention is causal, and {mechanism!r} is not (traits.causal)"
-    if not isinstance(parent, kind) and not traits.bidirectional:
+    if not decodes and not traits.bidirectional:
         return f"the layer may be called without causal order, and {mechanism!r} is causal only (traits.bidirectional)"
     if (module.bias_k is not None or module.add_zero_attn) and not traits.cross:
         return f"the layer appends keys of its own, which {mechanism!r} cannot take (traits.cross)"
     return ""
 
 
+def _crosses(parent: nn.Module, attribute: str) -> bool:
+    """Whether a layer is known to attend to another sequence: torch's decoders, those like them, pooling queries."""
+    beside_own = attribute == "multihead_attn" and "self_attn" in parent._modules
+    return beside_own or attribute.startswith("cross_att") or type(parent).__name__.endswith("PoolingHead")
+
+
+def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
+    """Raise where a layer that was swapped for a window is called with keys of another sequence than its queries."""
+    given = {**dict(zip(("query", "key"), args, strict=False)), **kwargs}
+    query, key = given.get("query"), given.get("key")
+    if query is None or key is None or query is key or query.is_nested:
+        return
+    if not traced() and _same_memory(query, key):
+        return
+    raise Unsupported(
+        f"{name}, swapped for {module.attention.mechanism!r}, was called with another tensor as key than as query: "
+        "such a mechanism sees the keys near the query's own place, and there is none in another sequence. What would "
+        "work: patterns of names that leave this layer as it is or give it Softmax(); where it is one sequence, one "
+        "tensor as query and key"
+    )
+
+
+def _same_memory(query: Tensor, key: Tensor) -> bool:
+    """Whether two tensors are the same numbers, as two views of one are."""
+    layouts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in (query, key)]
+    return layouts[0] == layouts[1]
+
+
 def _share(old: nn.Module, new: nn.Module) -> None:
     """Let ``new`` use the parameters of ``old``: nothing is copied, and an optimiser keeps them."""
-    names = "in_proj_weight q_proj_weight k_proj_weight v_proj_weight in_proj_bias bias_k bias_v"
-    for name in names.split():
+    for name in PARAMETERS:
         setattr(new, name, getattr(old, name))
     new.out_proj = old.out_proj

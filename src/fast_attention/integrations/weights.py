@@ -6,6 +6,8 @@ the model, or of a model inside it.
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel
 
 from fast_attention.integrations import calls, packed_rows
 from fast_attention.integrations.swapped import layers_of
+from fast_attention.integrations.visible import Visibility
 
 HOOKS = "_fast_attention_hooks"
 
@@ -22,7 +25,8 @@ def add_hooks(model: PreTrainedModel) -> None:
     handles = []
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            handles.append(part.register_forward_pre_hook(_enter, with_kwargs=True))
+            arguments = tuple(inspect.signature(part.forward).parameters)
+            handles.append(part.register_forward_pre_hook(partial(_enter, arguments), with_kwargs=True))
             handles.append(part.register_forward_hook(_leave, always_call=True))
     setattr(model, HOOKS, handles)
 
@@ -33,12 +37,20 @@ def remove_hooks(model: nn.Module) -> None:
         handle.remove()
 
 
-def _enter(model: Any, args: Any, kwargs: Any) -> None:
-    argument = kwargs.get("output_attentions")
+def _enter(arguments: tuple[str, ...], model: Any, args: Any, kwargs: Any) -> Any:
+    """Note what a call of ``model`` was given; ``arguments``: the names of those that have no keyword."""
+    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    argument = given.get("output_attentions")
     wanted = model.config.output_attentions if argument is None else argument
     shown = tuple(layers_of(model).values()) if wanted else ()
-    position_ids = kwargs.get("position_ids")
-    calls.begin(model, shown=shown, position_ids=position_ids, packed=packed_rows.given(kwargs))
+    calls.begin(
+        model, shown=shown, position_ids=given.get("position_ids"), packed=packed_rows.given(given),
+        arguments=frozenset(given),
+    )  # fmt: skip
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Visibility):
+        return None
+    return args, {**kwargs, "attention_mask": mask.dense()}  # which generate made: the model takes tensors
 
 
 def _leave(model: Any, args: Any, output: Any) -> None:
