@@ -125,6 +125,8 @@ FAULTS = [
           "tests/integrations/test_exact_up_to.py -k read_once"),
     Fault("a short step is not taken back", "integrations/cache.py", "self.state is None or self.record_past or", "self.state is None or", "tests/integrations/test_exact_up_to.py -k taken_back"),
     Fault("a short step is not counted", "integrations/cache.py", "        self.length += q.shape[-2]\n        return out", "        return out", "tests/integrations/test_exact_up_to.py -k short_steps"),
+    Fault("parts without layers of ours are saved as ours", "integrations/saving.py", "**others} if others else NAME", "} if others else NAME",
+          "tests/integrations/test_swap_saving_parts.py -k look_their_class"),
     Fault("short steps forget padding", "integrations/swapped.py", "if visibility.tokens is None and is_step else None", "if is_step else None", "tests/integrations/test_exact_up_to.py -k seen_later"),
     Fault("torch's cross attention gets a window", "integrations/torch_nn.py", "    if crosses and counts_from_the_query(mechanism):", "    if False:",
           "tests/integrations/test_swap_torch.py -k keeps_all_keys"),

@@ -142,3 +142,30 @@ def test_layers_of_timm_in_a_model_are_refused(tmp_path: Path, monkeypatch: pyte
     swap(model, "LinearAttention")
     with pytest.raises(Unsupported, match=r"timm's layers \(more\.0\)"):
         model.save_pretrained(tmp_path)
+
+
+def test_parts_that_look_their_class_up_are_built_by_their_former_name(tmp_path: Path) -> None:
+    """SAM's image encoder, none of whose layers is called through the interface."""
+    torch.manual_seed(0)
+    config = transformers.SamConfig(
+        vision_config=transformers.SamVisionConfig(
+            hidden_size=32, output_channels=16, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
+            mlp_dim=48, num_pos_feats=8, window_size=2, global_attn_indexes=[1],
+        ),
+        prompt_encoder_config=transformers.SamPromptEncoderConfig(
+            hidden_size=16, image_size=32, patch_size=8, mask_input_channels=4
+        ),
+        mask_decoder_config=transformers.SamMaskDecoderConfig(
+            hidden_size=16, mlp_dim=32, num_hidden_layers=1, num_attention_heads=4, iou_head_hidden_dim=16
+        ),
+    )  # fmt: skip
+    model = transformers.SamModel(config).eval()
+    given = {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": 32 * torch.rand(1, 1, 2, 2)}
+    swap(model, "LinearAttention", probe=given)
+    with torch.no_grad():
+        wanted = model(**given).pred_masks
+        model.save_pretrained(tmp_path)
+        for load in (transformers.AutoModel.from_pretrained, from_pretrained):
+            again = load(tmp_path).eval()
+            torch.testing.assert_close(again(**given).pred_masks, wanted, rtol=1e-5, atol=1e-9)
+            assert again.config._attn_implementation == "fast_attention"

@@ -16,12 +16,11 @@ from fast_attention.integrations import calls, probing, relative, teaching, unpa
 from fast_attention.integrations.attention import NAME, SINKS, Call
 from fast_attention.integrations.report import UNNAMED, Layer, chosen, dropout_note, no_queries, nothing_swapped
 from fast_attention.integrations.saving import save_pretrained
-from fast_attention.integrations.swapped import CHILD, Swapped, beside, keeps_state, layers_of
+from fast_attention.integrations.swapped import BEFORE, CHILD, Swapped, beside, keeps_state, layers_of
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
 
-BEFORE = "_fast_attention_before"  # the implementation that the model had
 EXACT = "_fast_attention_exact"  # the name of the exact model
 
 

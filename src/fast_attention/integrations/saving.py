@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fast_attention import __version__, files
 from fast_attention.integrations import timm, torch_nn, unpadding
 from fast_attention.integrations.attention import NAME
-from fast_attention.integrations.swapped import Swapped, layers_of
+from fast_attention.integrations.swapped import BEFORE, Swapped, layers_of
 from fast_attention.mechanism import Unsupported
 
 FORMAT = "fast-attention swapped model 2"
@@ -82,7 +82,7 @@ def save_pretrained(
         record |= {"skip_padding": True} if unpadding.skips(model) else {}
         record["sha256"] = {path.name: files.sha256(path) for path in weights}
         config = json.loads(config_path.read_text(encoding="utf-8"))
-        config = {**config, "attn_implementation": NAME, RECORD: record}
+        config = {**config, "attn_implementation": _implementations(model, layers), RECORD: record}
         config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     pattern = _weights_pattern(settings.get("variant"))
     for path in folder.iterdir():
@@ -115,6 +115,27 @@ def from_pretrained(
     if problems := {why: sorted(map(str, names)) for why, names in info.items() if names}:
         raise ValueError(f"{os.fspath(folder)}: its weights do not belong to {kind.__name__}: {problems}")
     return model
+
+
+def _implementations(model: PreTrainedModel, layers: dict[str, Swapped]) -> str | dict[str, str]:
+    """What config.json names as attention: parts without a layer of ours are built with what they called before.
+
+    SAM's layers for images look their class up by that name.
+    """
+    before = model.__dict__.get(BEFORE, "sdpa")
+    swapped = {id(getattr(model.get_submodule(name), "config", None)) for name in layers}
+    parts = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+
+    def runs(config: Any) -> bool:
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        return id(config) in swapped or any(runs(part) for part in inner if part is not None)
+
+    others = {
+        name: before if isinstance(before, str) else before.get(name, "sdpa")
+        for name, config in parts.items()
+        if config is not None and not runs(config)
+    }
+    return {"": NAME, **dict.fromkeys(parts, NAME), **others} if others else NAME
 
 
 def guard() -> None:
