@@ -148,7 +148,7 @@ class Softmax(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportInco
     ) -> tuple[Tensor, KVCache]:
         """Append the new tokens to the cached keys and values and attend to all of them."""
         state = append(state, k, v, key_mask)
-        alone = q.shape[-2] == 1 and q.shape[-3] != k.shape[-3]  # and sees all keys
+        alone = q.shape[-3] != k.shape[-3] and q.shape[-2] == 1  # a last query sees all keys; lengths may be symbols
         share = heads.folded if alone else heads.viewed
         attend = partial(self.attend, w=w, is_causal=not alone)
         return share(attend, q, state.k, state.v, key_mask=state.visible), state
