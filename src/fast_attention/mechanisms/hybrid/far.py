@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.near import Sight
@@ -25,8 +26,8 @@ def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[
     queries, log_scale = call.maps.features(0, chunk.queries), units_of(call, chunk, outside)
     sums = call.tokens.v.new_empty(*queries.values.shape[:-1], call.widths[1] + 1)
     for blocks, rows in _runs(call, chunk):
-        into = in_blocks(sums[:, rows], blocks)
-        torch.matmul(in_blocks(queries.values[:, rows], blocks), outside.sums[:, chunk.blocks][:, blocks], out=into)
+        features, into = (in_blocks(x[:, rows], blocks) for x in (queries.values, sums))
+        multiply(features, outside.sums[:, chunk.blocks][:, blocks], out=into)
     if call.plan.mixed:
         pairs = Pairs.of(call, chunk, call.maps.features(1, chunk.keys), outside.log_scale[:, chunk.blocks])
         sums.mul_((log_scale - pairs.unit).exp_()[..., None])
@@ -55,6 +56,6 @@ def add_gradients(
     sums, d_sums = outside.sums[:, chunk.blocks], d_outside[:, chunk.blocks]
     for blocks, rows in _runs(call, chunk):
         features, gradient = (in_blocks(x[:, rows], blocks) for x in (queries.values, outer))
-        in_blocks(d_queries[:, rows], blocks).add_(gradient @ sums[:, blocks].mT)
-        torch.matmul(features.mT, gradient, out=d_sums[:, blocks])
+        multiply(gradient, sums[:, blocks].mT, out=in_blocks(d_queries[:, rows], blocks), add=True)
+        multiply(features.mT, gradient, out=d_sums[:, blocks])
     pull(d_queries, torch.linalg.vecdot(d_queries, queries.values))

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
+from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
@@ -30,7 +31,7 @@ def block_sums(call: Call) -> FarSums:
             held = weighed(call, chunk, factors(call, chunk, keys, units))
             for blocks, rows in runs:
                 k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, held))
-                torch.matmul(k.mT, v, out=into[:, blocks])
+                multiply(k.mT, v, out=into[:, blocks])
     return FarSums(sums, log_scales)
 
 
@@ -44,8 +45,8 @@ def add_block_gradients(call: Call, d_sums: Tensor, d: Gradients) -> None:
             d_values, d_weighed, into = torch.zeros_like(keys.values), torch.zeros_like(held), d_sums[:, chunk.blocks]
             for blocks, rows in runs:
                 k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, held))
-                torch.matmul(v, into[:, blocks].mT, out=in_blocks(d_values[:, rows], blocks))
-                torch.matmul(k, into[:, blocks], out=in_blocks(d_weighed[:, rows], blocks))
+                multiply(v, into[:, blocks].mT, out=in_blocks(d_values[:, rows], blocks))
+                multiply(k, into[:, blocks], out=in_blocks(d_weighed[:, rows], blocks))
             d_log_scale = torch.linalg.vecdot(d_weighed, held)
             d.tokens.v[:, chunk.keys, : call.widths[1]].addcmul_(d_weighed[..., :-1], factor)
             pull(d_values, d_log_scale)
