@@ -44,4 +44,10 @@ FAULTS = [
           "loss.backward()", "tests/training/test_training.py -k 'two_processes'"),
     Fault("norms are pulled to zero", "training/steps.py", "if p.ndim > 1 and id(p) not in tables", "if p.ndim > 0",
           "tests/training/test_training.py -k 'matrices'"),
+    Fault("the evaluation after the last step is not saved", "training/loop.py", "if present == self.saved or",
+          "if present[0] == self.saved[0] or", "tests/training/test_resuming.py -k last_evaluation"),
+    Fault("a run goes on with other data", "training/run_folder.py", "data.get(name) for name in run.data",
+          "words for name, words in run.data.items()", "tests/training/test_resuming.py -k other_data"),
+    Fault("losses are summed in float64 on their device", "training/loop.py", "losses = torch.zeros((), device",
+          "losses = torch.zeros((), dtype=torch.float64, device", "tests/training/test_devices.py"),
 ]  # fmt: skip

@@ -91,6 +91,14 @@ def test_inverse(mechanism: Any, device: torch.device) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 
 
+def test_shapes_alone_go_through_both_passes() -> None:
+    """On the meta device, where operations of a training step are counted before there is memory for it."""
+    blocks = sequence(2, "meta", dropout=0.5)
+    x = torch.zeros(2, 6, 8, dtype=torch.float64, device="meta", requires_grad=True)
+    blocks(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in (x, *blocks.parameters()))
+
+
 def test_the_generators_go_on_as_if_nothing_had_been_replayed(device: torch.device) -> None:
     blocks, x = sequence(2, device, dropout=0.3), tokens(device, 2, 5)
     out = blocks(x)

@@ -54,6 +54,25 @@ def test_sequences_are_compared_before_they_are_cut(tmp_path: Path) -> None:
     assert Sequences(path).remarks() == []
 
 
+def test_bytes_are_counted_some_sequences_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"{'xy'[i % 3 == 0] * (i % 5)} number {i},{'ab'[i % 2]}" for i in range(60)]
+    task = Sequences(kept(tmp_path / "x.csv", "text,label\n" + "\n".join(lines)), share=0.5)
+    at_once = task.baselines()
+    monkeypatch.setattr(sequences, "COUNTED", 7)
+    assert task.baselines() == at_once
+
+
+def test_lengths_are_taken_once(tmp_path: Path) -> None:
+    """A batch of a long file does not go through all its sequences."""
+    path = kept(tmp_path / "x.csv", "text,label\n" + "\n".join(f"ab {i},{'xy'[i % 2]} z" for i in range(20)))
+    for kind, module in ((Sequences, sequences), (Tags, tags)):
+        task = kind(path)
+        assert len(task.batch("train", 0, 2).tokens) == 2
+        known = module._lengths.cache_info().misses
+        task.batch("train", 1, 2)
+        assert module._lengths.cache_info().misses == known
+
+
 def test_what_is_left_out_is_said_at_the_terminal_and_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,10 @@ import pytest
 
 from fast_attention import __version__, files
 from fast_attention.lab import commands
+from fast_attention.tasks import sequences
+from fast_attention.tasks.bytes import ByteLM as Text
 from fast_attention.tasks.recall import Copy
+from fast_attention.tasks.sequences import Sequences
 from fast_attention.training import checkpoints, journal, steps
 from fast_attention.training.checkpoints import Damaged
 from fast_attention.training.loop import Outcome, train
@@ -82,6 +85,38 @@ def test_only_sound_checkpoints_count_for_retention(out: Path) -> None:
     run(out, resume=True, steps=6)
     assert [path.name for path in checkpoints.find_all(folder)] == ["step_9", "step_8", "step_6", "step_4"]
     assert checkpoints.newest(folder, lambda words: None) == folder / "step_6"
+
+
+def test_the_last_evaluation_is_kept_with_the_step_it_is_of(tmp_path: Path) -> None:
+    """A checkpoint that was written at the last step, before its evaluation, does not stand for it."""
+    task = Text(path=str(tmp_path / "text.txt"), context=8)
+    (tmp_path / "text.txt").write_text("what is said twice, " * 40)
+    config, settings = steps.config_for(task, width=8, heads=2, layers=1), replace(SETTINGS, evaluate_every=4)
+    assert train(task, config, settings, tmp_path / "run").best_step == 6  # 6 steps, saved at each second one
+    more = replace(settings, steps=7, lr=0.0)
+    assert train(task, config, more, tmp_path / "run", resume=True).best_step == 6
+    assert [line["step"] for line in journal.read(tmp_path / "run") if "valid" in line] == [0, 4, 6, 7]
+    assert not [*(tmp_path / "run" / "checkpoints").glob("*.tmp")]
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    """A split drawn anew would make training sequences of what was held out."""
+    path = tmp_path / "labelled.csv"
+    rows = [f"text {i},{'ab'[i % 2]}\n" for i in range(20)]
+    path.write_text("text,label\n" + "".join(rows))
+    task = Sequences(str(path), context=16)
+    config = steps.config_for(task, width=8, heads=2, layers=1)
+    train(task, config, SETTINGS, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    path.write_text("text,label\n" + "".join(rows) + "text 99,a\n")
+    sequences.sides.cache_clear()
+    more = replace(SETTINGS, steps=8)
+    with pytest.raises(ValueError, match=r"data \(training\) 18 sequences.*, not 19 sequences.*cannot be resumed so"):
+        train(task, config, more, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+    path.write_text("text,label\n" + "".join(rows))
+    sequences.sides.cache_clear()
+    assert train(task, config, more, tmp_path / "run", resume=True).step == 8
 
 
 def test_all_checkpoints_damaged_is_refused_and_nothing_is_touched(out: Path) -> None:

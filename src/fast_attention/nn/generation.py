@@ -57,8 +57,19 @@ class _Decoder:
     def __init__(self, model: Model) -> None:
         self.model, self.state, self.past = model, None, None
 
+    @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after the last of the tokens (B, N)."""
+        """Logits (B, V) after the last of the tokens (B, N), without dropout; the modules' modes stay as they are."""
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            return self._logits(tokens)
+        finally:
+            for module in training:
+                module.training = True
+
+    def _logits(self, tokens: Tensor) -> Tensor:
         if self.model.streams:
             logits, self.state = self.model.decode(tokens, self.state)
             return logits[:, -1]
@@ -82,15 +93,14 @@ def stream(
     instead of chosen ones. So every mechanism gives what it gives for one prompt alone.
     """
     (reader, generator), position = _start(model, prompts, seed), len(min(prompts, key=len))
-    with torch.no_grad():
-        logits = reader.read(torch.tensor([list(prompt[:position]) for prompt in prompts], device=_device(model)))
-        while True:
-            chosen = sampling.choose(logits, generator).tolist()
-            reading = [position < len(prompt) for prompt in prompts]
-            tokens = [p[position] if more else c for p, c, more in zip(prompts, chosen, reading, strict=True)]
-            yield [None if more else c for c, more in zip(chosen, reading, strict=True)]
-            position += 1
-            logits = reader.read(torch.tensor(tokens, device=_device(model))[:, None])
+    logits = reader.read(torch.tensor([list(prompt[:position]) for prompt in prompts], device=_device(model)))
+    while True:
+        chosen = sampling.choose(logits, generator).tolist()
+        reading = [position < len(prompt) for prompt in prompts]
+        tokens = [p[position] if more else c for p, c, more in zip(prompts, chosen, reading, strict=True)]
+        yield [None if more else c for c, more in zip(chosen, reading, strict=True)]
+        position += 1
+        logits = reader.read(torch.tensor(tokens, device=_device(model))[:, None])
 
 
 def generate(
@@ -170,8 +180,8 @@ def _start(model: Model, prompts: Sequence[Sequence[int]], seed: int) -> tuple[_
         raise ValueError("generate needs a decoder: ModelConfig(causal=True, head='tokens')")
     if not prompts or not all(prompts):
         raise ValueError("generate needs prompts of at least one token each")
-    return _Decoder(model.eval()), torch.Generator(_device(model)).manual_seed(seed)
+    return _Decoder(model), torch.Generator(_device(model)).manual_seed(seed)
 
 
 def _device(model: Model) -> torch.device:
-    return model.out.weight.device
+    return model.embedding.weight.device  # of a quantized model the head's weight is no tensor

@@ -172,15 +172,16 @@ class RandomState(NamedTuple):
     @classmethod
     def read(cls, x: Tensor) -> RandomState:
         """The present states of the CPU's generator and of the one of the device that holds ``x``."""
-        state = None if x.device.type == "cpu" else torch.get_device_module(x.device).get_rng_state(x.device)
+        plain = x.device.type in ("cpu", "meta")
+        state = None if plain else torch.get_device_module(x.device).get_rng_state(x.device)
         return cls(x.device, torch.get_rng_state(), state)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Set the generators to these states, and back to what they were at the end of the block."""
-        module = torch.get_device_module(self.device)
-        with torch.random.fork_rng([] if self.accelerator is None else [self.device], device_type=self.device.type):
+        devices, kind = ([], "cpu") if self.accelerator is None else ([self.device], self.device.type)
+        with torch.random.fork_rng(devices, device_type=kind):
             torch.set_rng_state(self.cpu)
             if self.accelerator is not None:
-                module.set_rng_state(self.accelerator, self.device)
+                torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
             yield

@@ -37,6 +37,12 @@ def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.Path
     folder = Path(folder)
     tensors = {name: x.contiguous() for name, x in tensors.items()}
     if config.tied and config.head == "tokens":
+        head, embedding = (tensors[name].view(torch.uint8) for name in ("out.weight", "embedding.weight"))
+        if not torch.equal(head, embedding):  # load_state_dict(assign=True) and the like part them
+            raise ValueError(
+                "the weights of model.out are no longer those of model.embedding, as ModelConfig(tied=True) has them: "
+                "set model.out.weight = model.embedding.weight before training, or build the model with tied=False"
+            )
         del tensors["out.weight"]
     settings = {"format": FORMAT, "version": __version__, **asdict(config)}
     with files.atomic(folder / WEIGHTS) as partial:
@@ -46,7 +52,7 @@ def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.Path
 
 
 def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Model:
-    """The model that ``save`` wrote, in evaluation mode, equal to the bit: random features and tables included.
+    """The model that ``save`` wrote, in evaluation mode, equal to the bit and in its dtypes, random features too.
 
     Raises:
         FileNotFoundError: The folder holds no model.
@@ -56,6 +62,8 @@ def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     try:
         with torch.random.fork_rng(devices=[]):
             model = Model(config)
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            x.data = x.data.to(tensors[name].dtype)
         model.load_state_dict(tensors)
     except Exception as error:
         raise ValueError(f"{os.fspath(folder)} holds no sound model: {error}") from error

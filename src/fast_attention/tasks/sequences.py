@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from fast_attention.tasks import tables
 from fast_attention.tasks.labelled import PAD, Labelled
 from fast_attention.tasks.lengths import chosen, padded
 from fast_attention.tasks.task import Batch, Split, digest, random_for
+
+COUNTED = 4096  # sequences whose bytes are counted together
 
 
 class Side(NamedTuple):
@@ -74,7 +77,7 @@ class Sequences(Labelled):
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences of about equal length, and their classes."""
         examples = sides(self).train if split == "train" else sides(self).valid
-        indices = chosen(self, split, index, size, tuple(map(len, examples.rows)))
+        indices = chosen(self, split, index, size, _lengths(self, split))
         tokens, key_mask = padded([examples.rows[i] for i in indices], PAD)
         return Batch(tokens, examples.labels[indices], key_mask)
 
@@ -82,15 +85,14 @@ class Sequences(Labelled):
         """The commonest class; naive Bayes over the counts of bytes."""
         train, valid, names, _ = sides(self)
         class_counts = torch.bincount(train.labels, minlength=len(names)).double()
-        byte_counts, valid_counts = (
-            torch.stack([torch.bincount(row.long(), minlength=256) for row in side.rows]).double()
-            for side in (train, valid)
-        )
-        counts = torch.ones(len(names), 256, dtype=torch.double).index_add_(0, train.labels, byte_counts)
-        scores = class_counts.log() + valid_counts @ (counts / counts.sum(-1, keepdim=True)).log().T
+        counts = torch.ones(len(names), 256, dtype=torch.double)
+        for byte_counts, labels in _byte_counts(train):
+            counts.index_add_(0, labels, byte_counts)
+        weights = (counts / counts.sum(-1, keepdim=True)).log().T
+        guesses = [(class_counts.log() + byte_counts @ weights).argmax(-1) for byte_counts, _ in _byte_counts(valid)]
         return {
             "commonest class": (valid.labels == class_counts.argmax()).double().mean().item(),
-            "counts of bytes": (valid.labels == scores.argmax(-1)).double().mean().item(),
+            "counts of bytes": (valid.labels == torch.cat(guesses)).double().mean().item(),
         }
 
     def describe(self) -> dict[str, str]:
@@ -119,6 +121,12 @@ class Sequences(Labelled):
         return remarks
 
 
+@lru_cache(maxsize=8)
+def _lengths(task: Sequences, split: Split) -> tuple[int, ...]:
+    examples = sides(task).train if split == "train" else sides(task).valid
+    return tuple(map(len, examples.rows))
+
+
 @lru_cache(maxsize=4)
 def sides(task: Sequences) -> Sides:
     """Read the file and split each class into training and validation.
@@ -130,6 +138,8 @@ def sides(task: Sequences) -> Sides:
     for location, (text, label) in tables.records("Sequences", task.path, task.columns):
         if not text:
             raise ValueError(f"{location}: the sequence is empty")
+        if not label.strip():
+            raise ValueError(f"{location}: the label is empty")
         lines[text.encode("utf-8", "surrogatepass"), label.strip()] += 1
     labels = Counter(text for text, _ in lines)
     ambiguous = {text for text, count in labels.items() if count > 1}
@@ -155,6 +165,14 @@ def sides(task: Sequences) -> Sides:
     train, valid = (_side(part) for part in split_examples)
     alike = sum(count for count in times.values() if count > 1)
     return Sides(train, valid, names, Excluded(repeated, len(ambiguous), alike))
+
+
+def _byte_counts(side: Side) -> Iterator[tuple[Float[Tensor, "some 256"], Int[Tensor, "some"]]]:
+    """How often each byte stands in each of some sequences, and their classes; of all at once it would fill memory."""
+    for start in range(0, len(side.rows), COUNTED):
+        some = slice(start, start + COUNTED)
+        counts = [torch.bincount(row.long(), minlength=256) for row in side.rows[some]]
+        yield torch.stack(counts).double(), side.labels[some]
 
 
 def _side(examples: list[tuple[bytes, int]]) -> Side:

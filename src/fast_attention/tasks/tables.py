@@ -41,8 +41,10 @@ def records(owner: str, path: str, columns: tuple[Column, ...]) -> Iterator[tupl
         if not names:
             names = [_find_column(owner, path, record, column) for column in columns]
         for name in names:
-            if record.get(name) is None or isinstance(record[name], dict | list):
+            if record.get(name) is None:
                 raise ValueError(f"{location}: no value for {_short(name)!r}")
+            if isinstance(record[name], dict | list):
+                raise ValueError(f"{location}: {_short(name)!r} must be text, the words of a list in one string")
         yield location, [str(record[name]) for name in names]
     if not names:
         raise ValueError(f"{path}: the file has no sequences")

@@ -69,7 +69,7 @@ class Tags(Labelled):
     def batch(self, split: Split, index: int, size: int) -> Batch:
         """Sequences of about equal length, and their labels."""
         examples = sides(self).train if split == "train" else sides(self).valid
-        indices = chosen(self, split, index, size, tuple(len(row.tokens) for row in examples))
+        indices = chosen(self, split, index, size, _lengths(self, split))
         tokens, key_mask = padded([examples[i].tokens for i in indices], PAD)
         labels, _ = padded([examples[i].labels for i in indices], IGNORED)
         return Batch(tokens, labels.where(labels == IGNORED, labels + PAD + 1), key_mask)
@@ -103,6 +103,12 @@ class Tags(Labelled):
     def remarks(self) -> list[str]:
         """Warnings about sequences with more than one labelling, or related to training ones."""
         return [f"{count:,} {why} are left out" for why, count in sides(self).left_out.items() if count]
+
+
+@lru_cache(maxsize=8)
+def _lengths(task: Tags, split: Split) -> tuple[int, ...]:
+    examples = sides(task).train if split == "train" else sides(task).valid
+    return tuple(len(row.tokens) for row in examples)
 
 
 @lru_cache(maxsize=4)

@@ -47,8 +47,8 @@ def loss_by_position(
     sums = torch.zeros(2, task.length, dtype=torch.float64)  # loss and targets
     for at, batch, logits, targets in steps.validation(model, task, settings, group):
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-        added = torch.stack([losses.double(), (targets != IGNORED).double()]).view(2, *batch.targets.shape).sum(1)
-        sums[:, at] += added.cpu()
+        added = torch.stack([losses, (targets != IGNORED).float()]).view(2, *batch.targets.shape).cpu()
+        sums[:, at] += added.sum(1, dtype=torch.float64)
     loss, count = torch.tensor(group.total(sums.flatten()), dtype=torch.float64).view(2, -1)
     each = [(first, last, slice(first, last + 1)) for first, last in buckets(task.length)]
     unit = UNITS[task.metric]

@@ -82,9 +82,10 @@ def save(
         manifest = {"format": FORMAT, "version": __version__, "step": step, "mechanism": config.mechanism, **extra}
         manifest["files"] = {name: files.sha256(partial / name) for name in FILES}
         files.write(partial / MANIFEST, _with_digest(manifest))
-        if path.exists():  # a damaged one that was skipped
-            _drop(path)
+        replaced = _renamed(path) if path.exists() else None  # a damaged one, or one before the step's evaluation
         partial.rename(path)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         if os.name == "posix":
             files.sync(folder)
         _drop_old(path, keep)
@@ -134,9 +135,11 @@ def _drop_old(newest_path: Path, keep: int) -> None:
 
 def _drop(path: Path) -> None:
     """Delete a checkpoint, renamed first, so that a half-deleted one is not taken for a checkpoint."""
-    renamed = path.with_name(f"{path.name}.old.tmp")
-    path.rename(renamed)
-    shutil.rmtree(renamed)
+    shutil.rmtree(_renamed(path))
+
+
+def _renamed(path: Path) -> Path:
+    return path.rename(path.with_name(f"{path.name}.old.tmp"))
 
 
 def find_all(folder: str | os.PathLike[str]) -> list[Path]:

@@ -126,15 +126,16 @@ class _Run:
         self.wrapped = group.wrap(self.model, settings.fsdp)
         self.optimiser = steps.optimiser_for(self.model, settings)
         torch.manual_seed(settings.seed + 1 + group.rank)  # dropout differs between processes
-        self.progress, self.saved = _Progress(), 0
+        self.progress, self.saved = _Progress(), (0, -1)  # step and evaluation that were saved last
         self.journal: Journal | None = None
         self.randomness = checkpoints.random_states()  # as they were when the last step ended
-        self.rate, self.loss, self.norm = 0.0, torch.zeros((), dtype=torch.float64), torch.zeros(())
+        self.rate, self.loss, self.norm = 0.0, torch.zeros(()), torch.zeros(())
         self._restart_clock()
 
     def begin(self, resume: bool, restart: bool) -> None:
         """Resume from the newest intact checkpoint, if any; open the log."""
         self.task.batch("valid", 0, 1)  # large data are read before the clock starts
+        self.data = self.task.describe()
         path = None
         if self.group.first:
             (self.out / processes.LOST).unlink(missing_ok=True)
@@ -154,12 +155,12 @@ class _Run:
 
     def _load(self, path: Path) -> None:
         checkpoint = checkpoints.load(path)
-        run = run_folder.Run(checkpoint.manifest["task"], checkpoint.manifest["settings"], checkpoint.config)
-        run_folder.check(run, self.out, self.task, self.config, self.settings)
+        run = run_folder.run_of(checkpoint.manifest, checkpoint.config)
+        run_folder.check(run, self.out, self.task, self.data, self.config, self.settings)
         state: Any = {"model_state_dict": checkpoint.tensors, "optim_state_dict": checkpoint.optimiser}
         set_state_dict(self.model, self.optimiser, **state, options=StateDictOptions(full_state_dict=True))
         self.progress = _Progress(**checkpoint.manifest["place"])
-        self.saved = self.progress.step
+        self.saved = (self.progress.step, self.progress.evaluated)
         if len(checkpoint.randomness) == self.group.size:
             checkpoints.set_random_states(checkpoint.randomness[self.group.rank])
         else:
@@ -201,7 +202,7 @@ class _Run:
         batches = [self.task.batch("train", first + i, size) for i in range(settings.accumulate)]
         targets = max(sum(steps.num_targets(batch) for batch in batches), 1)  # of all processes
         self.optimiser.zero_grad(set_to_none=True)
-        losses = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        losses = torch.zeros((), device=self.group.device)
         for batch in batches:
             self._poll()
             with self.group.gradient_sync(self.wrapped, batch is batches[-1]):
@@ -277,7 +278,8 @@ class _Run:
             self._save()
 
     def _save(self) -> None:
-        if self.progress.step == self.saved:  # nor is there anything to save before the first step
+        present = (self.progress.step, self.progress.evaluated)
+        if present == self.saved or not self.progress.step:  # before the first step there is nothing to save
             return
         self._finite_loss()
         tensors, optimiser = cast(Any, get_state_dict(self.model, self.optimiser, options=FULL))
@@ -288,7 +290,7 @@ class _Run:
             self.journal.sync()
             checkpoints.save(
                 self.out / run_folder.CHECKPOINTS, self.progress.step, self.config, tensors, optimiser, randomness,
-                keep=self.settings.keep, task=repr(self.task), settings=asdict(self.settings),
+                keep=self.settings.keep, task=repr(self.task), data=self.data, settings=asdict(self.settings),
                 place=asdict(self.progress), data_position={"split": "train", "batch": self._batch()},
             )  # fmt: skip
-        self.saved = self.progress.step
+        self.saved = present

@@ -82,7 +82,7 @@ class Group:
         """The sums of numbers over all processes."""
         if self.size == 1:
             return numbers.tolist()
-        values = numbers.cpu()
+        values = numbers.cpu().double()
         distributed.all_reduce(values, group=self._cpu_group)
         return values.tolist()
 

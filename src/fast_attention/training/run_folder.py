@@ -20,9 +20,10 @@ FIXED = ("batch_size", "accumulate", "seed", "order")  # settings that fix the d
 
 
 class Run(NamedTuple):
-    """Task, settings and model of a run, from its newest intact checkpoint."""
+    """Task, data, settings and model of a run, from its newest intact checkpoint."""
 
     task: str  # its expression
+    data: dict[str, str]  # what the task says of them; empty of older runs
     settings: dict[str, Any]
     config: ModelConfig
 
@@ -79,14 +80,22 @@ def of(out: str | os.PathLike[str], say: Callable[[str], None] = print) -> Run |
     path = checkpoints.newest(Path(out) / CHECKPOINTS, say)
     if path is None:
         return None
-    manifest = checkpoints.verify(path)
-    return Run(manifest["task"], manifest["settings"], saving.read(path)[0])
+    return run_of(checkpoints.verify(path), saving.read(path)[0])
 
 
-def check(run: Run, out: Path, task: Task, config: ModelConfig, settings: TrainingSettings) -> None:
+def run_of(manifest: dict[str, Any], config: ModelConfig) -> Run:
+    """The run of a checkpoint with this manifest and model."""
+    return Run(manifest["task"], manifest.get("data", {}), manifest["settings"], config)
+
+
+def check(
+    run: Run, out: Path, task: Task, data: dict[str, str], config: ModelConfig, settings: TrainingSettings
+) -> None:  # fmt: skip
     """Raise a ``ValueError`` that names every difference from the run, if it cannot be resumed with these settings."""
     stored: dict[str, Any] = {"task": run.task, **{name: run.settings[name] for name in FIXED}}
     present: dict[str, Any] = {"task": repr(task), **{name: getattr(settings, name) for name in FIXED}}
+    stored |= {f"data ({name})": words for name, words in run.data.items()}
+    present |= {f"data ({name})": data.get(name) for name in run.data}
     if run.config != config:
         names = [field.name for field in fields(config)]
         stored |= {name: asdict(run.config)[name] for name in names}

@@ -118,7 +118,7 @@ def evaluate(
     for *_, logits, targets in validation(model, task, settings, group, poll):
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         right = (logits.argmax(-1) == targets).sum()
-        sums += torch.stack([loss.double(), right.double(), (targets != IGNORED).sum().double()]).cpu()
+        sums += torch.stack([loss, right.float(), (targets != IGNORED).sum().float()]).cpu()
     loss, right, count = group.total(sums)
     loss, right = loss / max(count, 1), right / max(count, 1)
     return Score({"accuracy": right, "nats": loss, "bits per byte": loss / math.log(2)}[task.metric], loss)
