@@ -13,11 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention as exact
 
 from fast_attention import Attention, Softmax, Unsupported, attention, catalogue
 from fast_attention.catalogue import parse
-from tests.cases import qkv
+from tests.cases import ATTENTIONS, bind, qkv
 
 FIXED: list[Any] = [
     m for m in map(catalogue.default, catalogue.names()) if isinstance(m, Attention) and not m.traits.learned
 ]
+
+OPEN = [m for m in ATTENTIONS if m.traits.mask]
 
 
 def masks(length: int, keys: int, device: torch.device) -> list[Tensor | None]:
@@ -178,3 +180,15 @@ def test_a_mask_that_does_not_fit_is_refused_by_every_open_mechanism(mechanism: 
     for shape, p in itertools.product([(5, 6), (3, 2, 6, 6)], [0.0, 0.1]):
         with pytest.raises(ValueError, match="attn_mask has shape"):
             parse(mechanism)(q, k, v, attn_mask=torch.ones(shape), dropout=p)
+
+
+@pytest.mark.parametrize("mechanism", OPEN, ids=repr)
+def test_an_additive_mask_may_have_more_digits(mechanism: Any) -> None:
+    """numpy makes float64; a number below float32's least hides like minus infinity, a whole row of them too."""
+    bound, (q, k, v) = bind(mechanism, dtype=torch.float32), qkv(6, dtype=torch.float32)
+    mask = torch.randn(6, 6, dtype=torch.float64)
+    mask[2] = torch.finfo(torch.float64).min
+    got = bound(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(got, bound(q, k, v, attn_mask=mask.float()))
+    assert got.dtype == torch.float32
+    assert bool((got[..., 2, :] == 0.0).all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fast_attention import files
 from fast_attention.engine import dispatch
 from fast_attention.engine.precision import rebuild
+from fast_attention.engine.tracing import traced, wrapped
 
 FORMAT = "fast-attention state 3"
 
@@ -75,6 +77,20 @@ def validated(state: Any, expected: State) -> Any:
     return state.held
 
 
+def apart(held: Any, *given: Tensor | None, at_start: bool) -> Any:
+    """A mechanism's state with copies of what lies in the memory of ``given``: the caller may write there again.
+
+    Tensors without memory, of traced code, are copied ``at_start``: a first state may be the caller's tensors.
+    """
+    known = not traced() and not wrapped(given)
+    memory = {x.untyped_storage().data_ptr() for x in given if x is not None} if known else set[int]()
+
+    def kept(x: Tensor) -> Tensor:
+        return x.clone() if (x.untyped_storage().data_ptr() in memory if known else at_start) else x
+
+    return _mapped(held, kept, 0)
+
+
 def combined(mechanism: str, earlier: Any, later: Any) -> State:
     """An empty state for two neighbouring chunks, after validation.
 
@@ -110,10 +126,12 @@ def select(state: Any, index: Tensor) -> Any:
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
         raise ValueError(f"index reaches from {int(index.min())} to {int(index.max())}; the state's batch is {batch}")
 
+    rows = index.long()  # torch takes bytes for a mask
+
     def select_rows(x: Tensor) -> Tensor:
         if x.ndim == 0:
             return x
-        return x.expand(batch, *x.shape[1:])[index] if x.shape[0] == 1 else x[index]
+        return x.expand(batch, *x.shape[1:])[rows] if x.shape[0] == 1 else x[rows]
 
     return _mapped(state, select_rows, len(index))
 
@@ -175,10 +193,10 @@ def _decoded(described: Any) -> Any:
     module, _, name = described["kind"].partition(":")
     if module == "builtins":
         return tuple(parts)
-    if not module.startswith("fast_attention."):
-        raise ValueError(f"it names {described['kind']!r}, which is not ours")
+    if not module.startswith("fast_attention.") and module not in sys.modules:
+        raise ValueError(f"it names {described['kind']!r}: import the module {module} first")
     kind: Any = getattr(importlib.import_module(module), name)
-    if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(parts):
+    if not isinstance(kind, type) or not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(parts):
         raise ValueError(f"{described['kind']!r} is no state of {len(parts)} parts")
     return kind(*parts)
 

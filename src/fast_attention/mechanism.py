@@ -180,6 +180,7 @@ class Attention(Mechanism[W, S]):
         traits = self.traits
         if traits.memory is None:
             raise self.refuse("decoding", "memory")
+        given = k, v, key_mask
         checks.flag("enable_gqa", enable_gqa)
         if enable_gqa:
             k, v = checks.grouped(q, k, v, shares=self.shares_cache and not invariance.asked())
@@ -194,7 +195,7 @@ class Attention(Mechanism[W, S]):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
         out, held = invariance.advance(self, q, k, v, weights, held, key_mask=mask)
-        return out, replaced(new_state, held=held)
+        return out, replaced(new_state, held=decoding.apart(held, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
         """The state of a chunk of keys (..., H, N, E) and values (..., H, N, Ev), some masked by ``key_mask``.
@@ -207,9 +208,9 @@ class Attention(Mechanism[W, S]):
         if traits.memory != "constant":
             raise self.refuse("summarising", "memory")
         self.check(traits, k, k, v, True, key_mask)
-        k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        held = self.summary(k, v, checks.weights(self, w, k), key_mask=mask)
-        return replaced(decoding.empty(self, k, k, v, w), held=held)
+        keys, values, mask = checks.without_masked(k, v, key_mask, traits.reads)
+        held = self.summary(keys, values, checks.weights(self, w, k), key_mask=mask)
+        return replaced(decoding.empty(self, k, k, v, w), held=decoding.apart(held, k, v, key_mask, at_start=True))
 
     def combine(self, earlier: State, later: State) -> State:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only).

@@ -14,7 +14,7 @@ FAULTS = [
           "tests/engine/test_chunks.py -k relu"),
     Fault("a key's bias gets the gradient of another column", "mechanisms/dense/biased_keys.py", "dk[..., :width], dv[..., :width], dk[..., width]",
           "dk[..., :width], dv[..., :width], dk[..., width - 1]", "tests/dense/test_synthesizer.py -k long_sequences"),
-    Fault("a block of queries sees one key of the future", "mechanisms/dense/rows.py", "torch.bool).triu(1)", "torch.bool).triu(2)",
+    Fault("a block of queries sees one key of the future", "mechanisms/dense/rows.py", "device=v.device).triu(1)", "device=v.device).triu(2)",
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),
     Fault("blocks see masked keys between others", "mechanisms/dense/rows.py", "None if len(positions) == end - first else ~visible", "None",
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),

@@ -20,6 +20,8 @@ FAULTS = [
           "tests/engine/test_large_inputs.py -k 'makes_no_zeros'"),
     Fault("sums stay in half precision", "engine/precision.py", "return value.float() if", "return value if",
           LAW + "'precision and (LinearAttention or AFTSimple)'"),
+    Fault("a kernel's mask is made on the default device", "engine/fused.py", "mask.new_zeros(mask.shape,", "torch.zeros(mask.shape,",
+          "tests/engine/test_defaults.py -k 'beside and Softmax'"),
     Fault("fast paths run under function transforms", "engine/dispatch.py", '    if traced():\n        return "traced"\n', "",
           "tests/engine/test_dispatch.py -k 'transformed and LinearAttention'"),
     Fault("fast paths run on every device", "engine/dispatch.py", "return x.is_cpu", "return True",

@@ -17,6 +17,8 @@ FAULTS = [
           LAW + "'serve_all_heads and BigBird'"),
     Fault("a state of another batch is taken", "decoding.py", "if state[:5] != expected[:5]", "if state[0] != expected[0]",
           "tests/nn/test_decoding.py -k another"),
+    Fault("a state holds the tensors that were handed in", "decoding.py", "return x.clone() if (", "return x if (",
+          "tests/nn/test_decoding.py -k 'what_was_read and Softmax'"),
     Fault("validation lets non-causal mechanisms through", "mechanism.py", "if trait := traits.denying(is_causal):",
           "if False:", LAW + "'refusals and Linformer'"),
     Fault("a refusal names no mechanism", "mechanism.py", 'f"{self!r} does not support', 'f"it does not support',

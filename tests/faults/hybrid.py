@@ -76,7 +76,7 @@ FAULTS = [
           "any(features.values.requires_grad for features in probes)", f"{TESTS} -k scales_gets"),
     Fault("the gradient of summed keys is lost", ROOM + "key_sums.py",
           "pull(d_values, d_log_scale)", "pull(0 * d_values, d_log_scale)", f"{TESTS} -k chunks"),
-    Fault("a delta takes the place of its token", ROOM + "adapted.py", "torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype), down, up)", "torch.bmm(down, up)",
+    Fault("a delta takes the place of its token", ROOM + "adapted.py", "torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up)", "torch.bmm(down, up)",
           "tests/hybrid/test_adapted.py -k change_nothing"),
     Fault("deltas round what they are added to", ROOM + "adapted.py", "x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(\"cpu\")",
           "True", "tests/hybrid/test_adapted.py -k round_no_token"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, Favor, FavorPlus, FavorPlusPlus, Shape, catalogue
+from fast_attention import Bound, Favor, FavorPlus, FavorPlusPlus, Shape, Unsupported, catalogue
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.feature_maps.features import Custom, Exp, Relu
 from fast_attention.feature_maps.random_features import damped, draw, generalised, positive, trigonometric
@@ -441,3 +441,14 @@ def test_compile_and_export(text: str) -> None:
         expected = bound(*inputs, is_causal=True)
         torch.testing.assert_close(compiled(*inputs, is_causal=True), expected, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(program(*inputs, is_causal=True), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_no_gradient_is_lost_in_a_clamped_state() -> None:
+    """The clamp's unit is the longest key's, which a state holds as a number."""
+    bound, (q, k, v) = Bound("Favor(num_features=16, clamp=0.5)", Shape(2, 4)), torch.randn(3, 1, 2, 5, 4)
+    k.requires_grad_()
+    _, state = bound.decode(q, k, v)
+    with pytest.raises(Unsupported, match="detach"):
+        bound.decode(q, k, v, state)
+    with torch.no_grad():
+        bound.decode(q, k, v, state)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,18 @@ from fast_attention.counting import count_operations, peak_bytes
 from tests.cases import bind, qkv
 
 STREAMING = [name for name in catalogue.names() if catalogue.default(name).traits.memory]
+OF_INPUTS = (  # of which a state could hold the tensors that were handed in
+    "Manhattan(feature_map=PositiveExp(), query_dim=None)",
+    "Manhattan(distance='l1')",
+    "Adapted(mechanism=Softmax(), adapts='qk')",
+)
 FLAT = [name for name in STREAMING if catalogue.default(name).traits.memory != "growing"]
+
+
+class Counted(NamedTuple):
+    """The state of somebody else's mechanism."""
+
+    count: torch.Tensor
 
 
 def _some(name: str, batch: int = 3) -> tuple[Any, Any, Any]:
@@ -45,6 +57,31 @@ def test_a_state_is_a_value(name: str) -> None:
     assert torch.equal(bound.decode(*rest, state)[0], first)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", [*STREAMING, *OF_INPUTS])
+def test_a_state_keeps_what_was_read(name: str, masked: bool) -> None:
+    """Whatever is written later into the tensors that were handed in, or into the outputs."""
+    bound, inputs = bind(name), qkv(12)
+    mask = torch.rand(2, 12) > 0.3 if masked else None
+    state, outs = None, []
+    for new in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        given, visible = [x[:, :, new].clone() for x in inputs], None if mask is None else mask[:, new].clone()
+        out, state = bound.decode(*given, state, key_mask=visible)
+        outs.append(out.clone())
+        for x in (*given, out, *([] if visible is None else [visible])):
+            x.fill_(float("nan"))
+    whole = bound(*inputs, is_causal=True, key_mask=mask)
+    torch.testing.assert_close(torch.cat(outs, -2), whole, rtol=1e-9, atol=1e-11)
+    if bound.mechanism.traits.memory == "constant":
+        _, k, v = (x.clone() for x in inputs)
+        state = bound.mechanism.summarise(k, v, bound.w, key_mask=mask)
+        before = copy.deepcopy(state)
+        for x in (k, v):
+            x.fill_(float("nan"))
+        assert all(map(torch.equal, decoding._leaves(state), decoding._leaves(before)))
+
+
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_state_is_saved_and_restored_to_the_bit(name: str, tmp_path: Path) -> None:
     bound, rest, state = _some(name)
@@ -53,6 +90,28 @@ def test_a_state_is_saved_and_restored_to_the_bit(name: str, tmp_path: Path) -> 
     assert type(again) is type(state)
     assert torch.equal(bound.decode(*rest, again)[0], bound.decode(*rest, state)[0])
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_numbers_of_any_width_pick_the_same() -> None:
+    """Bytes too, which torch takes for a mask."""
+    bound, rest, state = _some("LinearAttention")
+    index = torch.tensor([2, 0, 1])
+    expected = bound.decode(*(x[index] for x in rest), decoding.select(state, index))[0]
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        got = bound.decode(*(x[index] for x in rest), decoding.select(state, index.to(dtype)))[0]
+        assert torch.equal(got, expected)
+
+
+def test_a_state_of_a_foreign_mechanism_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the module that defines it is imported; else the file is not the reason to import it."""
+    state = decoding.State("Mine()", (1,), 2, (8,), "torch.float32", (), Counted(torch.ones(1, 2)))
+    decoding.save(state, tmp_path / "state.pt")
+    held = decoding.load(tmp_path / "state.pt").held
+    assert isinstance(held, Counted)
+    assert torch.equal(held.count, torch.ones(1, 2))
+    monkeypatch.delitem(sys.modules, __name__)
+    with pytest.raises(ValueError, match=r"import the module tests.nn.test_decoding first"):
+        decoding.load(tmp_path / "state.pt")
 
 
 def test_what_is_no_state_is_refused(tmp_path: Path) -> None:

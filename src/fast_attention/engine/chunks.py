@@ -33,7 +33,7 @@ def visible_counts(
     """Keys that may be seen: all of them, one row, or for every token those up to it."""
     if key_mask is None:
         length = like.shape[-2]
-        numbers = torch.arange(1, length + 1, device=like.device) if is_causal else torch.tensor([length])
+        numbers = torch.arange(1 if is_causal else length, length + 1, device=like.device)
     else:
         numbers = key_mask.cumsum(-1) if is_causal else key_mask.sum(-1, keepdim=True)
     return numbers[..., None].to(like)

@@ -54,7 +54,7 @@ def fused_attention(
             return fused_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
     if custom and takes_flash(q, k, v, mask, is_causal=is_causal, scale=scale):
         if mask is not None and mask.dtype == torch.bool:  # the kernel reads numbers alone
-            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+            mask = mask.new_zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
         return _differentiable(q, k, v, mask, is_causal=is_causal, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale)
 

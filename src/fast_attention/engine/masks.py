@@ -10,7 +10,7 @@ from torch.nn import functional as F
 HUGE = 2.0**63  # about the root of what float32 and bfloat16 hold
 
 
-def causal(length: int, keys: int, device: torch.device | None = None) -> Bool[Tensor, "length keys"]:
+def causal(length: int, keys: int, device: torch.device) -> Bool[Tensor, "length keys"]:
     """Query i sees key j when j <= i + keys - length: aligned to the bottom right, as FlashAttention does from 2.1."""
     rows = torch.arange(length, device=device)[:, None] + (keys - length)
     return torch.arange(keys, device=device)[None, :] <= rows
@@ -28,9 +28,7 @@ def band(
     return mask if right is None else mask & (distance <= right)
 
 
-def visible(
-    length: int, keys: int, *, is_causal: bool, key_mask: Tensor | None, device: torch.device | None = None
-) -> Tensor | None:
+def visible(length: int, keys: int, *, is_causal: bool, key_mask: Tensor | None, device: torch.device) -> Tensor | None:
     """The dense mask of both keywords, broadcastable to (..., H, L, S), or None where everything may be seen."""
     mask = causal(length, keys, device) if is_causal else None
     if key_mask is None:

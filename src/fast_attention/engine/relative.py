@@ -113,7 +113,7 @@ class Grouped:
 
     def __init__(self, terms: Terms, heads: range, into: Terms | None) -> None:
         self.into, self._tiles = into, list[tuple[Tensor, Relative]]()
-        self.heads = torch.arange(heads.start, heads.stop) % len(terms.numbers)
+        self.heads = torch.arange(heads.start, heads.stop, device=terms.numbers.device) % len(terms.numbers)
         self.terms = terms.of_heads(self.heads)
         self.gradients = None if into is None else self.terms.zeros()
 
@@ -126,7 +126,8 @@ class Grouped:
         bias = self.terms.numbers.new_empty(len(self.heads), rows, span)
         written = toeplitz(self.terms.numbers[:, first - rows + 1 : first + span], rows)
         torch.where(visible, written, written.new_tensor(float("-inf")), out=bias)
-        index = torch.arange(span) - torch.arange(rows)[:, None] + first
+        columns, lines = (torch.arange(n, device=visible.device) for n in (span, rows))
+        index = columns - lines[:, None] + first
         low = int(index.masked_fill(~visible, first + span).min())
         high = int(index.masked_fill(~visible, first - rows).max())
         limits = (low, high) if visible.equal((index >= low) & (index <= high)) else None

@@ -25,13 +25,15 @@ def draw(
     A block is a Haar rotation whose rows get the norms of fresh Gaussian vectors (arXiv 2009.14794, section 2.4).
     ``regularised`` gives every row the norm sqrt(width) instead (SMREG, Theorem 1).
     """
+    dtype = torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)  # torch decomposes no halves
     if orthogonal:
         blocks = -(-rows // width)
-        Q, R = torch.linalg.qr(torch.randn(heads, blocks, width, width))
+        Q, R = torch.linalg.qr(torch.randn(heads, blocks, width, width, dtype=wide))
         # Householder QR picks the signs of R's diagonal, so the raw Q is not uniform over rotations and positive
         # features would be biased by up to 23 %; with the signs of a positive diagonal it is.
         Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-        directions = Q.flatten(1, 2)[:, :rows]
+        directions = Q.flatten(1, 2)[:, :rows].to(dtype)
     else:
         directions = F.normalize(torch.randn(heads, rows, width), dim=-1)
     if regularised:

@@ -42,7 +42,8 @@ def attend(
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, is_causal: bool) -> Tensor:
     scores = q @ k.mT + b[..., None, :]
-    return masks.masked_softmax(scores, masks.causal(q.shape[-2], k.shape[-2]) if is_causal else None) @ v
+    mask = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+    return masks.masked_softmax(scores, mask) @ v
 
 
 def _forward(

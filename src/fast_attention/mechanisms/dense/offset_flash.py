@@ -50,11 +50,12 @@ class Inputs(NamedTuple):
         lead, keys, sees = q.shape[:-2], k.shape[-2], None
         numbers = numbers.detach().to(q.dtype)
         if is_causal:
-            numbers = numbers.index_fill(1, torch.arange(keys, numbers.shape[1]), float("-inf"))
+            numbers = numbers.index_fill(1, torch.arange(keys, numbers.shape[1], device=q.device), float("-inf"))
         if key_mask is not None and not bool(key_mask.all()):
             visible = key_mask.expand(*lead, keys)
-            ends = torch.arange(keys - q.shape[-2], keys) if is_causal else torch.full((q.shape[-2],), keys - 1)
-            sees = visible.cumsum(-1)[..., ends] > 0
+            counts = visible.cumsum(-1)
+            ends = counts[..., keys - q.shape[-2] :] if is_causal else counts[..., -1:].expand(*lead, q.shape[-2])
+            sees = ends > 0
             hidden = max(torch.finfo(q.dtype).min / 4 / scale, torch.finfo(q.dtype).min)
             channel = torch.zeros_like(k[..., :1]).masked_fill_(~visible[..., None], hidden)
             k = torch.cat([k.masked_fill(~visible[..., None], 0.0), channel], -1)

@@ -86,8 +86,8 @@ def whole(
     mask = masks.visible(q.shape[-2], k.shape[-2], is_causal=how.is_causal, key_mask=key_mask, device=q.device)
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool:
-            scores = scores + attn_mask
-            attn_mask = attn_mask > float("-inf")
+            attn_mask = attn_mask.to(scores.dtype)
+            scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
         mask = attn_mask if mask is None else attn_mask & mask
     weights = scores.relu().square() if how.power == 2 else scores.relu()
     if mask is not None:

@@ -158,8 +158,8 @@ def synthesizer_attention(
     mask = masks.visible(scores.shape[-2], v.shape[-2], is_causal=is_causal, key_mask=key_mask, device=v.device)
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool:
-            scores = scores + attn_mask
-            attn_mask = attn_mask > float("-inf")
+            attn_mask = attn_mask.to(scores.dtype)
+            scores, attn_mask = scores + attn_mask, attn_mask > float("-inf")
         mask = attn_mask if mask is None else attn_mask & mask
     weights = masks.masked_softmax(scores, mask)
     if dropout > 0.0:

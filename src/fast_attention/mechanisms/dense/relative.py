@@ -147,13 +147,13 @@ def _tiling(
     """Tiles of ``ROWS`` queries and the keys that they may see, which are parts of one tile of all offsets."""
     length, keys, total = q.shape[-2], k.shape[-2], q.shape[:-2].numel()
     rows, behind = min(ROWS, length), keys - length
-    every = torch.ones(rows, length + keys - rows, dtype=torch.bool)
+    every = torch.ones(rows, length + keys - rows, dtype=torch.bool, device=q.device)
     every = every.tril(keys - rows) if is_causal else every
 
     def queries(first: int) -> Tile:
         last = min(first + rows, length)
         end = min(max(last + behind, 1), keys) if is_causal else keys
-        visible = torch.ones(last - first, end, dtype=torch.bool)
+        visible = torch.ones(last - first, end, dtype=torch.bool, device=q.device)
         visible = visible.tril(first + behind) if is_causal else visible
         return Tile.of(Span(first, last - first), Span(0, end), visible, q.dtype)
 
@@ -170,7 +170,7 @@ def _tiling(
             bias = whole.part(slice(rows - size, rows), slice(length - last, length - last + end))
             masked = None
             if is_causal and first + behind < 0:  # queries before the first key
-                masked = ~torch.ones(size, end, dtype=torch.bool).tril(first + behind)
+                masked = ~torch.ones(size, end, dtype=torch.bool, device=q.device).tril(first + behind)
             yield Tile(Span(first, size), Span(0, end), bias, masked)
         grouped.collect()
 

@@ -78,7 +78,7 @@ def _plain(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal:
 def _blocks(v: Tensor, length: int, key_mask: Tensor | None, is_causal: bool) -> Iterator[Block]:
     batch, heads, keys = v.shape[:3]
     size, shift = _size(length, keys), keys - length
-    triangle = torch.ones(size, size, dtype=torch.bool).triu(1)
+    triangle = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     for b in range(batch):
         first, end, masked = (0, keys, None) if key_mask is None else _span(key_mask[b])
         start = length if first == end else max(first - shift, 0) if is_causal else 0

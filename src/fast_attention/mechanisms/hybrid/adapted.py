@@ -168,5 +168,5 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
             "heads' width, or leave them as they are by adapts='qk'"
         )
     if dispatch.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
-        return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype), down, up)
+        return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up)
     return x + (x @ down) @ up

@@ -17,7 +17,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
-from fast_attention.mechanism import Shape, Traits
+from fast_attention.mechanism import Shape, Traits, Unsupported
 from fast_attention.mechanisms.linear import fast_favor, gpu, linear_state, reference, signed_gpu
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
@@ -182,6 +182,8 @@ class Favor(Kernelised[TrigonometricWeights]):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, LinearState]:  # fmt: skip
         """Outputs of the new tokens, and the sums over all keys up to their end."""
+        if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
+            raise Unsupported(f"{self!r}: no gradient of the clamp's unit goes through a state; detach it, or use no_grad")
         why = signed_gpu.obstacle(q, k, v, self._count(w), key_mask, is_causal=True) or gpu.few(q, k, v, state)
         if not why:
             return _signed(*w, self.clamp).advance(q, k, v, state, key_mask)

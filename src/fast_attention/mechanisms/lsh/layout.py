@@ -101,8 +101,8 @@ def lay_out(order: Order, *, size: int, ranked: bool, across: bool, dtype: torch
     token = order.token.view_as(flat)
     back, codes = (torch.empty_like(x).scatter_(1, token, x) for x in (slot, code))
     table = token.new_zeros(rounds, most + 1).scatter_(1, slot, token)[:, :-1]
-    valid = torch.zeros(rounds, most + 1, dtype=dtype).scatter_(1, slot, 1.0)[:, :-1]
-    table = table.gather(1, torch.where(valid > 0, torch.arange(most), 0).cummax(1).values)
+    valid = slot.new_zeros(rounds, most + 1, dtype=dtype).scatter_(1, slot, 1.0)[:, :-1]
+    table = table.gather(1, torch.where(valid > 0, torch.arange(most, device=slot.device), 0).cummax(1).values)
     return [
         Chunks(table[r, : each.slots], valid[r, : each.slots], each.blocks, each.runs, back[r], codes[r], most)
         for r, each in enumerate(layouts)
@@ -126,7 +126,7 @@ def _layout(index: Tensor, group: Tensor, counts: Tensor, *, size: int) -> Layou
     """
     parts = min(PARTS, size)
     width_of_part, (ordered, order) = size // parts, counts.sort(descending=True, stable=True)
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     full = (ordered + size - (parts - 1) * width_of_part - 1) // size  # chunks of full width
     part = ((ordered - full * size).clamp_(min=0) + width_of_part - 1) // width_of_part
     kinds, numbers = torch.unique_consecutive(full * parts + part, return_counts=True)
@@ -152,10 +152,10 @@ def _layout(index: Tensor, group: Tensor, counts: Tensor, *, size: int) -> Layou
                     runs.append((Block(at, width, n), Block(before, size, n)))
                 at += n * width
         blocks.append(Block(begin, width, (at - begin) // width))
-    offsets = torch.arange(len(position)) * (part * width_of_part)
-    remainder = torch.tensor(remainders).repeat_interleave(numbers) + offsets
+    offsets = torch.arange(len(position), device=part.device) * (part * width_of_part)
+    remainder = part.new_tensor(remainders).repeat_interleave(numbers) + offsets
     row = position.index_select(0, group)
-    base_if_full = (torch.tensor(first).index_select(0, index.clamp(max=deepest)) + row) * size
+    base_if_full = (part.new_tensor(first).index_select(0, index.clamp(max=deepest)) + row) * size
     base = torch.where(index < full.index_select(0, row), base_if_full, remainder.index_select(0, row))
     return Layout(base, at, blocks, runs)
 

@@ -75,7 +75,7 @@ def _tiling(q: Tensor, S: Tensor, dS: Tensor | None, *, first: int, is_causal: b
     number = EARLIER if is_causal else BLOCKS
     bias = from_first = None
     if is_causal:
-        visible = F.pad(masks.causal(size, size), (size, 0), value=True)
+        visible = F.pad(masks.causal(size, size, q.device), (size, 0), value=True)
         bias, visible = bias_of(visible, q.dtype), visible.repeat(min(number, count), 1, 1)
         visible[0, :, :size] = False  # nothing is before the first block
         from_first = bias_of(visible, q.dtype)

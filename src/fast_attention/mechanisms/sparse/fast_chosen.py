@@ -41,7 +41,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     queries, keys, values = (flatten(x, size).view(-1, size, x.shape[-1]) for x in (q, k, v))
     index = table.clamp(min=0).reshape(-1, *table.shape[-2:])
-    index = (index + torch.arange(len(index))[:, None, None] * table.shape[-2]).flatten(0, 1)
+    index = (index + torch.arange(len(index), device=index.device)[:, None, None] * table.shape[-2]).flatten(0, 1)
     heads = None if sinks is None else sinks.to(q.dtype).expand(q.shape[:-2])
     rows = None if heads is None else Sinks(heads.flatten().repeat_interleave(table.shape[-2]))
     out = queries.new_empty(*queries.shape[:-1], values.shape[-1])

@@ -48,12 +48,12 @@ class GatheredBias(NamedTuple):
         skewed.copy_(blocks)
         torch.baddbmm(dq, products, self._chosen(index), alpha=scale, out=dq)
         if vectors is not None:
-            flat = index.flatten(1) + torch.arange(heads)[:, None] * vectors.shape[1]
+            flat = index.flatten(1) + torch.arange(heads, device=index.device)[:, None] * vectors.shape[1]
             vectors.flatten(0, 1).index_add_(0, flat.flatten(), torch.bmm(products.mT, q).flatten(0, 1), alpha=scale)
 
     def _index(self, rows: int) -> Int[Tensor, "heads choices offsets"]:
         """The offsets of every block of keys; those of padded keys, which are masked, are some others."""
-        index = self.first[..., None] + torch.arange(1 - rows, self.size)
+        index = self.first[..., None] + torch.arange(1 - rows, self.size, device=self.first.device)
         return index.clamp_(0, self.terms.numbers.shape[1] - 1)
 
     def _chosen(self, index: Tensor) -> Float[Tensor, "heads choices_times_offsets width"]:

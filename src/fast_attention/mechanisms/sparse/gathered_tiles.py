@@ -22,14 +22,15 @@ class Pattern:
     def __init__(self, table: Tensor, like: Tensor, group: int, *, size: int, is_causal: bool) -> None:
         self.length, self.dtype, self.size, self.is_causal = like.shape[-2], like.dtype, size, is_causal
         heads, blocks, _ = table.shape
-        query_block = torch.arange(blocks)[:, None]
+        query_block = torch.arange(blocks, device=table.device)[:, None]
         alive = first_named(table)
         alive = alive & (table <= query_block) if is_causal else alive
         order = alive.any(0).byte().argsort(dim=-1, descending=True, stable=True).expand_as(table)  # the dead come last
         self.alive, self.table = alive.gather(-1, order), table.gather(-1, order)
         some, every = self.alive.any(0), self.alive.all(0)
         self.agreed, self.choices = (some == every).all(-1).tolist(), some.sum(-1).tolist()
-        self.index = self.table.clamp(min=0) + (torch.arange(heads) % group)[:, None, None] * blocks
+        head = torch.arange(heads, device=table.device) % group
+        self.index = self.table.clamp(min=0) + head[:, None, None] * blocks
         self.diagonal = self._choice_of(query_block if is_causal else torch.full_like(query_block, -2))
         self.end = self._choice_of(torch.full_like(query_block, blocks - 1 if self.length % size else -2))
         self.biases: dict[tuple[int, ...], Tensor | None] = {}
@@ -49,10 +50,10 @@ class Pattern:
         if self.agreed[i] and diagonal > -2 and end > -2 and number > 0:
             bias = self._bias(number, diagonal, end)
             return Tile(queries, keys, None if bias is None else bias[: queries.size])
-        positions = self.table[group, i, :number, None] * size + torch.arange(size)
+        positions = self.table[group, i, :number, None] * size + torch.arange(size, device=self.table.device)
         visible = (self.alive[group, i, :number, None] & (positions < self.length)).flatten(1)[:, None]
         if self.is_causal:
-            rows = torch.arange(queries.first, queries.first + queries.size)[:, None]
+            rows = torch.arange(queries.first, queries.first + queries.size, device=positions.device)[:, None]
             visible = visible & (positions.flatten(1)[:, None] <= rows)
         return Tile(queries, keys, masked=~visible)
 
@@ -66,10 +67,10 @@ class Pattern:
     def _bias(self, number: int, diagonal: int, end: int) -> Tensor | None:
         key = number, diagonal, end
         if key not in self.biases:
-            visible = torch.ones(self.size, number, self.size, dtype=torch.bool)
+            visible = self.alive.new_ones(self.size, number, self.size)
             if end >= 0:
                 visible[:, end, self.length % self.size :] = False
             if diagonal >= 0:
-                visible[:, diagonal] &= torch.ones(self.size, self.size, dtype=torch.bool).tril()
+                visible[:, diagonal] &= self.alive.new_ones(self.size, self.size).tril()
             self.biases[key] = bias_of(visible.flatten(1), self.dtype)
         return self.biases[key]

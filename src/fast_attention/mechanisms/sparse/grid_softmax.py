@@ -89,7 +89,7 @@ def _padded(
     """``tiled_softmax`` of a grid whose last row may end early, filled up by keys that are masked."""
     length = q.shape[-2]
     if missing := -length % width:
-        key_mask = torch.ones(1, k.shape[-2], dtype=torch.bool) if key_mask is None else key_mask
+        key_mask = torch.ones(1, k.shape[-2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
         key_mask = F.pad(key_mask, (0, missing))
     return tiled_softmax(q, k, v, key_mask, sinks, width=width, **settings)[..., :length, :]

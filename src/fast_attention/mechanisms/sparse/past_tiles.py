@@ -81,9 +81,10 @@ class Head(NamedTuple):
         """The blocks of queries against the block that they stand in, each query up to itself."""
         size, length = self.k.shape[1], len(self.q)
         blocks = slice(self.start // size, len(self.k))
-        index = torch.arange(blocks.start * size - self.start, blocks.stop * size - self.start).view(-1, size)
+        ends = (blocks.start * size - self.start, blocks.stop * size - self.start)
+        index = torch.arange(*ends, device=self.k.device).view(-1, size)
         empty = None if self.front == 0 and length % size == 0 else (index < 0) | (index >= length)
-        masked = ~masks.causal(size, size)[None]
+        masked = ~masks.causal(size, size, self.k.device)[None]
         if self.visible is not None:
             masked = masked | ~self.visible[blocks, None]
         return Group(index.clamp(0, length - 1), blocks, masked, empty)
