@@ -62,8 +62,8 @@ def atomic_group(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.part")
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         yield folder / path.name
         files = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
         for file in files:
@@ -74,6 +74,10 @@ def atomic_group(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(file, path.with_name(file.name))
         if os.name == "posix":
             sync(path.parent)
+    except OSError as error:
+        if error.filename is not None and folder.name in str(error.filename):
+            error.filename = str(path)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -143,6 +143,8 @@ def attention(
     w: Any = ()
     if mechanism.needs_weights:
         longest = max(q.shape[-2], k.shape[-2]) if sequences is None else sequences.longest
+        if spread and mechanism.traits.bounded:
+            longest = parallel.longest(group, q.shape[-2], k.shape[-2], q.device, cu_seqlens, lengths)
         w = _to_device(mechanism.weights(Shape(q.shape[-3], q.shape[-1], max_len=longest)), q)
     if spread:
         if enable_gqa:

@@ -107,6 +107,9 @@ def test_a_model_is_converted_and_reported(
     assert "holds a conversion: add --resume" in err
     code, again, _ = run(capsys, *given, "--resume")
     assert (code, again) == (0, out)
+    code, again, err = run(capsys, *given, "--resume", "--mechanism", "Local(window=3)")
+    assert (code, again) == (2, "")
+    assert "is of another conversion" in err
 
 
 @pytest.mark.parametrize("name", ["encoder", "decoder"])

@@ -97,6 +97,10 @@ def test_a_failure_leaves_a_model_of_this_library_as_it_was() -> None:
         ({"settings": settings_of_all(steps=2, distil=1.0)}, r"distil=1.0 is for language models; BertModel"),
         ({"teacher": "chunks"}, r"teacher='chunks': give"),
         ({"keep": [3]}, r"keep names layer 3"),
+        (
+            {"held_out": [{**HELD[0], "attention_mask": torch.tensor([[1] * 24, [0] * 24])}]},
+            r"text 1 of a batch has no",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(arguments: dict[str, Any], said: str) -> None:
@@ -114,6 +118,11 @@ def test_a_decoder_has_no_teacher_that_reads_chunks() -> None:
     with pytest.raises(ValueError, match="is for encoders that give embeddings"):
         convert(model, MECHANISM, batch, HELD, settings=STEPS, teacher=Chunks(tokens=8))
     assert not layers_of(model)
+
+
+def test_a_batch_without_a_token_to_predict_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no token to predict"):
+        convert(decoder("gpt2"), MECHANISM, lambda number: {"input_ids": torch.ones(2, 1).long()}, HELD, settings=STEPS)
 
 
 def test_a_model_without_hidden_states_is_refused_in_words() -> None:

@@ -196,7 +196,7 @@ def test_automatic_positions_are_rotary_where_every_layer_can(
     assert made.config == model(mechanism, positions=wanted, width=width).config
     saving.save(made, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["positions"] == wanted
-    assert torch.equal(saving.load(tmp_path)(tokens(2, 9)), made.float()(tokens(2, 9)))
+    assert torch.equal(saving.load(tmp_path)(tokens(2, 9)), made(tokens(2, 9)))
 
 
 def test_too_long_a_sequence_is_named() -> None:

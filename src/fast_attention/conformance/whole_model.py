@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fast_attention import cache_argument
 from fast_attention.conformance.finding import Finding, Law, judged, law, moved, rounding, unclaimed
 from fast_attention.conformance.threads import difference_in_step
+from fast_attention.nn.bound import Bound
 from fast_attention.nn.models import Model
 
 LENGTH = 21  # no multiple of any block; a model that reads fewer tokens is given what it reads
@@ -257,9 +258,10 @@ def of(model: nn.Module) -> ModelUnderTest:
         ValueError: It is neither.
     """
     config: Any = getattr(model, "config", None)
+    streams = all(part.mechanism.traits.memory for part in model.modules() if isinstance(part, Bound))
     if isinstance(model, Model):
         tokens = model.config.head == "tokens"  # classes have one output for all tokens, whose vectors are judged
-        step = model.decode if tokens and model.config.causal and model.streams else None
+        step = model.decode if tokens and model.config.causal and streams else None
         run: Any = model if tokens else model.hidden
         length = min(LENGTH, model.config.longest or LENGTH)
         return ModelUnderTest(type(model).__name__, model, run, config.vocab_size, config.causal, None, step, length)
@@ -290,5 +292,5 @@ def of(model: nn.Module) -> ModelUnderTest:
 
     return ModelUnderTest(
         type(model).__name__, model, run_, config.get_text_config().vocab_size, decodes,
-        packed_ if decodes and "position_ids" in parameters else None, step_ if decodes else None,
+        packed_ if decodes and "position_ids" in parameters else None, step_ if decodes and streams else None,
     )  # fmt: skip

@@ -34,10 +34,20 @@ def identity(original: Any, settings: Any, *, mechanism: str, exact_up_to: Any, 
     """What a conversion is of, by name: one with another model, mechanism or settings cannot resume from its file."""
     return {
         "model": f"{type(original).__name__} of {sum(p.numel() for p in original.parameters()):,} parameters",
+        "weights": fingerprint(original),
         "mechanism": mechanism + ("" if exact_up_to is None else f", exact up to {exact_up_to}"),
         **{name: repr(value) for name, value in others.items()},
         "settings": repr(settings),
     }
+
+
+def fingerprint(model: Any) -> str:
+    """Some digits that tell the weights of models apart: of one class and size, or before and after a training."""
+    digest = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def path_of(checkpoint: str | os.PathLike[str] | None, *, resume: bool) -> Path | None:
@@ -100,8 +110,8 @@ def load(
         raise ValueError(f"the checkpoint {os.fspath(path)} is damaged: --restart begins anew") from error
     stored = torch.load(io.BytesIO(content[start:]), weights_only=True)
     for name, value in identity.items():
-        if stored["of"].get(name) != value:
-            other = stored["of"].get(name)
-            raise ValueError(f"{os.fspath(path)} is of a conversion with {name} {other}, not {value}")
+        if (other := stored["of"].get(name)) != value:
+            remedy = ": give the model as it was before that conversion" if name == "weights" else ""
+            raise ValueError(f"{os.fspath(path)} is of a conversion with {name} {other}, not {value}{remedy}")
     fields = stored["place"]
     return Progress(result=fields.pop("told"), **fields), stored["tensors"], stored["optimiser"]

@@ -23,6 +23,7 @@ from fast_attention.conversion.settings import ConversionSettings
 from fast_attention.conversion.teachers import Teacher
 from fast_attention.integrations import crossover
 from fast_attention.integrations.crossover import ExactUpTo
+from fast_attention.integrations.randomness import restored_generators
 from fast_attention.training.loop import Diverged
 from fast_attention.training.signals import Signals
 
@@ -82,15 +83,15 @@ class _Run:
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
         kept = {name: "asked for" for i, name in enumerate(layers) if i in keep}
         self.goal = self.adapter.goal(model, settings.distil, teacher)
-        torch.manual_seed(settings.seed)
-        kept |= self.adapter.put(model, mechanism, [name for name in layers if name not in kept])
+        with restored_generators(model):
+            torch.manual_seed(settings.seed)
+            kept |= self.adapter.put(model, mechanism, [name for name in layers if name not in kept])
         model.eval()
         self.result = Conversion(self.goal.name, repr(mechanism), layers, kept, mechanisms)
         self.result.exact_up_to = None if exact_up_to == "auto" else exact_up_to
-        self.device = next(model.parameters()).device
-        self.progress, self.optimiser = Progress(), None
+        self.device, self.progress, self.optimiser = next(model.parameters()).device, Progress(), None
         self.best: dict[str, torch.Tensor] = {}  # the model's state at the best stage, if that is no longer its own
-        self.identity = checkpoint.identity(
+        self.identity = {} if path is None else checkpoint.identity(
             self.original, settings, mechanism=repr(mechanism), exact_up_to=exact_up_to, keep=sorted(keep),
             budget=budget, teacher=teacher,
         )  # fmt: skip

@@ -83,6 +83,8 @@ class LanguageModel(Goal):
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Nats per token, and ``distil`` times the Kullback-Leibler divergence of the original's distribution."""
         logits, targets, valid = _predictions(model, batch)
+        if not valid.any():
+            raise ValueError("a batch to train on has no token to predict: give texts of two tokens or more")
         loss = F.cross_entropy(logits[valid], targets[valid])
         if not self.distil:
             return loss
@@ -130,10 +132,10 @@ class HiddenStates(Goal):
         """Cosines to the original: of the sentence embeddings and of single tokens."""
         assert held.reference is not None
         assert held.sentences is not None
-        output, mask = hidden(model, held.batch)[-1], tokens(held.batch)
-        each = F.cosine_similarity(output, held.reference, dim=-1)
+        output, mask = hidden(model, held.batch)[-1].float(), tokens(held.batch)
+        each = F.cosine_similarity(output, held.reference.float(), dim=-1)
         return {
-            "sentences": F.cosine_similarity(pooled(output, mask), held.sentences, dim=-1),
+            "sentences": F.cosine_similarity(pooled(output, mask), held.sentences.float(), dim=-1),
             "tokens": each.flatten() if mask is None else each[mask],
         }
 

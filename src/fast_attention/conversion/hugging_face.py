@@ -59,8 +59,9 @@ class HuggingFaceAdapter:
     def exact_below(self, model: Any, original: Any, names: Sequence[str], tokens: int) -> Callable[[], None]:
         """Put the layers' mechanisms, with their weights, behind exact attention; what undoes that."""
         bounds, like = {name: self.layers(model)[name] for name in names}, next(model.parameters())
+        exact = self.layers(original)
         for name, bound in bounds.items():
-            self.bind(model, name, crossover.limited(bound, tokens, like))
+            self.bind(model, name, crossover.limited(bound, exact[name], tokens, like))
 
         def undo() -> None:
             for name, bound in bounds.items():
@@ -93,10 +94,14 @@ class HuggingFaceAdapter:
         return goals.LanguageModel(distil)
 
     def to_device(self, batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Move every tensor of a batch."""
+        """Move every tensor of a batch, each of whose texts has a token: means over none are no numbers."""
         if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
             shown = {name: type(x).__name__ for name, x in batch.items()} if isinstance(batch, Mapping) else type(batch)
             raise ValueError(f"a batch is tensors by name, as the model takes them: {{'input_ids': ...}}; got {shown}")
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not mask.any(-1).all():
+            row = mask.any(-1).tolist().index(False)
+            raise ValueError(f"text {row} of a batch has no token, its attention_mask is all padding: leave it out")
         return {name: x.to(device) for name, x in batch.items()}
 
     def run(self, model: Any, batch: dict[str, Tensor]) -> Any:

@@ -62,8 +62,9 @@ class LibraryAdapter:
         """Copies of the original's token mixers, whose projections exact attention needs, with the layers' weights."""
         before = {name: model.get_submodule(name) for name in names}
         for name in names:
-            bound = crossover.limited(_mixers(model)[name].attention, tokens, model.embedding.weight)
-            mixer = _mixers(original)[name].with_mechanism(bound.mechanism)
+            exact, like = _mixers(original)[name], model.embedding.weight
+            bound = crossover.limited(_mixers(model)[name].attention, exact.attention, tokens, like)
+            mixer = exact.with_mechanism(bound.mechanism)
             mixer.attention.adopt(bound.w)
             model.set_submodule(name, mixer.train(model.training))
         _update_config(model)

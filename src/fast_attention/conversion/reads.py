@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fast_attention.mechanism import Unsupported
@@ -41,7 +42,8 @@ def tokens(batch: Batch) -> Tensor | None:
 
 
 def pooled(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over the tokens of each sequence, (B, L, D) to (B, D)."""
+    """The mean over the tokens of each sequence, (B, L, D) to (B, D), in float32 or better."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
         return x.mean(1)
     return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)

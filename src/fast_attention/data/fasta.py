@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import os
@@ -94,6 +95,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     try:
         for number, line in enumerate(iter(lambda: source.readline(remaining + 1), b""), 1):
             remaining -= len(line)
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if remaining < 0:
                 raise FastaError(reading.too_long(name))
             if line.strip():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import clock
+from fast_attention.integrations import relative
 from fast_attention.integrations.randomness import restored_generators
 from fast_attention.integrations.report import Layer, chosen
 from fast_attention.mechanism import Attention, Shape
@@ -52,19 +53,25 @@ def exact_below(wanted: Any, tokens: int) -> Any:
     return ByLength(Softmax(), wanted, tokens)
 
 
-def limited(bound: Bound, tokens: int, like: Tensor) -> Bound:
-    """A bound mechanism behind exact attention up to a number of tokens, with its weights; nothing is drawn.
+def limited(bound: Bound, exact: Bound, tokens: int, like: Tensor) -> Bound:
+    """A bound mechanism behind exact attention up to a number of tokens, with their weights; nothing is drawn.
 
     Args:
         bound: The mechanism.
+        exact: What the layer ran before: exact attention with its bias, or anything in place of which it then runs.
         tokens: Up to where exact attention serves.
         like: A tensor of the device and dtype of its weights.
     """
     if isinstance(bound.mechanism, Softmax):
         return bound
+    mechanism, short = exact_below(bound.mechanism, tokens), ()
+    if isinstance(exact.mechanism, Softmax):
+        mechanism, short = replace(mechanism, short=exact.mechanism), exact.w
     with restored_generators():
-        new = Bound(exact_below(bound.mechanism, tokens), bound.shape, compile=bound.fusion).to(like.device, like.dtype)
-    new.adopt(Weights((), bound.w))
+        new = relative.bound(mechanism, bound.shape, getattr(bound, "positions", None))
+    new.fusion = bound.fusion
+    new = new.to(like.device, like.dtype)
+    new.adopt(Weights(new.w.short if isinstance(new, relative.Tied) else short, bound.w))
     return new.train(bound.training)
 
 

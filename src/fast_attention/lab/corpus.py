@@ -115,7 +115,7 @@ def _text(path: Path, option: str) -> str:
     raw = b""
     try:
         raw = reading.unpacked(path)
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{option} {path}: the gzip data are cut off or damaged") from error
     except OSError as error:

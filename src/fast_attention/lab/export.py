@@ -19,6 +19,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab import inputs, loading, progress
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.open_model import OpenModel, opened
+    from fast_attention.lab.refusals import first_line
     from fast_attention.lab.tables import Table, Value, show
     from fast_attention.mechanism import Unsupported
 
@@ -71,7 +72,7 @@ def export_command(
     except Disagreement:
         print(f"fast-attention: the file disagrees with the model; {path} was not written", file=sys.stderr)
         return 1
-    except (Unsupported, OSError) as error:
+    except Unsupported as error:
         raise InputError(str(error)) from error
     print(f"{path}: reads {', '.join(model.open_sizes)}; {path.stat().st_size / 1e6:,.1f} MB")
     return 0
@@ -102,7 +103,10 @@ def _write(model: OpenModel, draft: Path, example: dict[str, torch.Tensor], opse
 
 def _try(model: OpenModel, draft: Path, trials: list[Trial], watch: Callable[[str], None]) -> None:
     """Compare the file with the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
-    run = exporting.load(draft)
+    try:
+        run = exporting.load(draft)
+    except Exception as error:  # in onnxruntime's own types
+        raise InputError(f"{draft.name} cannot be run, perhaps for its --opset: {first_line(error)}") from error
     lengths = [n for n in LENGTHS if model.longest is None or n <= model.longest] if model.tokens else [0, 0, 0]
     for i, length in enumerate(lengths):
         watch(f"checking {length:,} tokens")

@@ -87,7 +87,7 @@ def _split(text: str) -> list[str]:
     return [ast.unparse(part) for part in tree.elts] if isinstance(tree, ast.Tuple) else [text]
 
 
-def lengths(values: list[int]) -> list[int]:
+def lengths(values: list[int], option: str = "--lengths") -> list[int]:
     """Sequence lengths in rising order, each once.
 
     Raises:
@@ -95,7 +95,7 @@ def lengths(values: list[int]) -> list[int]:
     """
     wrong = [value for value in values if value < 1]
     if wrong:
-        raise InputError(f"--lengths {wrong[0]}: a sequence has at least 1 token")
+        raise InputError(f"{option} {wrong[0]}: a sequence has at least 1 token")
     return sorted(set(values))
 
 
@@ -108,7 +108,7 @@ def head(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise InputError(f"--head {text}: write LAYER,HEAD counted from 0, such as 2,5")
     return int(parts[0]), int(parts[1])
 
@@ -120,7 +120,7 @@ def numbers(option: str, text: str) -> list[int]:
         InputError: The text is something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise InputError(f"{option} {text}: write numbers counted from 0 with commas between, such as 0,3")
     return [int(part) for part in parts]
 
@@ -133,7 +133,7 @@ def tokens_or_auto(option: str, text: str | None) -> Any:
     """
     if text is None or text == "auto":
         return text
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise InputError(f"{option} {text}: write a number of tokens, at least 1, or auto")
     return int(text)
 

@@ -9,6 +9,8 @@ BROKEN = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN,
 )  # fmt: skip
 NO_MEMORY = ("alloc", "out of memory", "Cannot allocate memory", "can't start new thread", "Storage size calculation")
+UNWRITTEN = ("PytorchStreamWriter failed", "[enforce fail at inline_container.cc")  # torch's, of a full disk
+_SYSTEM = re.compile(r"\(os error (\d+)\)")  # safetensors'
 _FOLDERS = re.compile(r"(?:/[\w.+-]+)+/")
 
 
@@ -28,6 +30,10 @@ def refusal(error: Exception) -> tuple[int, str] | None:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return 1 if error.errno in BROKEN else 2, f"{where}{error.strerror or error}"
+    if (number := _SYSTEM.search(str(error))) and int(number[1]) in BROKEN:
+        return 1, str(error)
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in UNWRITTEN):
+        return 1, "a file could not be written: is the disk full?"
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     ):

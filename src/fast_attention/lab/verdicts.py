@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fast_attention import catalogue
 from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.numbers import Number, bytes_of, digits, percent
 from fast_attention.lab.records import EXACT, Cell, Pass
@@ -72,6 +73,8 @@ def longest(record: Comparison) -> int | None:
 
 def kind(mechanism: Any) -> str:
     """What a mechanism's error means, or why it has none."""
+    if mechanism == catalogue.default("Softmax"):
+        return EXACT
     if mechanism.traits.approximates is not None:
         return f"approximates {mechanism.traits.approximates}"
     if mechanism.traits.learned:
@@ -170,6 +173,8 @@ def headline(record: Comparison) -> list[str]:
 def _fastest(record: Comparison, end: int) -> list[str]:
     firsts = {name: crossover(record, name) for name in record.mechanisms}
     won = {name: length for name, length in firsts.items() if length is not None}
+    if not any(end in record.ratios(name) for name in record.mechanisms):
+        return [f"Nothing but exact attention was timed at {end:,} tokens: more --budget may change that."]
     if not won:
         return [f"Use exact attention: nothing here was faster at {end:,} tokens."]
     sentences = [f"Below {min(won.values()):,} tokens use exact attention: nothing here is faster on this machine."]

@@ -5,6 +5,7 @@ from fast_attention.parallel.attending import decode as decode
 from fast_attention.parallel.attending import mix as mix
 from fast_attention.parallel.attending import run as run
 from fast_attention.parallel.collectives import counted as counted
+from fast_attention.parallel.packing import longest as longest
 from fast_attention.parallel.shards import Shards as Shards
 from fast_attention.parallel.shards import shards as shards
 from fast_attention.parallel.spreading import Spread as Spread

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fast_attention import checks, invariance, packed
@@ -14,10 +12,10 @@ from fast_attention.decoding import State
 from fast_attention.engine import dispatch
 from fast_attention.mechanism import Attention, Mechanism, Mixer, Unsupported
 from fast_attention.packed import CuSeqlens, Described, Lengths
-from fast_attention.parallel import collectives, streaming
+from fast_attention.parallel import streaming
+from fast_attention.parallel.agreeing import agreed
 from fast_attention.parallel.packing import packed_over
 from fast_attention.parallel.shards import Shards
-from fast_attention.parallel.states import leaves
 from fast_attention.parallel.strategies import strategy
 from fast_attention.parallel.strategy import Call, Sizes
 
@@ -46,16 +44,16 @@ def attend(
 
     Raises:
         Unsupported: The mechanism cannot be spread over these processes; the message says what would work.
-        ValueError: Sizes do not fit, or processes hold different weights. All processes raise, also those whose own
-            arguments are sound: a process that goes on alone would wait for ever.
+        ValueError: Sizes do not fit, or processes differ in more than their tokens. All processes raise, also those
+            whose own arguments are sound: a process that goes on alone would wait for ever.
     """
     sequences, error = _checked(
         lambda: mechanism.check(mechanism.traits, q, k, v, is_causal, key_mask), cu_seqlens, lengths
     )
-    call = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error, sequences)
+    call, inputs = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error, sequences)
     if is_causal:
         _as_many(call, sequences)
-    return _spread(call, sequences, (q, k, v), Sizes(*_sizes(q), v.shape[-1], q.element_size()))
+    return _spread(call, sequences, inputs, Sizes(*_sizes(q), v.shape[-1], q.element_size()))
 
 
 def decode(
@@ -84,7 +82,7 @@ def decode(
     if mechanism.traits.memory is None:
         raise mechanism.refuse("decoding", "memory")
     _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))
-    call = _call(mechanism, w, (q, k, v), group, True, key_mask, error, None)
+    call, (q, k, v) = _call(mechanism, w, (q, k, v), group, True, key_mask, error, None, state)
     _as_many(call, None)
     return streaming.decode(call, q, k, v, state)
 
@@ -113,9 +111,9 @@ def mix(
         ValueError: As in ``attend``, on all processes.
     """
     sequences, error = _checked(lambda: mechanism.check(x, is_causal, key_mask), cu_seqlens, lengths)
-    call = _call(mechanism, w, (x,), group, is_causal, key_mask, error, sequences)
+    call, inputs = _call(mechanism, w, (x,), group, is_causal, key_mask, error, sequences)
     batch = x.shape[:-2].numel()
-    return _spread(call, sequences, (x,), Sizes(batch, 1, x.shape[-1], x.shape[-1], x.element_size()))
+    return _spread(call, sequences, inputs, Sizes(batch, 1, x.shape[-1], x.shape[-1], x.element_size()))
 
 
 def _spread(call: Call, sequences: Described | None, inputs: tuple[Tensor, ...], sizes: Sizes) -> Tensor:
@@ -158,64 +156,16 @@ def _checked(
 
 def _call(
     mechanism: Mechanism[Any, Any], w: Any, inputs: tuple[Tensor, ...], group: Any, is_causal: bool,
-    key_mask: Tensor | None, error: Exception | None, sequences: Described | None,
-) -> Call:  # fmt: skip
-    """The call as every process knows it; raises on all processes what is wrong on any."""
+    key_mask: Tensor | None, error: Exception | None, sequences: Described | None, state: State | None = None,
+) -> tuple[Call, tuple[Tensor, ...]]:  # fmt: skip
+    """The call and its inputs as every process knows them; raises on all processes what is wrong on any."""
     invariance.refuse_group(mechanism)
-    if isinstance(group, Shards):
-        if error is not None:
-            raise error
-        return Call(mechanism, checks.weights(mechanism, w), group, is_causal, key_mask)
-    shards, masked = _agreed(mechanism, inputs, w, group, key_mask, error, sequences)
-    if masked and key_mask is None:
-        keys = inputs[-1]
-        batch = keys.shape[: -2 if len(inputs) == 1 else -3]
-        key_mask = torch.ones(*batch, keys.shape[-2], dtype=torch.bool, device=keys.device)
-    return Call(mechanism, checks.weights(mechanism, w), shards, is_causal, key_mask)
-
-
-def _agreed(
-    mechanism: Mechanism[Any, Any], inputs: tuple[Tensor, ...], w: Any, group: Any, key_mask: Tensor | None,
-    error: Exception | None, sequences: Described | None,
-) -> tuple[Shards, bool]:  # fmt: skip
-    """Everyone's lengths, and whether anyone has a mask; raises on all processes what is wrong on any."""
-    sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
-    facts = [float(error is not None), *sizes, float(key_mask is not None), *_borders(sequences), *_checksum(w)]
-    device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
-    rows = collectives.all_gather(torch.tensor(facts, dtype=torch.float64, device=device), group).tolist()
-    if error is not None:
+    call = Call(mechanism, w, group, is_causal, key_mask)
+    if not isinstance(group, Shards):
+        call, inputs = agreed(call, inputs, error, sequences, state)
+    elif error is not None:
         raise error
-    if wrong := [rank for rank, row in enumerate(rows) if row[0]]:
-        raise ValueError(f"{mechanism!r}: the arguments of process {wrong[0]} were refused there; see its error")
-    if any(row[4:6] != rows[0][4:6] for row in rows):
-        raise ValueError(
-            "processes describe different packed sequences: cu_seqlens or lengths are those of the whole row, equal on "
-            "every process"
-        )
-    if any(row[6:] != rows[0][6:] for row in rows):
-        raise ValueError("processes hold different weights: draw them once and send them to all, or seed alike")
-    queries, keys = (tuple(int(row[i]) for row in rows) for i in (1, 2))
-    if 0 in queries or 0 in keys:
-        raise ValueError(
-            f"every process needs a token or more; they hold {list(queries)} queries and {list(keys)} keys"
-        )
-    return Shards(group, dist.get_rank(group), queries, keys), any(row[3] for row in rows)
-
-
-def _borders(sequences: Described | None) -> list[float]:
-    """Two numbers that tell packed sequences apart."""
-    lengths = [] if sequences is None else [*sequences.queries, *sequences.keys]
-    return [float(len(lengths)), float(sum(i * n for i, n in enumerate(lengths, start=1)))]
-
-
-def _checksum(w: Any) -> list[float]:
-    """Two numbers that tell weights apart."""
-    tensors = [x.detach().double().reshape(-1) for x in leaves(w)]
-    if not tensors:
-        return [0.0, 0.0]
-    flat = torch.cat(tensors)
-    rising = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
-    return [flat.sum().item(), (flat * rising).sum().item()]
+    return call._replace(w=checks.weights(mechanism, w)), inputs
 
 
 def run(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fast_attention.mechanism import Unsupported
+
 
 @dataclass
 class Traffic:
@@ -96,6 +98,15 @@ def _count(numbers: int, x: Tensor) -> None:
         traffic.bytes += numbers * x.element_size()
 
 
+def _once() -> None:
+    """Raise where a gradient is to be differentiated again: what it owes to other processes would be left out."""
+    if torch.is_grad_enabled():
+        raise Unsupported(
+            "over several processes there are no second derivatives (create_graph=True). What would work: first ones, "
+            "or one process"
+        )
+
+
 def _exchange(x: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
     out = x.new_empty(sum(incoming))
     dist.all_to_all_single(out, x.contiguous(), incoming, outgoing, group=group)
@@ -115,6 +126,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _once()
         (grad,) = grads
         world, size = len(grad), grad[0].numel()
         parts = _exchange(grad.reshape(-1), [size] * world, [size] * world, ctx.group)
@@ -135,7 +147,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         flight = ctx.flight
         flight.work.wait()
-        return flight.parts[0].view(-1, *grads[0].shape).sum(0), None
+        return flight.parts[0].view(dist.get_world_size(flight.group), *grads[0].shape).sum(0), None
 
 
 class _Land(torch.autograd.Function):
@@ -147,6 +159,7 @@ class _Land(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _once()
         (grad,), flight = grads, ctx.flight
         flat = grad.contiguous().view(-1)
         flight.parts = [torch.empty_like(flat)]
@@ -166,6 +179,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _once()
         return all_reduce(grads[0], ctx.group), None
 
 
@@ -177,6 +191,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _once()
         return _exchange(grads[0], ctx.sizes[0], ctx.sizes[1], ctx.group), None, None, None
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention import packed
-from fast_attention.packed import Packing
-from fast_attention.parallel.shards import Shards
+from fast_attention.packed import CuSeqlens, Lengths, Packing
+from fast_attention.parallel.shards import Shards, shards
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
 
 
@@ -27,11 +27,29 @@ class Part(NamedTuple):
         return any(self.keys) and len({rank for sizes in self for rank, n in enumerate(sizes) if n}) > 1
 
 
-def parts(sequences: Packing, shards: Shards) -> list[Part]:
+def parts(sequences: Packing, everyone: Shards) -> list[Part]:
     """The packed sequences, in their order, but for those without a token."""
-    queries = _overlaps(sequences.queries, shards.borders(keys=False))
-    keys = _overlaps(sequences.keys, shards.borders())
+    queries = _overlaps(sequences.queries, everyone.borders(keys=False))
+    keys = _overlaps(sequences.keys, everyone.borders())
     return [Part(*each) for each in zip(queries, keys, strict=True) if any(map(sum, each))]
+
+
+def longest(
+    group: Any, queries: int, keys: int, device: torch.device, cu_seqlens: CuSeqlens | None, lengths: Lengths | None
+) -> int:
+    """The most queries or keys that a sequence has on all processes together, for weights that depend on it.
+
+    Args:
+        group: The ``ProcessGroup``, or the ``Shards`` of it.
+        queries: Of this process.
+        keys: Of this process.
+        device: Where the numbers are exchanged.
+        cu_seqlens: The borders of packed sequences, as in ``attend``.
+        lengths: Instead of it the number of tokens of each sequence.
+    """
+    everyone = group if isinstance(group, Shards) else shards(group, queries, keys, device)
+    sequences = packed.packing(cu_seqlens, lengths, everyone.length, everyone.num_keys)
+    return max(everyone.length, everyone.num_keys) if sequences is None else sequences.longest
 
 
 def _overlaps(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:

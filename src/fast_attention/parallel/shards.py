@@ -78,9 +78,24 @@ def shards(group: Any, length: int, keys: int | None = None, device: torch.devic
         keys: Its keys where there are others than queries.
         device: Where the numbers are exchanged: that of the tokens.
     """
+    group = member_of(group)
     numbers = torch.tensor([length, length if keys is None else keys], device=device)
     rows = collectives.all_gather(numbers, group).tolist()
     return Shards(group, dist.get_rank(group), tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+
+def member_of(group: Any) -> Any:
+    """The ``ProcessGroup``, if this process is in it.
+
+    Raises:
+        ValueError: It is not, or what was given is no group.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group: only those that hold some of the sequence make the call")
+    kind = type(group).__name__
+    raise ValueError(f"group is a ProcessGroup, as torch.distributed.group.WORLD or mesh.get_group() is; got {kind}")
 
 
 def local(x: Tensor, sizes: tuple[int, ...], rank: int, axis: int = -2) -> Tensor:

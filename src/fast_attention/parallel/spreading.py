@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fast_attention import cache_argument
 from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.sparse.local import Local
-from fast_attention.parallel.shards import Shards, shards
+from fast_attention.parallel.shards import Shards, member_of, shards
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -85,6 +85,7 @@ def parallelize(model: Model, mesh: Any) -> Model:
             "fast_attention.nn"
         )
     if group is not None:
+        member_of(group)
         _refuse_others(model)
         _compare(model, group)
     for layer in layers:
@@ -125,13 +126,13 @@ def _refuse_window(model: nn.Module, length: int) -> None:
 def _compare(model: nn.Module, group: Any) -> None:
     """Raise on all processes unless all hold equal parameters and buffers."""
     tensors = {name: x for name, x in [*model.named_parameters(), *model.named_buffers()] if not x.is_meta}
-    sums = torch.stack([x.detach().double().sum().cpu() for x in tensors.values()] or [torch.zeros(())]).tolist()
+    sums = [repr(x.detach().double().sum().item()) for x in tensors.values()]  # in words, for NaN is unlike itself
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, list(zip(tensors, sums, strict=False)), group=group)
+    dist.all_gather_object(everyone, list(zip(tensors, sums, strict=True)), group=group)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             pairs = zip(everyone[0], other, strict=False)
-            name = next((a[0] for a, b in pairs if a != b and not a[1] == b[1] == 0.0), "their number")
+            name = next((a[0] for a, b in pairs if a != b), "their number")
             raise ValueError(
                 f"processes 0 and {rank} hold different weights ({name}): draw them once and send them to all, or seed "
                 "alike before the model is made"

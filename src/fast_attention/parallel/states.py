@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fast_attention.decoding import State
 from fast_attention.engine.precision import rebuild
+from fast_attention.mechanisms.linear.cosformer import CosFormer
 from fast_attention.parallel import collectives
 from fast_attention.parallel.heads import of_heads
 from fast_attention.parallel.strategy import Call, Sizes, Strategy
@@ -37,6 +38,7 @@ def _causal(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     One half of the heads is summed while the states of the other are under way, and read while its own are.
     """
+    check_length(call)
     heads, shards, parts = q.shape[-3], call.shards, 2 if _is_long(call, q) else 1
     calls = [call]
     if parts == 2:
@@ -52,6 +54,13 @@ def _causal(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _ = call.mechanism.decode(*tensors, each.w, before, key_mask=call.key_mask)
         outs.append(collectives.with_gradient(out, rows))
     return torch.cat(outs, -3) if parts == 2 else outs[0]
+
+
+def check_length(call: Call, before: Any = None) -> None:
+    """Raise on all processes, not only on those behind it, where tokens after a state go beyond CosFormer's longest."""
+    if isinstance(call.mechanism, CosFormer):
+        start = 0 if before is None else before.position(call.w)
+        call.mechanism.within(start + call.shards.num_keys, call.w.number)
 
 
 def _depart(call: Call, k: Tensor, v: Tensor) -> tuple[State, Tensor, collectives.Flight]:

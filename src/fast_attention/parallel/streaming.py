@@ -29,7 +29,7 @@ def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> 
 
 def _combined(call: Call, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> tuple[Tensor, State]:
     mechanism = call.mechanism
-    decoding.validated(state, decoding.empty(mechanism, q, k, v, call.w))
+    states.check_length(call, decoding.validated(state, decoding.empty(mechanism, q, k, v, call.w)))
     every, received = states.gathered(call, k, v)
     before = _total(mechanism, [state, *every[: call.shards.rank]])
     out, _ = mechanism.decode(q, k, v, call.w, before, key_mask=call.key_mask)

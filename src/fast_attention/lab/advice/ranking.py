@@ -13,6 +13,7 @@ from fast_attention.lab.records import EXACT, Cell, Pass
 
 Kind = Literal["use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
 ORDER: tuple[Kind, ...] = ("use", "trained", "exact", "unproven", "slower", "inexact", "unknown", "cannot")
+LATE = ("over budget", "not reached")  # begins the note of what might be timed in more time
 FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
 
 
@@ -141,7 +142,14 @@ def rounded(length: float) -> int:
 
 
 def advice(record: Comparison, rows: list[Row], question: Question) -> list[str]:
-    """The answer in one to three sentences."""
+    """The answer in one to four sentences."""
+    late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
+    if late and all(row.kind in ("exact", "cannot") for row in rows):
+        return [f"At {question.length:,} tokens nothing but exact attention was timed: more --seconds may change that."]
+    return [*_answer(record, rows, question), *([f"Not timed, for lack of --seconds: {late} more."] if late else [])]
+
+
+def _answer(record: Comparison, rows: list[Row], question: Question) -> list[str]:
     at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
     if best.kind == "use":
         return [

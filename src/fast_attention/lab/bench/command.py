@@ -108,7 +108,7 @@ def _over_processes(
 
 
 def _some(lengths: list[int]) -> list[int]:
-    return [] if lengths == [0] else inputs.lengths(lengths)
+    return [] if lengths == [0] else inputs.lengths(lengths, "--memory-lengths")
 
 
 def _carry_out(plan: Plan, record: Benchmark, out: Path) -> str:

@@ -12,11 +12,13 @@ from fast_attention.lab import options
 from fast_attention.lab.options import MODEL, at_work
 
 if TYPE_CHECKING or at_work():
+    from fast_attention import catalogue
     from fast_attention.conversion import Conversion, ConversionSettings, convert
     from fast_attention.lab import inputs, measure, progress, surroundings, tables
     from fast_attention.lab.converting import costs, page
     from fast_attention.lab.converting.models import Data, ModelAndData, opened
     from fast_attention.lab.converting.record import STAGES, Converted
+    from fast_attention.lab.inputs import InputError
     from fast_attention.training.loop import Diverged
 
 CHECKPOINT = "checkpoint"
@@ -81,7 +83,8 @@ def convert_command(
     [dim]fast-attention convert out/train --mechanism 'Local(window=64)' --minutes 2 --out out/fast[/dim]
     """
     with inputs.refusing(TypeError, Diverged), inputs.alone(out):
-        if (complete := _complete(out, resume, restart)) is not None:
+        kind = inputs.mechanisms([mechanism])[0]
+        if (complete := _complete(out, resume, restart, model, repr(kind))) is not None:
             _show(complete, out, as_json)
             return 0
         inputs.threads(threads or measure.useful_threads())
@@ -89,7 +92,6 @@ def convert_command(
         given: dict[str, Any] = {**limits, "share": share, "lr": lr, "precision": precision, "train": train}
         given = {name: value for name, value in given.items() if value is not None}
         settings = ConversionSettings(seed=seed, **given)
-        kind = inputs.mechanisms([mechanism])[0]
         exact = None if exact_up_to == "none" else inputs.tokens_or_auto("--exact-up-to", exact_up_to)
         data = Data(text, judge, fasta, length, batch_size, positions, seed)
         source = opened(model, inputs.device(device), data, out)
@@ -106,13 +108,22 @@ def convert_command(
     return 0 if held.conversion.status == "complete" else 130
 
 
-def _complete(out: Path, resume: bool, restart: bool) -> Converted | None:
-    """The record of a conversion that is complete and resumed; None where there is something to do."""
+def _complete(out: Path, resume: bool, restart: bool, model: str, mechanism: str) -> Converted | None:
+    """The record of a conversion that is complete and resumed; None where there is something to do.
+
+    Raises:
+        InputError: It is of another model or mechanism.
+    """
     checkpoint, path = out / CHECKPOINT, out / Converted.data
     inputs.results([checkpoint, path], out, "a conversion", resume=resume, restart=restart)
     if checkpoint.exists() or not path.exists():
         return None
     held = Converted.read(path)
+    before, converted = held.conversion.mechanism, held.meta["model"].rpartition(" (")[0]
+    long = repr(getattr(catalogue.parse(before), "long", None))  # beside exact attention for short inputs
+    if mechanism not in (before, long) or Path(converted).name != Path(model).name:
+        other = f"{before} in {converted}, not {mechanism} in {model}"
+        raise InputError(f"--resume: {path} is of another conversion: {other}")
     return held if held.conversion.status == "complete" else None
 
 

@@ -13,7 +13,7 @@ from fast_attention.lab.inputs import InputError
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks.task import Task
 from fast_attention.training.settings import TrainingSettings
-from fast_attention.training.steps import config_for
+from fast_attention.training.steps import config_for, loss_of
 
 BESIDE = " + "  # separates the mechanisms of layers that alternate
 EXACT, ALONE = "Softmax()", "Local(window=0)"
@@ -43,7 +43,7 @@ class Plan:
         names = tuple(dict.fromkeys([*CONTROLS, *mechanisms]))
         for name in names:
             with inputs.refusing(NotImplementedError, where=f"{name}: "):
-                matched(task, name, model)
+                _try(task, matched(task, name, model), settings)
         if model.get("positions", "auto") == "auto":  # the same for all
             every = tuple(part for name in names for part in name.split(BESIDE))
             shared = config_for(task, mechanism=every, **{**model, "layers": len(every)})
@@ -91,6 +91,13 @@ def matched(task: Task, mechanism: str, model: dict[str, Any]) -> ModelConfig:
     config = config_for(task, mechanism=tuple(mechanism.split(BESIDE)), **model)
     least, unit = parameters(replace(config, hidden=1)), config.layers * (2 * config.width + 1)
     return replace(config, hidden=1 + max(0, round((target - least) / unit)))
+
+
+@torch.no_grad()
+def _try(task: Task, config: ModelConfig, settings: TrainingSettings) -> None:
+    """Run a model on one sequence, so that what a mechanism denies, padding say, shows before any is trained."""
+    with torch.random.fork_rng(devices=[]):
+        loss_of(Model(config), task.batch("train", 0, 1), settings)
 
 
 def parameters(config: ModelConfig) -> int:

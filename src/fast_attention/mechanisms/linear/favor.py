@@ -183,7 +183,7 @@ class Favor(Kernelised[TrigonometricWeights]):
     ) -> tuple[Tensor, LinearState]:  # fmt: skip
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
-            raise Unsupported(f"{self!r}: no gradient of the clamp's unit goes through a state; detach it, or use no_grad")
+            raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
         why = signed_gpu.obstacle(q, k, v, self._count(w), key_mask, is_causal=True) or gpu.few(q, k, v, state)
         if not why:
             return _signed(*w, self.clamp).advance(q, k, v, state, key_mask)
