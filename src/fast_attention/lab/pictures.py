@@ -184,7 +184,7 @@ def _height(point: Point) -> float:
 
 
 def _label(axes: Axes, points: list[Point], best: list[Point]) -> None:
-    """Names beside their points, pushed upwards where they would lie on one another or on a point."""
+    """Names beside their points, or further up, with a line to them, where they would lie on a name or a point."""
     wide = math.log10(axes.get_xlim()[1] / axes.get_xlim()[0])
     places = [(math.log10(point.speed), math.log10(_height(point))) for point in points]
     taken = [(x - 0.01 * wide, x + 0.01 * wide, y) for x, y in places]
@@ -194,8 +194,9 @@ def _label(axes: Axes, points: list[Point], best: list[Point]) -> None:
         while any(abs(y - other) < 0.1 and x < last and start < end for start, last, other in taken):
             y += 0.02
         taken.append((x, end, y))
-        weight = "bold" if point in best else "normal"
+        weight, moved = "bold" if point in best else "normal", y > math.log10(_height(point))
         axes.annotate(
             point.name, (point.speed, _height(point)), (10**x, 10**y), textcoords="data", va="center",
             fontsize=7, fontweight=weight, color=INK if point in best else SOFT,
+            arrowprops={"arrowstyle": "-", "color": PALE, "linewidth": 0.6, "relpos": (0, 0.5)} if moved else None,
         )  # fmt: skip
