@@ -23,6 +23,14 @@ def _public(module: Any, kind: type) -> dict[str, type]:
     return classes
 
 
+def _of_users() -> dict[str, type]:
+    """Mechanisms, feature maps and other values that users' imported modules define, the newest of a name."""
+    kinds = list(Value.__subclasses__())
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("fast_attention.")}
+
+
 _MECHANISMS: dict[str, type[Mechanism[Any, Any]]] = {
     **_public(mechanisms, Mechanism),
 }
@@ -31,6 +39,7 @@ _PARSER = Parser(
     "Softmax(scale=1.0)",
     {**_public(mechanisms, Value), **_public(features, Value), **_public(projections, Value)},
     tuple(_MECHANISMS),
+    _of_users,
 )
 
 
@@ -63,7 +72,8 @@ def elsewhere(text: str) -> str:
 
 
 def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, Any]:
-    """Parse a mechanism: a name (``"Local"``) or a repr (``"Local(window=64)"``). Nothing is executed.
+    """Parse a mechanism: a name (``"Local"``) or a repr (``"Local(window=64)"``), in which classes of users' modules
+    may stand that are imported. Nothing is executed.
 
     Raises:
         ValueError: The text names no mechanism or no such setting, or is not a call with plain values. A name that

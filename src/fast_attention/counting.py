@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_VECTOR_PRODUCTS = ("mv", "dot")  # which torch's table leaves out
 _SORTS = ("sort", "topk", "argsort")
 _TRANSFORMS = ("_fft_c2c", "_fft_r2c", "_fft_c2r")
 
@@ -35,6 +36,9 @@ class _Counter(TorchDispatchMode):
         name = packet.__name__
         if name.startswith(_CPU_ATTENTION):
             self.operations += _attention_operations(name, args)
+            return out
+        if name in _VECTOR_PRODUCTS:
+            self.operations += 2 * args[0].numel()
             return out
         input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for t in tree_leaves(out):

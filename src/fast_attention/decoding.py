@@ -83,7 +83,7 @@ def apart(held: Any, *given: Tensor | None, at_start: bool) -> Any:
     Tensors without memory, of traced code, are copied ``at_start``: a first state may be the caller's tensors.
     """
     known = not traced() and not wrapped(given)
-    memory = {x.untyped_storage().data_ptr() for x in given if x is not None} if known else set[int]()
+    memory = {x.untyped_storage().data_ptr() for x in given if known and x is not None}
 
     def kept(x: Tensor) -> Tensor:
         return x.clone() if (x.untyped_storage().data_ptr() in memory if known else at_start) else x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,12 +20,19 @@ class Parser:
         example: A call as a user would write it, for errors.
         values: Every class that may occur in a text, by name: those of the kind, and those of its settings.
         names: The names of the kind's classes alone.
+        others: More classes by name, asked for where none of these is meant.
     """
 
     kind: str
     example: str
     values: dict[str, type]
     names: tuple[str, ...]
+    others: Callable[[], dict[str, type]] = dict
+
+    @property
+    def is_open(self) -> bool:
+        """Whether texts may name classes of users."""
+        return self.others is not dict
 
     def read(self, text: str) -> Any:
         """Parse a name (``"Local"``) or a call (``"Local(window=64)"``).
@@ -66,10 +74,11 @@ class Parser:
                 raise ValueError(f"{text!r}: settings are numbers, strings, True, False, None, tuples and named values")
 
     def _make(self, name: str, args: list[Any], settings: dict[str, Any], text: str) -> Any:
-        if name not in self.values:
-            near = self.nearest(name, tuple(self.values))
+        kind = self.values.get(name) or self.others().get(name)
+        if kind is None:
+            near = self.nearest(name, tuple(self.values)) + " A class of yours must be imported first." * self.is_open
             raise ValueError(f"{text!r}: no {self.kind} or value is called {name!r}.{near}")
-        known = [field.name for field in fields(self.values[name]) if field.init]  # type: ignore[arg-type]
+        known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
         for setting in settings:
             if setting not in known:
                 listed = ", ".join(known) or "none"
@@ -77,7 +86,7 @@ class Parser:
         if len(args) > len(known):
             raise ValueError(f"{text!r}: {name} has {len(known)} settings and got {len(args)} values")
         try:
-            return self.values[name](*args, **settings)
+            return kind(*args, **settings)
         except TypeError as error:
             raise ValueError(f"{text!r}: {error}") from error
 

@@ -11,6 +11,8 @@ from fast_attention.counting import count_operations, exponent, peak_bytes
 def test_matrix_products_count_two_per_multiply_add() -> None:
     a, b = torch.randn(8, 16), torch.randn(16, 32)
     assert count_operations(lambda: a @ b) == 2 * 8 * 16 * 32
+    assert count_operations(lambda: a @ b[:, 0]) == 2 * 8 * 16
+    assert count_operations(lambda: a[0] @ a[1]) == 2 * 16
     assert count_operations(lambda: (a + a).exp()) == 2 * 8 * 16
     assert count_operations(lambda: a.mT.reshape(-1)[0]) == 8 * 16, "only the copy counts, views are free"
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import LinearAttention, attention
+from fast_attention import LinearAttention, __version__, attention
 from fast_attention.engine import dispatch
-from fast_attention.feature_maps.features import EluPlusOne
+from fast_attention.feature_maps.features import EluPlusOne, Relu
 from fast_attention.gpu import cases, operations, self_check
 from fast_attention.gpu.cases import Case
 from fast_attention.gpu.summing.plain import SCORES
@@ -61,6 +61,11 @@ def test_kernels_read_as_many_digits_as_they_sum(
     assert self_check.verdict(case, 64, 64, dtype, torch.empty(0).device, masked=False) == ""
 
 
+def test_gradients_of_biases_are_as_exact_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "TOKENS", 300)
+    assert verdict(dtype=torch.bfloat16, case=cases.windows(5)) == ""
+
+
 @pytest.mark.parametrize("found", ["", "causal output is off by 1"])
 def test_a_captured_graph_keeps_to_what_was_found_before(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     capturing: list[bool] = []
@@ -102,6 +107,12 @@ def test_the_callers_modes_do_not_matter() -> None:
     kind = torch.empty(0).device.type
     with torch.inference_mode(), torch.autocast(kind, dtype=torch.bfloat16):
         assert verdict() == ""
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert verdict(case=cases.decayed(EluPlusOne(), normalized=True), dtype=torch.bfloat16) == ""
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_wrong_kernels_are_named_once_and_never_run(
@@ -127,7 +138,7 @@ def test_verdicts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch,
     verdict()
     (path,) = folder.rglob("kernels.json")
     (key,) = json.loads(path.read_text())
-    assert torch.__version__ in key
+    assert f"{__version__} {torch.__version__}" in key
     assert "cpu" in key or "NVIDIA" in key
     monkeypatch.setattr(self_check, "_verdicts", {})
     monkeypatch.setattr(self_check, "compared", lambda *given, **named: pytest.fail("compared again"))
@@ -136,6 +147,23 @@ def test_verdicts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch,
     with pytest.warns(UserWarning, match="wrong"):
         assert verdict(width=8) == "wrong"
     assert len(json.loads(path.read_text())) == 2
+
+
+def test_what_could_not_be_compared_is_tried_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def failing(*given: Any, **named: Any) -> str:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(self_check, "compared", failing)
+    with pytest.warns(UserWarning, match="Failed to find C compiler"):
+        assert "map 2 for heads of 16 and 16 in torch.float32 failed" in verdict(case=cases.elementwise(Relu()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "failed" in verdict(case=cases.elementwise(Relu()))  # once a process
+    assert not [*folder.rglob("kernels.json")]
+    monkeypatch.undo()
+    monkeypatch.setattr(self_check, "_path", lambda: folder / "kernels.json")
+    monkeypatch.setattr(self_check, "_verdicts", {})  # another process
+    assert verdict(case=cases.elementwise(Relu())) == ""
 
 
 @pytest.mark.parametrize("held", ["", "[]", "{"])

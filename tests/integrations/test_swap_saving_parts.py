@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fast_attention import files, from_pretrained, swap, swap_back
+from fast_attention import LinearAttention, files, from_pretrained, swap, swap_back
 from fast_attention.integrations import timm
 from fast_attention.mechanism import Unsupported
 from fast_attention.nn.multihead import MultiheadAttention
@@ -169,3 +169,11 @@ def test_parts_that_look_their_class_up_are_built_by_their_former_name(tmp_path:
             again = load(tmp_path).eval()
             torch.testing.assert_close(again(**given).pred_masks, wanted, rtol=1e-5, atol=1e-9)
             assert again.config._attn_implementation == "fast_attention"
+
+
+def test_a_function_is_refused_where_it_would_not_be_read_back(tmp_path: Path) -> None:
+    """Its files were written, and could not be loaded."""
+    swap(model := build("Llama"), LinearAttention(feature_map=torch.exp))
+    with pytest.raises(Unsupported, match="a class in place of a function"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -87,7 +87,7 @@ def _unlike_window(reach: int, width: int, values: int, dtype: torch.dtype, devi
                 w = band.to(torch.promote_types(kind, torch.float32)).requires_grad_()
                 out = form(*x, mask, w, is_causal, False, True)
                 out = out if isinstance(out, Tensor) else out[0]
-                results.append([out, *torch.autograd.grad(out, (*x, w), grad.to(kind))])
+                results.append([out, *(y.to(kind) for y in torch.autograd.grad(out, (*x, w), grad.to(kind)))])
         parts, name = ("output", "dq", "dk", "dv", "dw"), "causal window's" if is_causal else "window's"
         if why := _unlike(name, parts, *results, of=f"{width} in {dtype}"):
             return why

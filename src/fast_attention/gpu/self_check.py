@@ -1,7 +1,8 @@
 """Compares the kernels once on every device with plain operations; where they differ, the plain ones serve.
 
-Compilers for new GPUs have made wrong code of right kernels. The verdict is kept for versions of torch, Triton and the
-GPU's name, so that a process pays for it only where nobody has yet.
+Compilers for new GPUs have made wrong code of right kernels. The verdict is kept for versions of this library, torch,
+Triton and the GPU's name, so that a process pays for it only where nobody has yet; where nothing could be compared, for
+want of a C compiler say, the next process tries again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fast_attention import files
+from fast_attention import __version__, files
 from fast_attention.engine.tracing import symbolic
 from fast_attention.gpu.cases import Case
 
@@ -41,11 +42,16 @@ def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: tor
     """What was found wrong, now or by an earlier process; empty for nothing."""
     key = _key(case, width, values, dtype, device, masked=masked)
     if _earlier(key) is None:
-        with torch.inference_mode(False):
+        try:
             _verdicts[key] = compared(case, width, values, dtype, device, masked=masked)
-        with contextlib.suppress(OSError):
-            _path().parent.mkdir(parents=True, exist_ok=True)
-            files.write(_path(), json.dumps(_kept() | {key: _verdicts[key]}, indent=1) + "\n")
+            with contextlib.suppress(OSError):
+                _path().parent.mkdir(parents=True, exist_ok=True)
+                files.write(_path(), json.dumps(_kept() | {key: _verdicts[key]}, indent=1) + "\n")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers raise errors of many kinds; some are gone when the next process asks
+            what = f"{case.name} for heads of {width} and {values} in {dtype}"
+            _verdicts[key] = f"{what} failed: {f'{error}'.splitlines()[:1]}"
         if _verdicts[key]:
             warnings.warn(
                 f"fast-attention runs plain operations instead of Triton kernels: {_verdicts[key]}", stacklevel=2
@@ -54,13 +60,14 @@ def verdict(case: Case, width: int, values: int, dtype: torch.dtype, device: tor
 
 
 def compared(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
-    """What kernels make of a small case, and its gradients, that plain operations do not."""
+    """What kernels make of a small case, and its gradients, that plain operations do not; in no caller's mode."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     try:
-        return case.compare(width, values, dtype, device, masked)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers raise errors of many kinds
-        return f"{case.name} for heads of {width} and {values} in {dtype} failed: {f'{error}'.splitlines()[:1]}"
+        with torch.inference_mode(False):
+            return case.compare(width, values, dtype, device, masked)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _earlier(key: str) -> str | None:
@@ -72,7 +79,8 @@ def _earlier(key: str) -> str | None:
 
 def _key(case: Case, width: int, values: int, dtype: torch.dtype, device: torch.device, *, masked: bool) -> str:
     mask = "masked" if masked else "unmasked"
-    return " ".join(map(str, (_device(device), torch.__version__, _triton(), width, values, dtype, case.name, mask)))
+    versions = __version__, torch.__version__, _triton()
+    return " ".join(map(str, (_device(device), *versions, width, values, dtype, case.name, mask)))
 
 
 @cache

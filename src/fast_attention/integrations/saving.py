@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fast_attention import __version__, files
+from fast_attention import __version__, catalogue, files
 from fast_attention.integrations import timm, torch_nn, unpadding
 from fast_attention.integrations.attention import NAME
 from fast_attention.integrations.swapped import BEFORE, Swapped, layers_of
@@ -69,6 +69,7 @@ def save_pretrained(
         _write(model, save_directory, state_dict=state_dict, push_to_hub=push_to_hub, **settings)
         return
     _check_named(model, layers)
+    _check_readable(model, layers)
     _check(model, settings)
     hub = {name: settings.pop(name) for name in PUSH if name in settings}
     folder = Path(save_directory)
@@ -194,6 +195,22 @@ def _check_named(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
             f"would work: swap(model, {{'{part}.*': ...}}) of the whole {kind}, {again}; or saving {part} by itself; "
             f"for exact attention, swap_back of {part}"
         )
+
+
+def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
+    """Raise ``Unsupported`` where a mechanism is not what its expression gives, as one with a function is not."""
+    bounds = [part.bound for part in layers.values()] + [part.attention for part in torch_nn.swapped_in(model)]
+    for mechanism in {bound.mechanism for bound in bounds}:
+        try:
+            same = catalogue.parse(repr(mechanism)) == mechanism
+        except ValueError:
+            same = False
+        if not same:
+            raise Unsupported(
+                f"{type(model).__name__}: files name mechanisms by expressions, and {mechanism!r} cannot be read back. "
+                "What would work: a class in place of a function, as docs/guides/your_mechanism.md has it; or "
+                "torch.save(model.state_dict(), path), which is loaded into a model that was swapped in the same way"
+            )
 
 
 def _check(model: PreTrainedModel, settings: dict[str, Any]) -> None:

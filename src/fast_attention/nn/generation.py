@@ -38,14 +38,16 @@ class Sampling(Value):
         """One token (B,) for each row of logits (B, V)."""
         if self.temperature == 0.0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, torch.finfo(logits.dtype).tiny)
         if self.top_k:
             threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
             logits = logits.masked_fill(logits < threshold, float("-inf"))
         if self.top_p < 1.0:
             ranked, order = logits.sort(-1, descending=True)
             probabilities = ranked.softmax(-1)
-            excluded = probabilities.cumsum(-1) - probabilities >= self.top_p  # the first token always stays
+            excluded = probabilities.cumsum(-1) - probabilities >= self.top_p
+            excluded[..., 0] = False
             masked = torch.zeros_like(excluded).scatter(-1, order, excluded)
             logits = logits.masked_fill(masked, float("-inf"))
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[..., 0]
