@@ -29,11 +29,6 @@ class Parser:
     names: tuple[str, ...]
     others: Callable[[], dict[str, type]] = dict
 
-    @property
-    def is_open(self) -> bool:
-        """Whether texts may name classes of users."""
-        return self.others is not dict
-
     def read(self, text: str) -> Any:
         """Parse a name (``"Local"``) or a call (``"Local(window=64)"``).
 
@@ -76,7 +71,8 @@ class Parser:
     def _make(self, name: str, args: list[Any], settings: dict[str, Any], text: str) -> Any:
         kind = self.values.get(name) or self.others().get(name)
         if kind is None:
-            near = self.nearest(name, tuple(self.values)) + " A class of yours must be imported first." * self.is_open
+            near = self.nearest(name, tuple(self.values))
+            near += "" if self.others is dict else " A class of yours must be imported first."
             raise ValueError(f"{text!r}: no {self.kind} or value is called {name!r}.{near}")
         known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
         for setting in settings:
