@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fast_attention.engine import masks
 from fast_attention.engine.heads import divide, repeated
+from fast_attention.engine.precision import alike
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 PADDED = "padded, with key_mask=, or its texts one behind the other, with lengths="
@@ -161,8 +162,8 @@ def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None, reads: str) ->
     return masks.drop(k, mask) if "k" in reads else k, masks.drop(v, mask), mask
 
 
-def weights(mechanism: Any, w: Any, q: Tensor | None = None) -> Any:
-    """Return ``w``; raise a ``ValueError`` if it is missing or not for the number of heads of ``q`` (..., H, L, E)."""
+def weights(mechanism: Any, w: Any, x: Tensor) -> Any:
+    """Return ``w``, as wide as the tokens ``x`` ask; raise a ``ValueError`` if it is missing or for other heads."""
     if not mechanism.needs_weights:
         return w
     if isinstance(w, tuple) and not w:
@@ -170,13 +171,13 @@ def weights(mechanism: Any, w: Any, q: Tensor | None = None) -> Any:
             f"{mechanism!r} needs its weights: pass w=mechanism.weights(Shape(heads=..., head_dim=..., max_len=...)) "
             "or call it through fast_attention.Bound"
         )
-    heads = None if q is None else mechanism.heads_of(w)
-    if q is not None and heads is not None and heads != q.shape[-3]:
+    heads = mechanism.heads_of(w)
+    if heads is not None and heads != x.shape[-3]:
         raise ValueError(
-            f"{mechanism!r}: its weights are for {heads} heads and q has {q.shape[-3]} (shape {tuple(q.shape)}): give "
-            f"weights(Shape(heads={q.shape[-3]}, ...))"
+            f"{mechanism!r}: its weights are for {heads} heads and q has {x.shape[-3]} (shape {tuple(x.shape)}): give "
+            f"weights(Shape(heads={x.shape[-3]}, ...))"
         )
-    return w
+    return alike(w, x)
 
 
 def checked(function: Function) -> Function:

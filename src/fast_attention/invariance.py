@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fast_attention.engine import dispatch
+from fast_attention.engine.precision import in_dtype_of_tokens
 from fast_attention.engine.tracing import traced
 from fast_attention.traits import Unsupported
 
@@ -58,6 +59,7 @@ def _inside() -> Iterator[None]:
         _asked.reset(token)
 
 
+@in_dtype_of_tokens
 def attend(
     mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None, **scores: Any
 ) -> Tensor:
@@ -79,6 +81,7 @@ def attend(
     return _apart(one, (q, k, v, _rows(key_mask, q), scores.get("attn_mask")), lead=q.dim() - 3)
 
 
+@in_dtype_of_tokens
 def advance(
     mechanism: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, state: Any, *, key_mask: Tensor | None
 ) -> tuple[Tensor, Any]:
@@ -100,6 +103,7 @@ def advance(
     return _apart(one, (q, k, v, _rows(key_mask, q), state), lead=q.dim() - 3)
 
 
+@in_dtype_of_tokens
 def mix(mechanism: Any, x: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
     """``mechanism.mix``."""
     if not asked():

@@ -40,7 +40,7 @@ class Mechanism(Value, ABC, Generic[W, S]):
         first: Any = w
         while isinstance(first, tuple) and first:
             first = first[0]
-        return first.shape[0] if isinstance(first, Tensor) else None
+        return first.shape[0] if isinstance(first, Tensor) and isinstance(self, Attention) else None
 
     def redrawn(self, w: W, shape: Shape) -> W:
         """``w`` with its random tensors drawn again; ``Bound.redraw`` takes all but its parameters."""
@@ -130,7 +130,7 @@ class Attention(Mechanism[W, S]):
             q: Queries (..., H, L, E).
             k: Keys (..., H, S, E).
             v: Values (..., H, S, Ev).
-            w: Weights from ``weights(shape)``; not needed where ``needs_weights`` is False.
+            w: Weights of any dtype from ``weights(shape)``; not needed where ``needs_weights`` is False.
             is_causal: Query i sees keys up to i + S - L (aligned to the bottom right).
             key_mask: Boolean (..., S) without the head axis, True = may be seen.
             attn_mask: Boolean (True = may be seen) or additive, broadcastable to (..., H, L, S).
@@ -283,13 +283,13 @@ class Mixer(Mechanism[W, S]):
 
         Args:
             x: Tokens (..., N, E).
-            w: Weights from ``weights(shape)``; not needed where ``needs_weights`` is False.
+            w: Weights of any dtype from ``weights(shape)``; not needed where ``needs_weights`` is False.
             is_causal: Output i depends on tokens up to i.
             key_mask: Boolean (..., N), True = may be seen.
         """
         self.check(x, is_causal, key_mask)
         checks.threads()  # mixers begin with a product or an FFT
-        weights = checks.weights(self, w)
+        weights = checks.weights(self, w, x)
         if checks.empty(x):
             return checks.zeros(x.shape, x)
         return invariance.mix(self, masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)

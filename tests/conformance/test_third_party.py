@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fast_attention import conformance
+from fast_attention import MultiheadAttention, conformance
 from fast_attention.conformance import robustness
 
 
@@ -52,9 +52,22 @@ class LeaksAtBorders(Attention):
         return visible
 
 
+class LeaksWhereLong(Attention):
+    def visible(self, length: int, is_causal: bool) -> Tensor:
+        return super().visible(length, is_causal and length < 1_000)
+
+
 class KeepsTheFirstMask(Attention):
     def visible(self, length: int, is_causal: bool) -> Tensor:
         return self.memory.setdefault(length, super().visible(length, is_causal))
+
+
+class KeepsTheLastLength(Attention):
+    def visible(self, length: int, is_causal: bool) -> Tensor:
+        if self.memory.get(0) != (length, is_causal):
+            self.memory[0] = length, is_causal
+            self.memory[1] = super().visible(length, is_causal)
+        return self.memory[1]
 
 
 class WritesIntoItsOutputs(Attention):
@@ -100,7 +113,9 @@ class LosesRows(Attention):
 
 FAULTS = [
     (LeaksAtBorders, "the future never moves the past"),
+    (LeaksWhereLong, "the future never moves the past"),
     (KeepsTheFirstMask, "determinism"),
+    (KeepsTheLastLength, "threads"),
     (WritesIntoItsOutputs, "determinism"),
     (TurnsTheMask, "inputs are left alone"),
     (ForgetsAWeight, "gradients"),
@@ -124,3 +139,13 @@ def test_what_is_only_unusual_is_not_broken(kind: Callable[[], Any]) -> None:
     laws = [law for law in conformance.LAWS if law is not robustness.compiled]
     report = conformance.check(conformance.third_party(kind), laws=laws)
     assert not report.broken, report
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
+def test_multihead_attention_is_called_by_its_own_rules(kind: Callable[..., Any], first: bool) -> None:
+    laws = [*conformance.ESSENTIAL, robustness.untouched]
+    report = conformance.check(conformance.third_party(lambda: kind(16, 4, batch_first=first)), laws=laws)
+    assert not report.broken, report
+    claimed = {finding.law for finding in report.findings if finding.status == "kept"}
+    assert {"the future never moves the past", "padding is inert", "padded = shorter"} <= claimed

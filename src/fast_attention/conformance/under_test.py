@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fast_attention import catalogue
 from fast_attention.mechanism import Attention, Mechanism, Shape
 from fast_attention.nn.bound import Bound
+from fast_attention.nn.multihead import MultiheadAttention
 
 Call = Callable[..., Tensor]
 MASKS = ("key_mask", "mask", "input_mask", "key_padding_mask", "attention_mask")
@@ -131,7 +132,8 @@ def third_party(
     """Describe a third-party attention; what is not given is read from the signature of what ``make()`` returns.
 
     Args:
-        make: Gives a module or function taking (q, k, v) or (x).
+        make: Gives a module or function taking (q, k, v) or (x). An ``nn.MultiheadAttention``, torch's or ours, is
+            called on tokens (x) of its ``embed_dim``, with masks in its sense.
         name: Its name in reports.
         inputs: ``"qkv"`` or ``"x"``; by default by the number of required arguments.
         heads: Heads of q, k and v.
@@ -146,10 +148,13 @@ def third_party(
         ValueError: It takes neither one tensor nor three.
     """
     module = _build(make, name)
+    if isinstance(module, nn.MultiheadAttention | MultiheadAttention):
+        options: Any = {"width": module.embed_dim, "length": length, "causal": causal is not False, "dtype": dtype}
+        return AttentionUnderTest(name or type(module).__name__, make, _of_tokens, "x", 1, padding=True, **options)
     forward = module.forward if isinstance(module, nn.Module) else module
     parameters = inspect.signature(forward).parameters
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    required = [p for p in parameters.values() if p.kind in kinds and p.default is p.empty]
     if inputs is None:
         if len(required) not in (1, 3):
             raise ValueError(
@@ -181,6 +186,16 @@ def third_party(
         padding=mask is not None,
         dtype=dtype,
     )
+
+
+def _of_tokens(module: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
+    """Self-attention of an ``nn.MultiheadAttention``, whose masks say what is hidden."""
+    (x,), length = inputs, inputs[0].shape[1]
+    future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if is_causal else None
+    hidden = None if key_mask is None else ~key_mask
+    x = x if module.batch_first else x.transpose(0, 1)
+    out = module(x, x, x, key_padding_mask=hidden, attn_mask=future, is_causal=is_causal, need_weights=False)[0]
+    return out if module.batch_first else out.transpose(0, 1)
 
 
 def _build(make: Callable[[], Any], name: str | None) -> Any:

@@ -58,6 +58,35 @@ def widen(value: Any) -> Any:
     return value
 
 
+def alike(value: Any, like: Tensor) -> Any:
+    """Cast the weights in a value to float64 beside float64 tokens, and from float64 to float32 beside others."""
+    if isinstance(value, Tensor):
+        wide = like.dtype == torch.float64
+        if not value.is_floating_point() or (value.dtype == torch.float64) == wide:
+            return value
+        return value.to(torch.float64 if wide else torch.float32)
+    return rebuild(value, [alike(part, like) for part in value]) if isinstance(value, tuple) else value
+
+
+def in_dtype_of_tokens(function: Function) -> Function:
+    """Give what ``function(mechanism, tokens, ...)`` gives in the tokens' dtype under autocast too; states as they are.
+
+    An autocast to the half precision that the tokens do not have is left: torch's ``cat`` takes no other there.
+    """
+
+    @functools.wraps(function)
+    def wrapped(mechanism: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kind = x.device.type
+        if x.is_meta or not torch.is_autocast_enabled(kind):
+            return function(mechanism, x, *args, **kwargs)
+        leaves = x.dtype in _HALF and x.dtype != torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False) if leaves else _NOTHING:
+            result = function(mechanism, x, *args, **kwargs)
+        return (result[0].to(x.dtype), *result[1:]) if isinstance(result, tuple) else result.to(x.dtype)
+
+    return wrapped  # type: ignore[return-value]
+
+
 def in_float32(function: Function) -> Function:
     """Run ``function`` with sums and normalisers in float32 or better, whatever the inputs and autocast say.
 

@@ -165,7 +165,7 @@ def _call(
         call, inputs = agreed(call, inputs, error, sequences, state)
     elif error is not None:
         raise error
-    return call._replace(w=checks.weights(mechanism, w)), inputs
+    return call._replace(w=checks.weights(mechanism, w, inputs[0])), inputs
 
 
 def run(

@@ -169,4 +169,4 @@ def _moved(x: Tensor, delta: Delta | None) -> Tensor:
         )
     if dispatch.served(x) and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu"):
         return x @ torch.baddbmm(torch.eye(down.shape[-2], dtype=x.dtype, device=x.device), down, up)
-    return x + (x @ down) @ up
+    return x + ((x @ down) @ up).to(x.dtype)
