@@ -126,6 +126,8 @@ NEEDS = (
     Need("documents beyond the positions of a model", "BlockLocal(block_size=256)",
          recalled("BlockLocal(block_size=256)"), "../long"),
     Need("an encoder from scratch, fixed length", "Linformer()", gain("Linformer()"), "model"),
+    Need("an encoder from scratch, long sequences (proteins)", "Local(window=64) + FavorPlus(num_features=64)",
+         learned("proteins", "Local(window=64) + FavorPlus(num_features=64)"), "train"),
     Need("softmax estimated without training", "Nystrom()", gain("Nystrom()"), "swap"),
     Need("a language model from scratch, long contexts", "WKV()", learned("byte-lm-wkv", "WKV()", "byte-lm"),
          "train"),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 DOCS = Path(__file__).parent.parent.parent / "docs"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.S | re.M)
 SHORTER = (("ConversionSettings(minutes=10)", "ConversionSettings(steps=1)"),)
-BEFORE = {("long.md", 2): 'model.save_pretrained("out/minilm-8k")'}  # what a command between two blocks leaves
+BEFORE = {("long.md", 3): 'model.save_pretrained("out/minilm-8k")'}  # what a command between two blocks leaves
 
 
 def blocks(page: Path) -> list[str]:

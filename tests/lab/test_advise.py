@@ -11,7 +11,7 @@ import pytest
 
 from fast_attention import catalogue
 from fast_attention.lab import commands, measure
-from fast_attention.lab.advice import measuring
+from fast_attention.lab.advice import measuring, page
 from fast_attention.lab.advice.measuring import Plan, investigate
 from fast_attention.lab.advice.ranking import ORDER, Question, advice, ranked
 from fast_attention.lab.advice.record import Advised
@@ -293,6 +293,9 @@ def test_a_transfer_lowers_the_layers_errors(tmp_path: Path, monkeypatch: pytest
 BAD = {
     "no shapes": (["advise", "0x64"], "HEADSxWIDTH"),
     "no model": (["advise", "."], "holds no config.json"),
+    "no model, but shapes": (["advise", "."], "heads and their width, such as 8x64"),
+    "a file of weights": (["advise", __file__], "is a file; give a folder of transformers"),
+    "help of its own": (["advise", "--frob"], "(see fast-attention advise --help)"),
     "shapes read nothing": (["advise", "8x64", "--text", "a"], "reads nothing"),
     "mechanism": ([*TINY, "--mechanisms", "FavorPlos"], "Did you mean FavorPlus"),
     "length": (["advise", "8x64", "--length", "0"], "--length"),
@@ -320,3 +323,18 @@ def test_no_time_for_errors_is_said() -> None:
     row = next(row for row in ranked(found, plan.mechanisms, plan.question) if row.mechanism != EXACT)
     assert row.kind in ("unknown", "cannot")
     assert "over budget" in row.note or "the time for errors was spent" in row.note
+
+
+def test_the_accurate_are_timed_first_and_what_was_late_is_one_line() -> None:
+    """Where the time ends early, what it went to are the mechanisms that may be the answer."""
+    found = Comparison({})
+    names = ("LogAttention", "FavorPlus", "Linformer", "Local(window=16)", "BlockLocal")
+    plan = Plan(Gaussian(2, 8), parsed(*names), Setting(**vars(setting(2, 8))), Question(16, 0.1), 60.0)
+    investigate(plan, found, lambda what: None)
+    assert [error.mechanism for error in found.errors if error.length == 16][-1] == "FavorPlus()"
+    timed = list(dict.fromkeys(cell.mechanism for cell in found.cells if cell.length == 16))
+    assert timed[1:3] == ["Local(window=16)", "BlockLocal()"]
+    assert timed[-2:] == ["LogAttention()", "Linformer()"]
+    late = Advised({}, [Cell(each, 16, "over budget", "late") for each in timed[1:]])
+    late.ranking = ranked(late, plan.mechanisms, plan.question)
+    assert page.unranked(late) == {"Not measured": [(", ".join(map(repr, plan.mechanisms)), "over budget: late")]}

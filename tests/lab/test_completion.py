@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer import rich_utils
 
-from fast_attention.lab.command_line import COMMANDS
+from fast_attention.lab.command_line import COMMANDS, run
 
 SHELLS = [name for name in ("bash", "zsh") if shutil.which(name)]
 LIGHT = "import sys; sys.modules['torch'] = None\nfrom fast_attention.cli import main; main([])"
@@ -70,3 +71,13 @@ def test_zsh_is_offered_a_command_s_options(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("_FAST_ATTENTION_COMPLETE", "complete_zsh")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "fast-attention compare --mech")
     assert '"--mechanisms":' in said(sys.executable, "-c", LIGHT)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_whole_in_a_narrow_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """80 columns: no example ends in an ellipsis."""
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", 80)
+    assert run([command, "--help"]) == 0
+    assert "\u2026" not in capsys.readouterr().out

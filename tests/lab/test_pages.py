@@ -15,7 +15,7 @@ from fast_attention.lab.drawing import COLOURS, THEMES, attention_map, bars, fig
 from fast_attention.lab.hover import Series
 from fast_attention.lab.numbers import Number, bytes_of, count, factor, fixed, milliseconds, percent
 from fast_attention.lab.pages import Code, Facts, Figure, Folded, Listing, Section, Words
-from fast_attention.lab.tables import Row, Table, Value
+from fast_attention.lab.tables import Row, Table, Value, show
 from tests.lab.reading_pages import assert_one_file, pictures, values
 
 BAD = '<b onclick="x">&amp;'
@@ -51,6 +51,23 @@ def test_all_that_is_said_is_escaped() -> None:
     assert html.count(SAFE) == 19
     assert "left out" not in html
     assert html.endswith("</html>\n")
+
+
+def test_a_narrow_terminal_cuts_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns where they fit; else every row by itself, its heads beside its values. Nothing ends in an ellipsis."""
+    heads = ["mechanism", "cost", "decodes", "weights", "source"]
+    table = Table(heads, [["LogLinearAttention", "n log(n) m d", "growing", "", "Guo et al. 2025, arXiv 2506.04761"]])
+    for width in (200, 80, 60, 40):
+        show(table, width=width)
+        words = capsys.readouterr().out
+        assert "\u2026" not in words
+        assert "2506.04761" in words
+        assert max(map(len, words.splitlines())) <= width
+        assert ("cost n log(n)" in words) == (width == 40)
+    show(Table(["law", "detail"], [["x" * 30, "many short words here, one below another " * 4]]), width=45)
+    assert "detail many short words" in capsys.readouterr().out
+    show(Table(["mechanism", *["milliseconds"] * 4], [["Local()", "1", "2", "3", "4"]]), width=50)
+    assert capsys.readouterr().out.count("milliseconds") == 4
 
 
 def test_a_page_is_one_file_that_reads_in_the_dark() -> None:

@@ -70,7 +70,8 @@ def run(arguments: list[str]) -> int:
         app, words = _app(_to_complete() or arguments), _repeat(_ahead(arguments))
         return copy_context().run(app, args=words, prog_name="fast-attention", standalone_mode=False) or 0
     except _UsageError as error:
-        return refuse(2, f"{error.format_message()} (see fast-attention --help)")
+        command = error.ctx.command_path if error.ctx else "fast-attention"
+        return refuse(2, f"{error.format_message()} (see {command} --help)")
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except Exception as error:

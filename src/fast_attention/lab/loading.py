@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from fast_attention import data
+from fast_attention import data, files
 from fast_attention.lab.inputs import InputError, need
 from fast_attention.lab.measure import memory_at_hand
 from fast_attention.lab.options import KINDS
@@ -63,12 +63,15 @@ def find(name: str | Path) -> ModelFolder:
     """
     name = str(name)
     for folder in (Path(name) / "model", Path(name)):
+        files.settle(folder / "config.json")
         if (folder / "config.json").is_file() and _config(folder, name).get("format") == saving.FORMAT:
             return ModelFolder(name, folder, True)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
         return ModelFolder(name, Path(name), False)
+    if Path(name).is_file():
+        raise InputError(f"{name} is a file; give {KINDS}. A module of torch takes swap(model, ...) in Python")
     if (shipped := data.models().get(name)) is not None:
         return ModelFolder(name, shipped, True)
     if name.replace("-", "_") == DEFAULT_PACKAGE:

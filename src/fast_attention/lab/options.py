@@ -28,7 +28,7 @@ Fasta = Annotated[
     str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
 ]
 Mechanisms = Annotated[
-    list[str] | None, typer.Option(help="Names or expressions, e.g. 'FavorPlus(num_features=64)'. Default: all.")
+    list[str] | None, typer.Option(help="Names or expressions, e.g. Local(window=64). Default: all.")
 ]
 Direction = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Direction. Default: the model's own.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]

@@ -28,7 +28,12 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int, lo
         if heads < 1 or width < 1:
             raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
         return capture.Gaussian(heads, width, seed)
-    location = loading.find(model or loading.default_model())
+    try:
+        location = loading.find(model or loading.default_model())
+    except InputError as error:
+        raise InputError(
+            f"{error}. For a model of another kind give its heads and their width, such as 8x64"
+        ) from error
     if location.ours:
         return library_source.LibrarySource(location.folder, location.name, text, fasta)
     return capture.HuggingFace(location.name, corpus.read(text, fasta), longest)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -21,6 +22,7 @@ STYLES = {
     "fast": "green", "slow": "red", "even": "dim", "none": "dim", "strong": "bold", "broken": "bold red",
     "chosen": "bold green", "exact": "bold", "pale": "dim",
 }  # fmt: skip
+WIDEST = 10_000  # columns: room for every word
 
 
 class Value(NamedTuple):
@@ -76,11 +78,27 @@ class Table:
         """The rows and their kinds."""
         return [([x if isinstance(x, Value) else Value(x) for x in row.cells], row.kind) for row in self.rows]
 
-    def __rich__(self) -> RichTable:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Columns; where the terminal is too narrow for their words, or they grow tall, every row by itself."""
+        columns, rows = self._columns(), Group(*self._one_by_one())
+        fits = columns.__rich_measure__(console, options.update(max_width=WIDEST)).minimum <= options.max_width
+        heights = [len(console.render_lines(each, options)) for each in (columns, rows)]
+        yield columns if fits and heights[0] <= 2 * heights[1] else rows
+
+    def _one_by_one(self) -> Iterable[Text | Padding]:
+        yield from [Text(self.title)] if self.title else []
+        for values, kind in self.values:
+            cells = zip(self.heads[1:], values[1:], strict=False)
+            words = "; ".join(f"{head} {value.text}".strip() for head, value in cells if value.text)
+            yield Text(values[0].text, style=STYLES.get(kind, "bold"))
+            yield Padding(Text(words), (0, 0, 0, 4))
+
+    def _columns(self) -> RichTable:
         table = RichTable(box=None, header_style="bold", pad_edge=False, title_justify="left")
         table.title = Text(self.title) if self.title else None
         for number, head in enumerate(self.heads):
-            table.add_column(head, justify="left" if number in self.left else "right", no_wrap=number == 0)
+            justify = "left" if number in self.left else "right"
+            table.add_column(head, justify=justify, no_wrap=number == 0, overflow="fold")
         for values, kind in self.values:
             cells = (Text(value.text, style=STYLES.get(value.kind, "")) for value in values)
             table.add_row(*cells, style=STYLES.get(kind, ""))

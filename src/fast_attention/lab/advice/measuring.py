@@ -51,7 +51,8 @@ def investigate(plan: Plan, record: Comparison, watch: Callable[[str], None]) ->
         left = until - time.perf_counter()
         _errors(plan, mechanisms, length, record, watch, time.perf_counter() + FRACTIONS[0] * left)
         seconds = fraction * max(until - time.perf_counter(), 0.0)
-        TimingGroup(plan.setting, against_exact(mechanisms), record, length, seconds, watch).run()
+        competitors = against_exact(_promising(plan, mechanisms, record))
+        TimingGroup(plan.setting, competitors, record, length, seconds, watch).run()
         record.meta.setdefault("lengths", []).append(length)
 
     length = plan.question.length
@@ -74,10 +75,21 @@ def _errors(
     if scene.length in read:
         return
     read[scene.length] = words
-    for mechanism in mechanisms:
+    for mechanism in sorted(mechanisms, key=lambda each: each.traits.random):  # random features are the least exact
         watch(f"error at {scene.length:,} tokens: {mechanism!r}")
         if measurable(mechanism) and time.perf_counter() < until:
             record.errors.append(scene.error(mechanism, matrix=False))
+
+
+def _promising(plan: Plan, mechanisms: list[Any], record: Comparison) -> list[Any]:
+    """The order of timing, for the time may end: those within the budget, those beyond it, those of unknown error."""
+    errors = {error.mechanism: error.summary() for error in record.errors}
+
+    def rank(mechanism: Any) -> int:
+        summary = errors.get(repr(mechanism))
+        return 2 if summary is None else int(not summary[0] <= plan.question.budget)
+
+    return sorted(mechanisms, key=rank)
 
 
 def _slower(plan: Plan, record: Comparison) -> list[Any]:

@@ -49,14 +49,17 @@ def transfers(record: Advised) -> Table:
 
 
 def unranked(record: Advised) -> dict[str, list[tuple[str, str]]]:
-    """Mechanisms that have no rank, and why, under a title each."""
-    listed = {title: [_why(row) for row in record.ranking if row.kind == kind] for kind, title in UNRANKED.items()}
-    return {title: lines for title, lines in listed.items() if lines}
+    """Mechanisms that have no rank, and why, under a title each; those of one reason together."""
+    listed: dict[str, dict[str, list[str]]] = {title: {} for title in UNRANKED.values()}
+    for row in record.ranking:
+        if row.kind in UNRANKED:
+            listed[UNRANKED[row.kind]].setdefault(_why(row), []).append(row.mechanism)
+    return {title: [(", ".join(each), why) for why, each in rows.items()] for title, rows in listed.items() if rows}
 
 
-def _why(row: Row) -> tuple[str, str]:
+def _why(row: Row) -> str:
     speed = "" if row.ratio is None else f"{factor(row.ratio)}, "
-    return row.mechanism, f"{speed}{row.note}"
+    return f"{speed}{row.note}"
 
 
 def measured(record: Advised) -> list[str]:

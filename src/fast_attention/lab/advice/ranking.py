@@ -146,11 +146,16 @@ def advice(record: Comparison, rows: list[Row], question: Question) -> list[str]
     late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
     if late and all(row.kind in ("exact", "cannot") for row in rows):
         return [f"At {question.length:,} tokens nothing but exact attention was timed: more --seconds may change that."]
-    return [*_answer(record, rows, question), *([f"Not timed, for lack of --seconds: {late} more."] if late else [])]
+    return [
+        *_answer(record, rows, question, late),
+        *([f"Not timed, for lack of --seconds: {late} more."] if late else []),
+    ]
 
 
-def _answer(record: Comparison, rows: list[Row], question: Question) -> list[str]:
+def _answer(record: Comparison, rows: list[Row], question: Question, late: int) -> list[str]:
     at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
+    timed = sum(row.ratio is not None for row in rows) - 1
+    nothing = f"of the {timed} timed, nothing" if late else "nothing"
     if best.kind == "use":
         return [
             f"{at} use {best.mechanism}: {best.note}, median error {percent(best.median_error or 0.0)} "
@@ -172,13 +177,15 @@ def _answer(record: Comparison, rows: list[Row], question: Question) -> list[str
             f"{question.length:,}.",
         ]
     if near := first["slower"]:
-        sentence = f"{at} keep exact attention: nothing within a median error of {budget} is faster."
+        sentence = f"{at} keep exact attention: {nothing} within a median error of {budget} is faster."
         if near.faster_from is not None:
             return [sentence, f"{near.mechanism} is {near.note}."]
         end = furthest(record, question)
         beyond = f"Nor up to {end:,} tokens." if end > question.length else "Greater lengths were not measured."
         return [sentence, beyond]
-    sentences = [f"{at} keep exact attention: nothing that needs no training stays within a median error of {budget}."]
+    sentences = [
+        f"{at} keep exact attention: {nothing} that needs no training stays within a median error of {budget}."
+    ]
     if (nearest := first["inexact"]) and nearest.median_error is not None and nearest.ratio is not None:
         error, speed = percent(nearest.median_error), verdicts.speed(nearest.ratio)
         sentences.append(f"The nearest, {nearest.mechanism}, has {error} and is {speed} as exact attention.")

@@ -26,7 +26,7 @@ CHECKPOINT = "checkpoint"
 
 def convert_command(
     model: Annotated[str, MODEL],
-    mechanism: Annotated[str, typer.Option(help="What to run, e.g. 'LearnedFeatures(num_features=128)'.")],
+    mechanism: Annotated[str, typer.Option(help="What to run, e.g. Local(window=64).")],
     keep_layers: Annotated[str | None, typer.Option(help="Layers that stay as they are, from 0, e.g. 0,5.")] = None,
     text: Annotated[
         list[str] | None,

@@ -146,7 +146,7 @@ def html(record: Converted) -> str:
     meta, held = record.meta, record.conversion
     facts = {
         "Model": f"{meta['model']}, {len(held.layers)} attention layers, {len(held.converted)} converted",
-        "Mechanism": held.mechanism,
+        "Mechanism": held.mechanism + ("" if held.exact_up_to or record.untouched == "exact" else ", at every length"),
         "Judged by": f"{held.goal}, {meta['passages']} passages of {meta['length']} tokens that no training saw",
         "Text": meta["text"],
         "Training": f"{meta['settings']}, {meta['batch_size']} passages a batch",

@@ -20,15 +20,17 @@ if TYPE_CHECKING or at_work():
 
 
 def tasks_command(
-    name: Annotated[str | None, typer.Argument(help="A task, for all about it.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A task's name or expression, for all about it.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """List what a model can be trained on, with settings, or show all about one task.
 
     [dim]fast-attention tasks tag[/dim]
     """
+    classes = {tasks.kind(each).__name__: each for each in tasks.names()}
+    word = name and name.split("(")[0]  # the name, or what stands before the brackets of an expression
     with inputs.refusing():
-        kinds = [tasks.kind(each) for each in ([name] if name else tasks.names())]
+        kinds = [tasks.kind(classes.get(each, each)) for each in ([word] if word else tasks.names())]
     if as_json:
         print(json.dumps([_described(kind) for kind in kinds], indent=1))
     elif name:
