@@ -90,6 +90,14 @@ def parse(text: str | Mechanism[Any, Any]) -> Attention[Any, Any] | Mixer[Any, A
     return value
 
 
+def readable(mechanism: Mechanism[Any, Any]) -> bool:
+    """Whether a mechanism's repr gives it back: not with a function in it, or a class of the user's named like ours."""
+    try:
+        return parse(repr(mechanism)) == mechanism
+    except ValueError:
+        return False
+
+
 __all__ = [
-    "default", "elsewhere", "names", "parse",
+    "default", "elsewhere", "names", "parse", "readable",
 ]  # fmt: skip

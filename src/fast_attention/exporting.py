@@ -100,6 +100,7 @@ def onnx(
 def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]:
     """Load a file of ``save`` or ``onnx`` as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime."""
     path = Path(path)
+    files.settle(path)
     if path.suffix != ".onnx":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which torch 2.11 only reads

@@ -44,8 +44,7 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         sync(partial)
         os.replace(partial, path)
-        if os.name == "posix":
-            sync(path.parent)  # the new name too
+        sync(path.parent)  # the new name too
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(partial), partial):
             error.filename = str(path)
@@ -58,28 +57,53 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[Path]:
 def atomic_group(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path in a temporary folder, whose files replace ``path`` and its neighbours of the same names.
 
-    They are moved if the block ends without an error, the one for ``path`` last; else nothing changes.
+    They replace them if the block ends without an error, the one for ``path`` last; else nothing changes. An empty file
+    takes its neighbour away. Where the process is killed meanwhile, all are the old ones, or new after ``settle``.
     """
     path = Path(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed process of this number
+        folder.mkdir(parents=True)
+        settle(path)
         yield folder / path.name
-        files = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
-        for file in files:
+        files = list(folder.iterdir())
+        for file in (*files, folder):
             sync(file)
+        folder.rename(_complete(path))
         if len(files) > 1:
             path.unlink(missing_ok=True)  # an older one must not stand beside new neighbours
-        for file in files:
-            os.replace(file, path.with_name(file.name))
-        if os.name == "posix":
-            sync(path.parent)
+        settle(path)
+        sync(path.parent)
     except OSError as error:
         if error.filename is not None and folder.name in str(error.filename):
             error.filename = str(path)
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def settle(path: str | os.PathLike[str]) -> None:
+    """Put in place what an ``atomic_group`` wrote for ``path`` and its neighbours, if its process was killed first.
+
+    Who reads such a group calls this before. Several processes may, at the same time.
+    """
+    path = Path(path)
+    complete = _complete(path)
+    for file in sorted(complete.glob("*"), key=lambda file: file.name == path.name):
+        with suppress(FileNotFoundError):  # another process has put it in place
+            if file.stat().st_size:
+                os.replace(file, path.with_name(file.name))
+            else:
+                path.with_name(file.name).unlink(missing_ok=True)
+                file.unlink()
+    with suppress(OSError, ValueError):
+        complete.rmdir()
+
+
+def _complete(path: Path) -> Path:
+    """The folder of a group's files that are all written and not all in place."""
+    return path.with_name(f".{path.name}.complete")
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
@@ -95,7 +119,9 @@ def verify(path: str | os.PathLike[str], digest: object) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file to the disk, or a folder's entries where the system can."""
+    if os.name != "posix" and path.is_dir():
+        return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)

@@ -116,6 +116,16 @@ def test_a_model_of_this_library_keeps_its_projections(mechanism: str) -> None:
         torch.testing.assert_close(model(first.tokens, first.key_mask), original(first.tokens, first.key_mask))
 
 
+def test_auto_is_none_where_the_model_never_ran_exact_attention() -> None:
+    said: list[dict[str, Any]] = []
+    model = own_model(mechanism="FavorPlus(num_features=8)")
+    told = convert(model, "Local(window=4)", own_batch, [own_batch(-1)], settings=STEPS, watch=said.append)
+    assert told.exact_up_to is None
+    assert model.config.mechanism == told.mechanism == "Local(window=4)"
+    words = "no exact attention for short inputs: the model was trained with FavorPlus(num_features=8)"
+    assert {"message": words} in said
+
+
 @pytest.mark.parametrize("wrong", [0, "often"])
 def test_what_is_no_number_is_refused_before_anything_is_done(wrong: Any) -> None:
     model = bert(0)

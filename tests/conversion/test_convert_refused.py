@@ -125,6 +125,22 @@ def test_a_batch_without_a_token_to_predict_is_refused() -> None:
         convert(decoder("gpt2"), MECHANISM, lambda number: {"input_ids": torch.ones(2, 1).long()}, HELD, settings=STEPS)
 
 
+def test_a_decoder_that_reads_vectors_predicts_labels() -> None:
+    """Those alone that are not -100, as in a prompt that is not learnt."""
+    model, number = decoder("llama"), batch(-1)["input_ids"]
+    vectors = model.get_input_embeddings()(number).detach()
+    labels = number.where(torch.arange(number.shape[1]) > 3, -100)
+    given = {"inputs_embeds": vectors, "labels": labels}
+    with torch.no_grad():
+        expected = float(model(input_ids=number, labels=labels).loss)
+    told = convert(model, MECHANISM, lambda _: given, [given], settings=STEPS)
+    assert told.figures["original"]["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="a batch of inputs_embeds names no tokens to predict: give labels"):
+        convert(decoder("llama"), MECHANISM, lambda _: given, [{"inputs_embeds": vectors}], settings=STEPS)
+    with pytest.raises(ValueError, match="cuts input_ids into chunks, and a batch has inputs_embeds"):
+        Chunks(tokens=8).read(bert(), {"inputs_embeds": vectors})
+
+
 def test_a_model_without_hidden_states_is_refused_in_words() -> None:
     with pytest.raises(Unsupported, match="Silent gives no hidden states"):
         reads.hidden(Silent(), {})

@@ -52,6 +52,8 @@ def test_plain_and_packed_files_read_alike(tmp_path: Path) -> None:
     found = list(data.read_fasta(tmp_path / "a.fasta"))
     assert found == [("one first protein", "MKVLLA"), ("two", "GG")]
     assert found == list(data.read_fasta(tmp_path / "b.anything"))
+    (tmp_path / "c.fasta").write_bytes(content.replace(b"\r", b"").replace(b"\n", b"\r"))  # old Macs'
+    assert found == list(data.read_fasta(tmp_path / "c.fasta"))
     assert [protein.name for protein in found] == ["one", "two"]
 
 

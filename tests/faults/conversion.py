@@ -5,7 +5,8 @@ from tests.faults.fault import Fault
 FAULTS = [
     Fault("a resumed conversion forgets its optimiser", "conversion/converting.py",
           "optimiser.load_state_dict(self.optimiser)", "pass", "tests/conversion/test_conversion.py -k killed"),
-    Fault("a converted run's settings name what ran before", "conversion/nn_models.py", "\n        _update_config(model)\n        return",
+    Fault("a converted run's settings name what ran before", "conversion/nn_models.py",
+          "\n        model.config = model.present_config()\n        return",
           "\n        return", "tests/conversion/test_convert_own.py -k stay_and_say"),
     Fault("a group's figures are those of all", "conversion/goals.py", "{name: self.figures(each) for name, each in",
           "{name: self.figures(_joined(scores.values())) for name, each in",
@@ -47,4 +48,9 @@ FAULTS = [
     Fault("a failed conversion leaves what it trained", "conversion/hugging_face.py",
           "model.load_state_dict({name: state[name] for name in model.state_dict()})", "pass",
           "tests/conversion/test_convert_refused.py -k leaves"),
+    Fault("a prompt that labels leave out is learnt", "conversion/goals.py", "valid = targets != IGNORED", "valid = targets == targets",
+          "tests/conversion/test_convert_refused.py -k predicts_labels"),
+    Fault("short inputs get exact attention that no layer was trained for", "conversion/adapters.py",
+          "if not isinstance(before[name].mechanism, Softmax)", "if False",
+          "tests/conversion/test_convert_exact_up_to.py -k never_ran"),
 ]  # fmt: skip

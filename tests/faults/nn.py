@@ -31,6 +31,12 @@ FAULTS = [
           "self.conv.decode(x)", "tests/nn/test_convolution.py -k streams"),
     Fault("a loaded model is of float32", "nn/saving.py", "x.data = x.data.to(tensors[name].dtype)", "pass",
           "tests/nn/test_saving.py -k dtypes"),
+    Fault("a layer's other mechanism is not saved", "nn/saving.py", "model.present_config()", "model.config",
+          "tests/nn/test_saving.py -k another_mechanism"),
+    Fault("a class named like one of ours is saved as ours", "nn/saving.py", "if not catalogue.readable(mechanism):", "if False:",
+          "tests/nn/test_saving.py -k expression"),
+    Fault("a model half put in place is not read", "nn/saving.py", "files.settle(folder / SETTINGS)", "pass",
+          "tests/test_files.py -k 'model and library'"),
     Fault("a sample ends dropout for good", "nn/generation.py", "                module.training = True",
           "                pass", "tests/nn/test_generation.py -k sample"),
 ]  # fmt: skip

@@ -28,4 +28,8 @@ FAULTS = [
           "tests/lab/test_failures.py -k folder_is_limited"),
     Fault("a word's label stands at its first byte", "tasks/tags.py", "word.end() - 1 for word", "word.start() for word",
           "tests/tasks/test_own_data.py -k of_words"),
+    Fault("what is alike as far as it is read stands on both sides", "tasks/tags.py", "    texts, ambiguous = _distinct(tagged)",
+          "    texts, ambiguous = [*tagged], 0", "tests/tasks/test_own_data.py -k as_far_as"),
+    Fault("a file at another path has another split", "tasks/proteins.py", '"" if Path(task.fasta).exists() else task.fasta', "task.fasta",
+          "tests/tasks/test_tasks.py -k shared_stretches"),
 ]  # fmt: skip

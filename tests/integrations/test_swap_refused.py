@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fast_attention import swap, swap_back
+from fast_attention import TokenMixer, swap, swap_back
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -97,3 +97,8 @@ def test_a_dense_mask_of_one_row_is_one_of_keys() -> None:
     assert torch.allclose(
         model.encoder(tokens[:1], (torch.arange(17) < 11).float()[None])[0][:, :11], encoded, atol=1e-5
     )
+
+
+def test_layers_of_this_library_are_told_what_would_work() -> None:
+    with pytest.raises(Unsupported, match=r"own layers \(TokenMixer 0\).* token_mixer.with_mechanism"):
+        swap(nn.Sequential(TokenMixer(8, 2, "Softmax")), "Local")

@@ -135,3 +135,14 @@ def test_hooks_are_there_again() -> None:
     assert swap_back(model)
     assert not torch.allclose(model(x.double()), before.double(), atol=1e-4), "the present weights"
     assert len(called) == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_causal_hint_without_a_mask_is_refused(training: bool) -> None:
+    """Torch raises in training; without gradients it ignores the hint, and every token sees all."""
+    model, x = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1), torch.randn(2, 5, 8)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    swap(model.train(training), "LinearAttention()")
+    assert model(x, mask, is_causal=True).shape == x.shape
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: is_causal=True is a hint about a mask"):
+        model(x, is_causal=True)

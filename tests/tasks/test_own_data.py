@@ -163,6 +163,18 @@ def test_labellings_that_disagree_are_left_out(tmp_path: Path) -> None:
     assert task.describe()["sequences with several labellings left out"] == "1"
 
 
+def test_what_is_alike_as_far_as_it_is_read_stands_on_one_side(tmp_path: Path) -> None:
+    """Labels that differ there are left out, those that differ beyond are not read."""
+    lines = [f"ab{n}{tail},xyxy\n" for n in range(8) for tail in "cdef"] + ["rsta,xyxx\n", "rstb,xxxx\n"]
+    task = Tags(kept(tmp_path / "x.csv", "".join(["text,tags\n", *lines])), context=3, share=0.5)
+    train, valid, _, left = tags.sides(task)
+    read = [[bytes(row.tokens.tolist()) for row in side] for side in (train, valid)]
+    assert sorted([*read[0], *read[1]]) == [b"ab%d" % n for n in range(8)]
+    assert left == {"sequences with several labellings": 1}
+    with pytest.raises(ValueError, match="1 different sequences within context=2 bytes"):
+        tags.sides(Tags(task.path, context=2))
+
+
 def test_no_validation_protein_shares_a_stretch(tmp_path: Path) -> None:
     source = random.Random(5)
     letters = "ACDEFGHIKLMNPQRSTVWY"
@@ -275,6 +287,8 @@ def test_tasks_are_listed_with_their_settings(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     assert told.startswith("Copy(symbols=10, words=31, seed=0)\n")
     assert "words:" in told
+    assert commands.run(["tasks", "Copy(words=15)"]) == 0
+    assert capsys.readouterr().out == told
     assert commands.run(["tasks", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in listed] == tasks.names()

@@ -334,7 +334,7 @@ def test_byte_errors(tmp_path: Path) -> None:
 
 
 def test_proteins_are_split_without_shared_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Families of mutated copies: a random split leaks, the default one does not. The file's name seeds the split."""
+    """Families of mutated copies: a random split leaks, the default one does not. Another path is no other split."""
     monkeypatch.chdir(tmp_path)
     source = random.Random(3)
     families = ["".join(source.choices(proteins.LETTERS, k=60)) for _ in range(20)]
@@ -352,6 +352,10 @@ def test_proteins_are_split_without_shared_stretches(tmp_path: Path, monkeypatch
     assert shared("homology") == 0
     kept = len(proteins.sides(ProteinMLM(str(path), share=0.3))[1])
     assert kept == len(proteins.sides(ProteinMLM(str(path), share=0.3, split="random"))[1]) - shared("random")
+    there, here = (
+        ProteinMLM(str(each), share=0.3).describe() for each in (path.rename("b.fasta").absolute(), "b.fasta")
+    )
+    assert there == here
 
 
 def test_protein_masks_and_padding() -> None:

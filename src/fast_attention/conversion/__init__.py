@@ -48,7 +48,8 @@ def convert(
         model: A Hugging Face model, encoder or decoder, or a ``fast_attention.nn.models.Model``.
         mechanism: What to run in every layer that is not kept.
         batches: Batch number i, the same for the same number: tensors by name, as a Hugging Face model's forward takes
-            them, or a ``fast_attention.tasks.Batch`` for a model of this library, as ``task.batch`` gives it.
+            them, or a ``fast_attention.tasks.Batch`` for a model of this library, as ``task.batch`` gives it. A
+            language model predicts ``labels`` where there are some, -100 for none, and ``input_ids`` else.
         held_out: Batches that ``batches`` never gives: all reported figures are of these. Or groups of them by name,
             such as ``{"short": [...], "other text, 2048": [...]}``: each gets figures of its own, too.
         settings: Time, rates, seed.
@@ -60,8 +61,9 @@ def convert(
         choosing: Held-out batches for that choice and for the loss with each layer put back; ``held_out`` if empty.
         exact_up_to: Run exact attention in the converted layers for queries that see at most so many tokens;
             ``"auto"`` measures from which length on the mechanism is faster on this machine, at the layers' own heads
-            and widths, and stays within a chunk of a teacher that reads chunks; None: never. The mechanism learns from
-            long and short passages alike; all figures are with it.
+            and widths, and stays within a chunk of a teacher that reads chunks, or is None where a layer was trained
+            with another mechanism than exact attention; None: never. The mechanism learns from long and short passages
+            alike; all figures are with it.
             With ``settings.train="mechanism"`` a Hugging Face model gives for short inputs what it gave, to the bit.
         teacher: Of encoders that give embeddings: ``"original"`` reads every text whole, by exact attention;
             ``Chunks(tokens=512)`` in chunks, whose mean is the embedding that is asked for. There is no transfer then,

@@ -13,6 +13,7 @@ from fast_attention.conversion.teachers import Chunks, Teacher
 from fast_attention.integrations import crossover
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.mechanisms.dense.softmax import Softmax
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.models import Model
 
@@ -129,12 +130,24 @@ def of(model: Any) -> Adapter:
     )
 
 
-def crossover_of(adapter: Adapter, model: Any, name: str, teacher: Teacher) -> int:
-    """The tokens up to which exact attention is faster on this machine than what a layer runs.
+def crossover_of(
+    adapter: Adapter,
+    model: Any,
+    before: Mapping[str, Bound],
+    names: Sequence[str],
+    teacher: Teacher,
+    watch: Callable[[dict[str, Any]], None],
+) -> int | None:
+    """The tokens up to which exact attention is faster on this machine than what the layers ``names`` run.
 
-    At most a chunk of a teacher that reads in chunks: beyond it exact attention sees what that teacher never does.
+    At most a chunk of a teacher that reads in chunks: beyond it exact attention sees what that teacher never does. None
+    where a layer ran another mechanism ``before``, with weights that were trained for that.
     """
-    bound, like = adapter.layers(model)[name], next(model.parameters())
-    is_causal = adapter.is_causal(model, name)
+    if trained := [before[name].mechanism for name in names if not isinstance(before[name].mechanism, Softmax)]:
+        watch({"message": f"no exact attention for short inputs: the model was trained with {trained[0]!r}"})
+        return None
+    watch({"measuring": "up to which length exact attention is faster"})
+    bound, like = adapter.layers(model)[names[0]], next(model.parameters())
+    is_causal = adapter.is_causal(model, names[0])
     tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
     return min(tokens, teacher.tokens) if isinstance(teacher, Chunks) else tokens

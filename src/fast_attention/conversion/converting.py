@@ -182,9 +182,8 @@ class _Run:
     def _find_exact_up_to(self) -> None:
         """Measure up to which length exact attention is faster, if that was asked for."""
         if self.exact_up_to == "auto" and self.result.exact_up_to is None:
-            self.watch({"measuring": "up to which length exact attention is faster"})
-            first = self.result.converted[0]
-            self.result.exact_up_to = adapters.crossover_of(self.adapter, self.model, first, self.teacher)
+            layers = self.adapter.layers(self.original), self.result.converted
+            self.result.exact_up_to = adapters.crossover_of(self.adapter, self.model, *layers, self.teacher, self.watch)
 
     def _limit(self) -> Callable[[], None]:
         """Let exact attention serve the queries that see few tokens, if that was asked for; what undoes that."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fast_attention.conversion import teachers
 from fast_attention.conversion.outcome import Figures
 from fast_attention.conversion.reads import Batch, hidden, pooled, run, tokens
+from fast_attention.tasks.task import IGNORED
 
 Scores = dict[str, Tensor]  # by their names, (N,) each: one for every sentence, token or target of a batch
 
@@ -174,8 +175,11 @@ def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _predictions(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, L - 1, V) in float32, the tokens that they predict, and which of those are no padding."""
+    """Logits (B, L - 1, V) in float32, the tokens that they predict, and which of those count."""
     logits = run(model, batch).logits[:, :-1].float()
-    targets, mask = batch["input_ids"][:, 1:], tokens(batch)
-    valid = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask[:, 1:] & mask[:, :-1]
-    return logits, targets, valid
+    targets, mask = batch.get("labels", batch.get("input_ids")), tokens(batch)
+    if targets is None:
+        raise ValueError(f"a batch of {', '.join(batch)} names no tokens to predict: give labels, or input_ids")
+    targets = targets[:, 1:]
+    valid = targets != IGNORED
+    return logits, targets, valid if mask is None else valid & mask[:, 1:] & mask[:, :-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from fast_attention.conversion.goals import Goal, HeldOutBatch, Scores, mean
 from fast_attention.conversion.outcome import Figures
 from fast_attention.integrations import crossover
 from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.nn import saving
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.models import Model
 from fast_attention.nn.token_mixer import TokenMixer
@@ -44,14 +44,14 @@ class LibraryAdapter:
                     reasons[name] = f"{error}{_learned(model, mechanism)}"
         if len(reasons) == len(names):
             raise Unsupported(next(iter(reasons.values())) if reasons else "keep names every layer: none is left")
-        _update_config(model)
+        model.config = model.present_config()
         return reasons
 
     def keep(self, model: Model, original: Model, mechanism: Any, names: Sequence[str], kept: Sequence[str]) -> None:
         """Put copies of the original's token mixers back."""
         for name in kept:
             model.set_submodule(name, copy.deepcopy(original.get_submodule(name)))
-        _update_config(model)
+        model.config = model.present_config()
 
     def restore(self, model: Model, original: Model) -> None:
         """Put copies of all the original's token mixers back, and load its weights."""
@@ -67,12 +67,12 @@ class LibraryAdapter:
             mixer = exact.with_mechanism(bound.mechanism)
             mixer.attention.adopt(bound.w)
             model.set_submodule(name, mixer.train(model.training))
-        _update_config(model)
+        model.config = model.present_config()
 
         def undo() -> None:
             for name, mixer in before.items():
                 model.set_submodule(name, mixer)
-            _update_config(model)
+            model.config = model.present_config()
 
         return undo
 
@@ -165,6 +165,7 @@ def _replacement(model: Model, mixer: TokenMixer, mechanism: Mechanism[Any, Any]
         raise Unsupported(f"the layer runs {mechanism!r} already: ask for another mechanism")
     if trait := mechanism.traits.denying(model.config.causal):
         raise mechanism.refuse("a causal model" if model.config.causal else "a model that is not causal", trait)
+    saving.check_readable(mechanism)
     return mixer.with_mechanism(mechanism)
 
 
@@ -172,9 +173,3 @@ def _learned(model: Model, mechanism: Mechanism[Any, Any]) -> str:
     """What would take a mechanism that may not see rotated queries and keys."""
     rotated = model.config.positions == "rotary" and not mechanism.traits.rotary
     return " Or a model that was trained with positions='learned'." if rotated else ""
-
-
-def _update_config(model: Model) -> None:
-    """Name the layers' present mechanisms in the model's settings."""
-    names = tuple(repr(mixer.mechanism) for mixer in _mixers(model).values())
-    model.config = replace(model.config, mechanism=names if len({*names}) > 1 else names[0])

@@ -47,6 +47,8 @@ class Chunks(Value):
     @torch.no_grad()
     def read(self, original: Any, batch: Batch) -> Targets:
         """The targets of a batch; padding gets zeros."""
+        if "input_ids" not in batch:
+            raise ValueError(f"teacher={self!r} cuts input_ids into chunks, and a batch has {', '.join(batch)}")
         ids, mask = batch["input_ids"], reads.tokens(batch)
         rows = [row if mask is None else row[mask[i]] for i, row in enumerate(ids)]
         read = [self._row(original, row) for row in rows]

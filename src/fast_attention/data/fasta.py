@@ -93,13 +93,15 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     source: Any = gzip.GzipFile(fileobj=buffered) if buffered.peek(2)[:2] == reading.GZIP else buffered
     number, remaining = 0, reading.LIMIT.get()
     try:
-        for number, line in enumerate(iter(lambda: source.readline(remaining + 1), b""), 1):
-            remaining -= len(line)
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        for read in iter(lambda: source.readline(remaining + 1), b""):
+            remaining -= len(read)
             if remaining < 0:
                 raise FastaError(reading.too_long(name))
-            if line.strip():
-                yield number, line.strip()
+            for line in read.splitlines():  # at a lone \r too
+                number += 1
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield number, line.strip()
     except EOFError:
         raise FastaError(f"{name}, line {number + 1}: the gzip data end too early: the file is cut off") from None
     except (gzip.BadGzipFile, zlib.error) as error:

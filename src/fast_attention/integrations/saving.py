@@ -85,10 +85,10 @@ def save_pretrained(
         config = json.loads(config_path.read_text(encoding="utf-8"))
         config = {**config, "attn_implementation": _implementations(model, layers), RECORD: record}
         config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    pattern = _weights_pattern(settings.get("variant"))
-    for path in folder.iterdir():
-        if path.name not in record["sha256"] and re.fullmatch(pattern, path.name):
-            path.unlink()
+        pattern = _weights_pattern(settings.get("variant"))
+        for path in folder.iterdir():
+            if path.name not in record["sha256"] and re.fullmatch(pattern, path.name):
+                config_path.with_name(path.name).touch()  # takes it away
     if push_to_hub:
         model.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
 
@@ -98,6 +98,7 @@ def from_pretrained(
 ) -> Any:
     """See ``fast_attention.from_pretrained``."""
     local = Path(folder) / settings.get("subfolder", "")
+    files.settle(local / "config.json")
     if local.is_dir() and (local / OLD_WEIGHTS).exists():
         raise ValueError(f"{local} was written before the first release, in another form: save its model again")
     if local.is_dir() and not (local / "config.json").exists():
@@ -201,11 +202,7 @@ def _check_readable(model: PreTrainedModel, layers: dict[str, Swapped]) -> None:
     """Raise ``Unsupported`` where a mechanism is not what its expression gives, as one with a function is not."""
     bounds = [part.bound for part in layers.values()] + [part.attention for part in torch_nn.swapped_in(model)]
     for mechanism in {bound.mechanism for bound in bounds}:
-        try:
-            same = catalogue.parse(repr(mechanism)) == mechanism
-        except ValueError:
-            same = False
-        if not same:
+        if not catalogue.readable(mechanism):
             raise Unsupported(
                 f"{type(model).__name__}: files name mechanisms by expressions, and {mechanism!r} cannot be read back. "
                 "What would work: a class in place of a function, as docs/guides/your_mechanism.md has it; or "

@@ -18,7 +18,10 @@ from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
 from fast_attention.integrations.report import Layer, Report, listed, nothing_swapped
 from fast_attention.mechanism import Mechanism, Unsupported
+from fast_attention.nn.multihead import MultiheadAttention
+from fast_attention.nn.token_mixer import TokenMixer
 
+OURS = (MultiheadAttention, TokenMixer)
 MODELS = "transformers.modeling_utils"
 Wanted = Mechanism[Any, Any] | str | dict[str, Mechanism[Any, Any] | str]
 
@@ -189,6 +192,13 @@ def _renamed(layer: Layer, prefix: str) -> Layer:
 
 
 def _nothing_found(model: nn.Module) -> str:
+    ours = (f"{type(x).__name__} {name}".strip() for name, x in model.named_modules() if isinstance(x, OURS))
+    if layer := next(ours, ""):
+        return (
+            f"{type(model).__name__} runs this library's own layers ({layer}), and swap replaces others': nothing was "
+            "swapped. What would work: fast_attention.convert(model, ...) of a model that train made; "
+            "token_mixer.with_mechanism(...); a MultiheadAttention(..., mechanism=...) with the present one's weights"
+        )
     return (
         f"{type(model).__name__} holds no Hugging Face model, no nn.MultiheadAttention and no attention of timm's: "
         "nothing was swapped. In a model of your own, put fast_attention.MultiheadAttention or TokenMixer in place of "

@@ -17,6 +17,9 @@ from fast_attention.nn.multihead import MultiheadAttention
 
 BEFORE = "_torch_before_swap"  # where a swapped layer keeps torch's module, which shares its parts
 PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+ARGUMENTS = (
+    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
+)  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 KIND = "nn.MultiheadAttention"  # what the record of a saved layer calls its module
 
@@ -108,6 +111,7 @@ def _replacement(name: str, module: Any, mechanism: Mechanism[Any, Any], max_len
     _share(module, new)
     new.train(module.training)
     new.__dict__[BEFORE] = module
+    new.register_forward_pre_hook(partial(_refuse_hint, name), with_kwargs=True)
     if counts_from_the_query(mechanism):
         new.register_forward_pre_hook(partial(_refuse_another_sequence, name), with_kwargs=True)
     return new
@@ -151,9 +155,19 @@ def _crosses(parent: nn.Module, attribute: str) -> bool:
     return beside_own or attribute.startswith("cross_att") or type(parent).__name__.endswith("PoolingHead")
 
 
+def _refuse_hint(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
+    """Raise where a swapped layer gets ``is_causal=True`` without a mask: torch's raises too, or sees all keys."""
+    given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+    if given.get("is_causal") and given.get("attn_mask") is None:
+        raise ValueError(
+            f"{name}: is_causal=True is a hint about a mask, as torch's own layers take it, and there is no mask. What "
+            "would work: the causal mask too, nn.Transformer.generate_square_subsequent_mask(length)"
+        )
+
+
 def _refuse_another_sequence(name: str, module: MultiheadAttention, args: Any, kwargs: Any) -> None:
     """Raise where a layer that was swapped for a window is called with keys of another sequence than its queries."""
-    given = {**dict(zip(("query", "key"), args, strict=False)), **kwargs}
+    given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     query, key = given.get("query"), given.get("key")
     if query is None or key is None or query is key or query.is_nested:
         return

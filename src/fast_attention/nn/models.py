@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -276,6 +276,13 @@ class Model(Spread, nn.Module):
     def streams(self) -> bool:
         """Whether every layer can decode from a state."""
         return all(module.mechanism.traits.memory for module in self.modules() if isinstance(module, TokenMixer))
+
+    def present_config(self) -> ModelConfig:
+        """The settings, with the mechanisms that the layers run now, as where others were put in."""
+        names = tuple(repr(module.mechanism) for module in self.modules() if isinstance(module, TokenMixer))
+        if list(names) == self.config.mechanisms:
+            return self.config
+        return replace(self.config, mechanism=names if len({*names}) > 1 else names[0])
 
 
 def _mean(x: Tensor, key_mask: Tensor | None, group: Any) -> Tensor:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention import __version__, files
+from fast_attention import __version__, catalogue, files
+from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.nn.models import Model, ModelConfig
+from fast_attention.nn.token_mixer import TokenMixer
 
 FORMAT = "fast-attention model 1"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
@@ -25,9 +27,15 @@ SETTINGS, WEIGHTS = "config.json", "model.safetensors"
 def save(model: Model, folder: str | os.PathLike[str]) -> None:
     """Write a model: its settings with the expression of each mechanism, and all weights and buffers.
 
-    Each file is written under a temporary name, synced and renamed; the settings come last.
+    A process that is killed meanwhile leaves the old model or the new one.
+
+    Raises:
+        Unsupported: A mechanism is not what its expression gives, as one with a function in it is not.
     """
-    write(model.config, model.state_dict(), folder)
+    for module in model.modules():
+        if isinstance(module, TokenMixer):
+            check_readable(module.mechanism)
+    write(model.present_config(), model.state_dict(), folder)
 
 
 def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.PathLike[str]) -> None:
@@ -45,10 +53,20 @@ def write(config: ModelConfig, tensors: dict[str, Tensor], folder: str | os.Path
             )
         del tensors["out.weight"]
     settings = {"format": FORMAT, "version": __version__, **asdict(config)}
-    with files.atomic(folder / WEIGHTS) as partial:
-        save_file(tensors, partial)
-        settings["sha256"] = {SETTINGS: _digest(settings), WEIGHTS: files.sha256(partial)}
-    files.write(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+    with files.atomic_group(folder / SETTINGS) as partial:
+        weights = partial.with_name(WEIGHTS)
+        save_file(tensors, weights)
+        settings["sha256"] = {SETTINGS: _digest(settings), WEIGHTS: files.sha256(weights)}
+        partial.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def check_readable(mechanism: Mechanism[Any, Any]) -> None:
+    """Raise ``Unsupported`` for a mechanism that no file can name: with a function, or a class named like ours."""
+    if not catalogue.readable(mechanism):
+        raise Unsupported(
+            f"a model's settings name {mechanism!r}, which does not give it back. What would work: a class in place of "
+            "a function, of a name that this library does not use"
+        )
 
 
 def load(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Model:
@@ -81,6 +99,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Tensor]
 
     folder = Path(folder)
     try:
+        files.settle(folder / SETTINGS)
         settings = files.decoded((folder / SETTINGS).read_text())
         files.readable(settings, FORMAT, os.fspath(folder))
         digests = settings.pop("sha256", {})

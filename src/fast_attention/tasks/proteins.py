@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -133,7 +134,8 @@ def sides(task: ProteinMLM) -> tuple[list[Tensor], list[Tensor]]:
         ValueError: The file cannot be read (``FastaError`` names the line), holds no proteins or too few of them.
     """
     sequences = _sequences(task.fasta, task.shortest)
-    order = torch.randperm(len(sequences), generator=random_for("split", task.seed, task.fasta)).tolist()
+    source = "" if Path(task.fasta).exists() else task.fasta  # a file's split is the same wherever it lies
+    order = torch.randperm(len(sequences), generator=random_for("split", task.seed, source)).tolist()
     count = min(max(1, round(task.share * len(sequences))), len(sequences) - 1)
     candidates, train = ([encoded(sequences[i]) for i in part] for part in (order[:count], order[count:]))
     if task.split == "homology":

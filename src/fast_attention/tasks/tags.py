@@ -42,9 +42,9 @@ class Tags(Labelled):
 
     Of a FASTA file, half the lines below a header are residues and half are labels, one for each residue. Of a table
     (``.csv``, ``.tsv``, ``.jsonl``) one column holds sequences and one their labels: a character for each character,
-    or, where the file's labels have spaces, a word for each word, predicted at the word's last byte. A sequence that
-    occurs twice counts once, one with two labellings is left out; longer ones are cropped. No validation protein of a
-    FASTA file shares 15 residues in a row with a training one.
+    or, where the file's labels have spaces, a word for each word, predicted at the word's last byte. Longer
+    sequences are cropped; what occurs twice then counts once, and what has two labellings is left out. No validation
+    protein of a FASTA file shares 15 residues in a row with a training one.
 
     Args:
         path: The file.
@@ -131,17 +131,20 @@ def sides(task: Tags) -> Sides:
     names = tuple(sorted({label for labels_found in units.values() for _, label in labels_found}))
     if len(names) < 2 or len(units) < 2:
         raise ValueError(f"{task.path}: {len(units)} sequences and {len(names)} different labels; 2 of each are needed")
-    texts = sorted(units)
+    numbers = {name: i for i, name in enumerate(names)}
+    tagged = {text: _tagged(task, text, units[text], numbers) for text in sorted(units)}
+    texts, ambiguous = _distinct(tagged)
+    if len(texts) < 2:
+        raise ValueError(f"{task.path}: {len(texts)} different sequences within context={task.context} bytes, not 2")
     order = torch.randperm(len(texts), generator=random_for("split", task.seed)).tolist()
     count = min(max(1, round(task.share * len(texts))), len(texts) - 1)
     parts = [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
     valid_texts = parts[1] if _is_table(task) else _without_relatives(task, *parts)
-    numbers = {name: i for i, name in enumerate(names)}
-    train, valid = ([_tagged(task, text, units[text], numbers) for text in part] for part in (parts[0], valid_texts))
+    train, valid = ([tagged[text] for text in part] for part in (parts[0], valid_texts))
     for name, side in (("training", train), ("validation", valid)):
         if not len(_targets(side)[1]):
             raise ValueError(f"{task.path}: no label for {name} within context={task.context} bytes")
-    left_out = {"sequences with several labellings": len(rows) - len(kept)}
+    left_out = {"sequences with several labellings": len(rows) - len(kept) + ambiguous}
     if not _is_table(task):
         left_out["validation proteins that share stretches with training ones"] = len(parts[1]) - len(valid_texts)
     return Sides(train, valid, names, left_out)
@@ -164,7 +167,7 @@ def _fasta(path: Path) -> Iterator[tuple[str, str, str]]:
     """Yield records of FASTA: a header and an even number of lines, residues and then as many labels."""
     lines = [
         (number, line)
-        for number, line in enumerate(tables.text_of(path).replace("\r", "").split("\n"), 1)
+        for number, line in enumerate(tables.text_of(path).replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1)
         if line.strip()
     ]
     starts = [i for i, (_, line) in enumerate(lines) if line.startswith(">")]
@@ -201,6 +204,15 @@ def _tagged(task: Tags, text: str, units: list[tuple[int, str]], numbers: dict[s
     positions = sizes.cumsum(0)[[end for end, _ in units]] - 1
     labels[positions] = torch.tensor([numbers[label] for _, label in units])
     return Tagged(tokens[: task.context], labels[: task.context])
+
+
+def _distinct(tagged: dict[str, Tagged]) -> tuple[list[str], int]:
+    """One of the sequences that are equal as far as they are read, and how many have different labels there."""
+    alike: dict[bytes, dict[bytes, str]] = {}
+    for text, (tokens, labels) in tagged.items():
+        alike.setdefault(tokens.numpy().tobytes(), {}).setdefault(labels.numpy().tobytes(), text)
+    texts = [text for texts in alike.values() if len(texts) == 1 for text in texts.values()]
+    return texts, len(alike) - len(texts)
 
 
 def _without_relatives(task: Tags, train: list[str], candidates: list[str]) -> list[str]:

@@ -86,8 +86,7 @@ def save(
         partial.rename(path)
         if replaced is not None:
             shutil.rmtree(replaced)
-        if os.name == "posix":
-            files.sync(folder)
+        files.sync(folder)
         _drop_old(path, keep)
     except Exception as error:  # safetensors and torch have their own kinds for a full disk
         with contextlib.suppress(OSError):
