@@ -141,10 +141,18 @@ def test_what_is_only_unusual_is_not_broken(kind: Callable[[], Any]) -> None:
     assert not report.broken, report
 
 
+def encoder_layer(width: int, heads: int, batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, heads, 32, batch_first=batch_first)
+
+
+def encoder(width: int, heads: int, batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoder(encoder_layer(width, heads, batch_first), 2, enable_nested_tensor=False)
+
+
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
-def test_multihead_attention_is_called_by_its_own_rules(kind: Callable[..., Any], first: bool) -> None:
-    laws = [*conformance.ESSENTIAL, robustness.untouched]
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention, encoder_layer, encoder])
+def test_modules_of_torch_are_called_by_their_own_rules(kind: Callable[..., Any], first: bool) -> None:
+    laws = [*conformance.ESSENTIAL, robustness.untouched, robustness.gradients]
     report = conformance.check(conformance.third_party(lambda: kind(16, 4, batch_first=first)), laws=laws)
     assert not report.broken, report
     claimed = {finding.law for finding in report.findings if finding.status == "kept"}

@@ -117,9 +117,12 @@ def _slope(subject: AttentionUnderTest, module: Any, is_causal: bool, device: st
         return (values[0] - values[1]) / (2 * step)
 
     detail, slope = "directional derivative against a central difference", measured(1e-5)
-    if abs(slope - derivative) > 1e-6 * scale and abs(measured(1e-9) - slope) > 1e-2 * scale:
+    error = abs(slope - derivative)
+    if error > 1e-6 * scale and abs(measured(1e-9) - slope) > 1e-2 * scale:
         return judged(abs(measured(1e-2) - derivative) / scale, 1e-2, f"{detail}, as rounded to float32 inside")
-    return judged(abs(slope - derivative) / scale, 1e-6, detail)
+    if error > 1e-6 * scale:  # a step may cross the bends of a ReLU: a smaller one crosses fewer
+        error = min(error, abs(measured(1e-7) - derivative))
+    return judged(error / scale, 1e-6, detail)
 
 
 def _weights(module: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ from fast_attention.nn.multihead import MultiheadAttention
 Call = Callable[..., Tensor]
 MASKS = ("key_mask", "mask", "input_mask", "key_padding_mask", "attention_mask")
 THIRD_PARTY_ERRORS = (Exception, SystemExit)  # what a third party's code may raise
+OF_TOKENS = nn.MultiheadAttention, MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 CAUSAL = ("is_causal", "causal")
 
 
@@ -132,8 +133,9 @@ def third_party(
     """Describe a third-party attention; what is not given is read from the signature of what ``make()`` returns.
 
     Args:
-        make: Gives a module or function taking (q, k, v) or (x). An ``nn.MultiheadAttention``, torch's or ours, is
-            called on tokens (x) of its ``embed_dim``, with masks in its sense.
+        make: Gives a module or function taking (q, k, v) or (x). An ``nn.MultiheadAttention``, torch's or ours, an
+            ``nn.TransformerEncoderLayer`` and an ``nn.TransformerEncoder`` are called on tokens (x) of their width,
+            with masks in their sense.
         name: Its name in reports.
         inputs: ``"qkv"`` or ``"x"``; by default by the number of required arguments.
         heads: Heads of q, k and v.
@@ -148,8 +150,9 @@ def third_party(
         ValueError: It takes neither one tensor nor three.
     """
     module = _build(make, name)
-    if isinstance(module, nn.MultiheadAttention | MultiheadAttention):
-        options: Any = {"width": module.embed_dim, "length": length, "causal": causal is not False, "dtype": dtype}
+    if isinstance(module, OF_TOKENS):
+        width = _attention_of(module).embed_dim
+        options: Any = {"width": width, "length": length, "causal": causal is not False, "dtype": dtype}
         return AttentionUnderTest(name or type(module).__name__, make, _of_tokens, "x", 1, padding=True, **options)
     forward = module.forward if isinstance(module, nn.Module) else module
     parameters = inspect.signature(forward).parameters
@@ -188,14 +191,23 @@ def third_party(
     )
 
 
+def _attention_of(module: Any) -> Any:
+    """The attention of one of torch's encoders, its layers or what is one itself: width and order of axes."""
+    layer = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
+    return layer.self_attn if isinstance(layer, nn.TransformerEncoderLayer) else layer
+
+
 def _of_tokens(module: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mask: Tensor | None) -> Tensor:
-    """Self-attention of an ``nn.MultiheadAttention``, whose masks say what is hidden."""
-    (x,), length = inputs, inputs[0].shape[1]
+    """Self-attention by torch's modules, whose masks say what is hidden."""
+    (x,), length, first = inputs, inputs[0].shape[1], _attention_of(module).batch_first
     future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if is_causal else None
     hidden = None if key_mask is None else ~key_mask
-    x = x if module.batch_first else x.transpose(0, 1)
-    out = module(x, x, x, key_padding_mask=hidden, attn_mask=future, is_causal=is_causal, need_weights=False)[0]
-    return out if module.batch_first else out.transpose(0, 1)
+    x = x if first else x.transpose(0, 1)
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+        out = module(x, future, src_key_padding_mask=hidden, is_causal=is_causal)
+    else:
+        out = module(x, x, x, key_padding_mask=hidden, attn_mask=future, is_causal=is_causal, need_weights=False)[0]
+    return out if first else out.transpose(0, 1)
 
 
 def _build(make: Callable[[], Any], name: str | None) -> Any:

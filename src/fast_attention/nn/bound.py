@@ -52,7 +52,7 @@ class Bound(Spread, nn.Module):
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
         if self.mechanism.traits.bounded and shape.max_len < 1:
-            raise ValueError(f"{self.mechanism!r} has weights for a longest sequence: give Shape(..., max_len=...)")
+            raise ValueError(f"{self.mechanism!r} has weights for a longest sequence: give its tokens by max_len=...")
         if tied is not None and (tied.mechanism, tied.shape) != (self.mechanism, shape):
             raise ValueError(f"tied weights are of {tied.mechanism!r}, {tied.shape}; not {self.mechanism!r}, {shape}")
         weights: Any = self.mechanism.weights(shape) if tied is None else tied.w
