@@ -105,7 +105,7 @@ FAULTS = [
     Fault("masked tokens are counted in decoding", DECODING, "visible.expand(*v.shape[:-3], 1, length).cumsum(-1)",
           "torch.ones_like(visible).expand(*v.shape[:-3], 1, length).cumsum(-1)", f"{LENGTH} -k any_split"),
     Fault("positions of weights are counted from another query", ROWS, "if not traits.cross or traits.bounded:",
-          "if not traits.cross:", f"{LENGTH} -k any_split"),
+          "if not traits.cross:", f"{LENGTH} -k 'any_split and Mixture'"),
     Fault("a state is read from a cache that lacks what it needs", DECODING,
           'traits.memory in ("constant", "window") and traits.reads in ("qkv", "kv")',
           'traits.memory in ("constant", "window")', f"{LENGTH} -k any_split"),

@@ -25,7 +25,7 @@ FAULTS = [
     Fault("calls of several threads meet", "integrations/calls.py", "class _Thread(threading.local):", "class _Thread:",
           "tests/conformance/test_whole_model.py -k 'generate and LinearAttention'"),
     Fault("a compiled model does not check the declared mask", "integrations/visible.py", "        assert_unpacked(visibility.valid)\n",
-          "        pass\n", "tests/integrations/test_swap_compiled.py -k packed"),
+          "        pass\n", "tests/integrations/test_swap_compiled.py -k packed_rows"),
     Fault("a swap changes the config of other models", "integrations/hugging_face.py", "    own_config(model)\n", "",
           "tests/integrations/test_swap_probes.py -k config_that"),
     Fault("a swap advances random generators", "integrations/randomness.py", "with torch.random.fork_rng(devices=cuda):",

@@ -7,7 +7,8 @@ BIASES = "tests/biases/test_biases.py -k "
 SINKS = "tests/engine/test_sinks.py -k "
 
 FAULTS = [
-    Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left", ORACLE + "Local"),
+    Fault("the window is one key short", "engine/masks.py", "distance >= -left", "distance > -left",
+          ORACLE + "'Local and dilation'"),
     Fault("decoding forgets the oldest key of the window", "mechanisms/sparse/local.py", "return out, last(near, self.sides[0])",
           "return out, last(near, self.sides[0] - 1)", LAW + "'decode and Local'"),
     Fault("queries of a dilated window stand one position off", "mechanisms/sparse/dilated.py",
@@ -49,10 +50,10 @@ FAULTS = [
           "Span(low + left, visible", "Span(low, visible", "tests/sparse/test_tiles.py"),
     Fault("a causal block sees its own future", "mechanisms/sparse/gathered_tiles.py",
           ".new_ones(self.size, self.size).tril()",
-          ".new_ones(self.size, self.size).tril(1)", "tests/sparse/test_tiles.py"),
+          ".new_ones(self.size, self.size).tril(1)", "tests/sparse/test_tiles.py -k gathered"),
     Fault("the last block of keys has no end", "mechanisms/sparse/gathered_tiles.py",
           "visible[:, end, self.length % self.size :] = False",
-          "pass", "tests/sparse/test_tiles.py"),
+          "pass", "tests/sparse/test_tiles.py -k gathered"),
     Fault("a block of the future is chosen", "mechanisms/sparse/choosing.py",
           "device=q.device) < block[:, None]", "device=q.device) <= block[:, None] + 1", LAW + "'future and Selected'"),
     Fault("the block of a query is lost among the chosen", "mechanisms/sparse/choosing.py",

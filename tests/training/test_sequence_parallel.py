@@ -45,9 +45,13 @@ def positions(sequence: int) -> list[Any]:
         return by_position.loss_by_position(model, task, replace(SETTINGS, batch_size=2), group)
 
 
-def process(rank: int, world: int, folder: str, ports: list[str]) -> None:
+def be(rank: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+
+
+def process(rank: int, world: int, folder: str, ports: list[str]) -> None:
+    be(rank, world)
     left = iter(ports)
 
     def meet() -> None:
@@ -60,8 +64,6 @@ def process(rank: int, world: int, folder: str, ports: list[str]) -> None:
     run(Path(folder) / "handed on", 2)
     if world == 2:
         meet()
-        run(Path(folder) / "classes of two", 2, name="classes")
-        meet()
         torch.save(positions(2), Path(folder) / f"positions {rank}")
 
 
@@ -70,9 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on one, four and two processes; the last of four is handed on to two, and from them to one."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder / "one")
-    run(folder / "classes of one", name="classes")
     for world, keeps in ((4, 3), (2, 6)):
-        spread(process, (world, str(folder), free_ports(6)), world)
+        spread(process, (world, str(folder), free_ports(5)), world)
         for path in checkpoints.find_all(folder / "handed on" / "checkpoints"):
             if int(path.name[5:]) > keeps:  # as if the run had been stopped there
                 shutil.rmtree(path)
@@ -93,8 +94,16 @@ def test_losses_are_those_of_one_process(folder: Path, name: str) -> None:
         torch.testing.assert_close(torch.tensor(other[key]), torch.tensor(values), rtol=1e-6, atol=1e-6)
 
 
-def test_classes_count_once(folder: Path) -> None:
-    one, two = (numbers(folder / f"classes of {number}") for number in ("one", "two"))
+def with_classes(rank: int, folder: str, port: str) -> None:
+    be(rank, 2)
+    os.environ["MASTER_PORT"] = port
+    run(Path(folder), 2, name="classes")
+
+
+def test_classes_count_once(tmp_path: Path) -> None:
+    run(tmp_path / "one", name="classes")
+    spread(with_classes, (str(tmp_path / "two"), *free_ports(1)), 2)
+    one, two = (numbers(tmp_path / number) for number in ("one", "two"))
     for key, values in one.items():
         torch.testing.assert_close(torch.tensor(two[key]), torch.tensor(values), rtol=1e-6, atol=1e-6)
 
