@@ -29,9 +29,12 @@ def count(length: int, size: int) -> int:
 
 def split(x: Tensor, size: int, *, value: bool | int | float = 0.0) -> Tensor:
     """(..., L, E) -> (..., ceil(L / size), size, E), padded by ``value`` at the end."""
-    if not exporting():
-        return pad_length(x, size, value=value).unflatten(-2, (-1, size))
     length = x.shape[-2]
+    if not exporting():
+        blocks = count(length, size)  # a length left open is this many times size, not divided by -1
+        missing = blocks * size - length
+        x = F.pad(x, (0, 0, 0, missing), value=value) if symbolic() or missing else x
+        return x.unflatten(-2, (blocks, size))
     position = torch.arange(count(length, size), device=x.device)[:, None] * size + torch.arange(size, device=x.device)
     return fill(x[..., position.clamp(max=length - 1), :], (position >= length)[..., None], value)
 
