@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fast_attention import Attention, MultiheadAttention, TokenMixer, Unsupported, catalogue
-from fast_attention.engine.blocks import slices
+from fast_attention.engine.blocks import slices, split
 from tests.cases import bind, qkv, some_keys
 
 DEFAULTS: list[Any] = [catalogue.default(name) for name in catalogue.names()]
@@ -170,3 +170,16 @@ def test_second_derivatives_through_the_fused_kernel(mechanism: str, way: str) -
     difference = (slope(one + step) - slope(one - step)) / (2 * step)
     low = {"rtol": 0.15, "atol": 0.01} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-8}
     torch.testing.assert_close(second, difference, **low)
+
+
+def test_a_block_of_a_length_left_open_has_a_size_that_is_a_number() -> None:
+    """A quotient in its place is carried through every later size, and compiling takes minutes."""
+    sizes: list[Any] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        sizes.extend(node.meta["example_value"].shape[-2] for node in graph.graph.find_nodes(
+            op="call_method", target="unflatten"))  # fmt: skip
+        return graph
+
+    torch.compile(lambda x: split(x, 16) + 1, dynamic=True, fullgraph=True, backend=look)(torch.randn(2, 37, 3))
+    assert [type(size) for size in sizes] == [int]
