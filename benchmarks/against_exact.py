@@ -3,7 +3,8 @@
 ``python -m benchmarks.against_exact "Hybrid()" "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=32))"``
 prints for every length the median over the pairs of exact attention's time over the mechanism's: above 1 the mechanism
 is the faster one. Exact attention is torch's own, causal where the mechanism is (``--causal``). ``--threads 1`` takes
-processor time instead of wall time, which other programs disturb less. ``--out FILE`` leaves a record.
+processor time instead of wall time, which other programs disturb less. ``--out FILE`` leaves a record. Freed memory is
+kept (``fast_attention.keep_memory``), also that of exact attention, unless ``--give-memory-back``.
 
 ``--baseline`` sets something else in its place, for mechanisms that read the same pairs whatever the tokens are: the
 same kernel with these pairs as a boolean mask (``masked``), or the softmax over them written out (``written``).
@@ -24,7 +25,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from benchmarks.gates import HEADS, WIDTH, Row, in_turns, seconds, title
-from fast_attention import Bound, Shape, files
+from fast_attention import Bound, Shape, files, keep_memory
 from fast_attention.lab import records, surroundings
 
 LENGTHS = (128, 512, 1024, 4096, 16384)
@@ -93,8 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11, help="Pairs of samples, three at least.")
     parser.add_argument("--patience", type=float, default=20.0, help="Seconds of rounds for each figure.")
     parser.add_argument("--baseline", choices=BASELINES, default="exact", help="What is beside it.")
+    parser.add_argument("--give-memory-back", action="store_true", help="Do not keep freed memory.")
     parser.add_argument("--out", type=Path, help="Also write a record.")
     asked = parser.parse_args(arguments)
+    if not asked.give_memory_back:
+        keep_memory()
     if asked.threads:
         torch.set_num_threads(asked.threads)
     meta = {"command": arguments or sys.argv[1:], "started": surroundings.timestamp(), "heads": HEADS, "width": WIDTH}

@@ -1,7 +1,8 @@
 """How much faster a converted model reads long texts: ``python -m benchmarks.long_texts --model out/minilm-8k``.
 
 Whole models, one text, exact attention with extended positions against what was converted, in turns. Without a model,
-the MiniLM of the demo with blocks swapped in, beyond 512 tokens.
+the MiniLM of the demo with blocks swapped in, beyond 512 tokens. All freed memory is kept
+(``fast_attention.keep_memory``) for both, unless ``--give-memory-back``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fast_attention import extend, files, integrations, swap
+from fast_attention import extend, files, integrations, keep_memory, swap
 from fast_attention.lab import loading, records, surroundings
 from fast_attention.lab.converting import costs
 from fast_attention.lab.tables import Table, show
@@ -42,8 +43,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="The folder of a converted model.")
     parser.add_argument("--mechanism", default="BlockLocal(block_size=256)", help="Swapped in where no model is given.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument("--give-memory-back", action="store_true", help="Do not keep freed memory.")
     parser.add_argument("--out", type=Path, default=Path("out/long-texts.json"))
     asked = parser.parse_args()
+    if not asked.give_memory_back:
+        keep_memory(None)
     started, longest = surroundings.timestamp(), max(asked.lengths)
     held = models(asked.model, asked.mechanism, longest)
     layers = [*integrations.swapped.layers_of(held[[*held][-1]])]

@@ -45,7 +45,7 @@ def test_the_page_of_long_texts_prints_what_it_shows(
     for kind in (transformers.AutoModel, transformers.AutoTokenizer):
         monkeypatch.setattr(kind, "from_pretrained", lambda name, load=kind.from_pretrained: load(folder))
     page = (ROOT / "docs" / "long.md").read_text(encoding="utf-8")
-    extending, swapping, _, _ = re.findall(r"```python\n(.*?)```", page, re.S)
+    extending, swapping, _, _, _ = re.findall(r"```python\n(.*?)```", page, re.S)
     shown = re.findall(r"```\n(learned.*?)```", page, re.S)[0]
     space: dict[str, Any] = {}
     exec(extending, space)

@@ -8,6 +8,7 @@ import sys
 import threading
 
 from fast_attention import extras
+from fast_attention.allocator import keep_memory
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,6 +39,7 @@ def _run(arguments: list[str]) -> int:
             signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         from fast_attention.lab import command_line
 
+        keep_memory()
         command_line.prepare(arguments)
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]

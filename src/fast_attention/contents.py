@@ -6,6 +6,7 @@ from fast_attention.mechanism import Shape as Shape, Traits as Traits, Unsupport
 
 from fast_attention.engine.dispatch import implementation as implementation
 from fast_attention.invariance import batch_invariant as batch_invariant
+from fast_attention.allocator import keep_memory as keep_memory
 
 from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUAttention
 from fast_attention.mechanisms import LogAttention as LogAttention, Manhattan as Manhattan

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fast_attention import __version__
+from fast_attention.allocator import freed_memory
 
 
 def begun(device: torch.device, **settings: Any) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "freed_memory": freed_memory(),
         "load_average": load_average(),
     }
 

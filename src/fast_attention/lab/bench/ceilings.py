@@ -1,4 +1,4 @@
-"""Measures the machine's limits in the same process: matrix products, exponentials, copies, fresh memory."""
+"""Measures the machine's limits in the same process: matrix products, exponentials, copies, new tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def ceilings(device: torch.device, dtype: torch.dtype, patience: float = PATIENC
     Returns:
         ``gemm_gflops`` (2048 x 2048 x 2048), ``bmm_gflops`` (256 products of 128 x 64 x 128), ``exp_gelem_s`` (half a
         million numbers in place), ``copy_gb_s`` (64 MiB, read and written bytes together), ``fresh_gb_s`` (64 MiB
-        allocated and written: on a CPU the system hands out such memory page by page, and a whole tensor at a great
-        length can cost more to get than to compute) and ``empty_us`` (an operation on one number: what a call costs).
+        allocated and written: where a CPU's system hands out such memory page by page, ``keep_memory`` not called, a
+        tensor at a great length can cost more to get than to compute) and ``empty_us`` (an operation on one number:
+        what a call costs).
     """
     a, b = (torch.randn(2048, 2048).to(device, dtype) for _ in range(2))
     c = torch.empty_like(a)

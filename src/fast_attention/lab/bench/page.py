@@ -32,7 +32,7 @@ _LINES = "Above the line at 1 it beats exact attention; ours solid, peers dashed
 _CROSSOVER = "The length from which on it is faster at every measured length, interpolated on logarithmic scales."
 LIMITS = {
     "matrix product, GFLOP/s": "gemm_gflops", "small batched products, GFLOP/s": "bmm_gflops",
-    "exp, G numbers/s": "exp_gelem_s", "copy, GB/s": "copy_gb_s", "fresh memory, GB/s": "fresh_gb_s",
+    "exp, G numbers/s": "exp_gelem_s", "copy, GB/s": "copy_gb_s", "new tensor, GB/s": "fresh_gb_s",
     "one small operation, us": "empty_us",
 }  # fmt: skip
 
@@ -212,7 +212,7 @@ def remarks(record: Benchmark) -> Iterator[str]:
     for limits in record.ceilings:
         yield (
             "Machine {when}: matrix product {gemm_gflops:.0f} GFLOP/s, small batched products {bmm_gflops:.0f}, exp "
-            "{exp_gelem_s:.2g} G numbers/s, copy {copy_gb_s:.0f} GB/s, fresh memory {fresh_gb_s:.0f} GB/s, an "
+            "{exp_gelem_s:.2g} G numbers/s, copy {copy_gb_s:.0f} GB/s, new tensor {fresh_gb_s:.0f} GB/s, an "
             "operation on one number {empty_us:.1f} us".format(**limits)
         )
     summary = record.summary

@@ -1,0 +1,81 @@
+"""Whether freed memory is kept is seen by the pages that a process is given anew."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fast_attention import allocator, keep_memory
+from fast_attention.lab import surroundings
+
+COUNTING = """
+import resource, sys, torch
+from fast_attention import keep_memory
+
+def pages_given():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+if sys.argv[1] != "given back":
+    assert keep_memory(None if sys.argv[1] == "all" else int(sys.argv[1]))
+for number in range(8):
+    if number == 3:  # the first are new in any case
+        before = pages_given()
+    torch.ones(2**23)  # 32 MiB
+print((pages_given() - before) / 5)
+"""
+PAGES = 2**25 // 4096  # of a tensor
+
+
+def pages_given(kept: str) -> float:
+    """Pages that each of several tensors of 32 MiB is given anew."""
+    command = [sys.executable, "-c", COUNTING, kept]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_", "GLIBC_"))}
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=plain).stdout)
+
+
+needs_glibc = pytest.mark.skipif(not allocator._is_glibc(), reason="another C library")
+
+
+@needs_glibc
+@pytest.mark.parametrize("kept", ["1024", "all"])
+def test_memory_that_is_kept_is_not_given_anew(kept: str) -> None:
+    assert pages_given(kept) < 0.05 * PAGES
+
+
+@needs_glibc
+def test_memory_is_given_back_otherwise() -> None:
+    assert pages_given("given back") > 0.9 * PAGES
+    assert pages_given("1") > 0.9 * PAGES  # larger than what may be kept
+
+
+@needs_glibc
+def test_records_say_what_becomes_of_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_freed_memory", ["given back"])
+    assert surroundings.surroundings(torch.device("cpu"))["freed_memory"] == "given back"
+    assert keep_memory()
+    assert surroundings.surroundings(torch.device("cpu"))["freed_memory"] == "kept up to 1,024 MiB"
+
+
+@pytest.mark.parametrize("mebibytes", [0, -1, 2048, 1.5, math.inf])
+def test_sizes_that_cannot_be_kept_are_refused(mebibytes: Any) -> None:
+    with pytest.raises(ValueError, match=rf"mebibytes={mebibytes}: give a whole number from 1 to 2047, or None"):
+        keep_memory(mebibytes)
+
+
+def no_name(name: str) -> str:
+    raise ValueError("unrecognized configuration name")
+
+
+@pytest.mark.parametrize("confstr", [no_name, lambda name: "", lambda name: None])
+def test_other_c_libraries_are_left_alone(confstr: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "confstr", confstr)
+    monkeypatch.setattr(allocator, "_freed_memory", ["given back"])
+    assert not keep_memory()
+    assert allocator.freed_memory() == "given back"
