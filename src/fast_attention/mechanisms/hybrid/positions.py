@@ -11,7 +11,7 @@ from fast_attention.engine.blocks import count
 from fast_attention.engine.tracing import exporting, symbolic
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
-CHUNK_TOKENS = 2**13  # tokens of a chunk, all heads together: a few MiB of features
+CHUNK_TOKENS = 2**13  # tokens of a chunk or a quarter more, all heads together: a few MiB of features
 SHORT = 192  # keys up to which all of them are one span of all queries, in a window
 
 
@@ -103,6 +103,8 @@ class Plan(NamedTuple):
     def _chunks(self, q: Tensor, k: Tensor, number: int, first: int, behind: int, ahead: int) -> Iterator[Chunk]:
         heads, length, keys, block = q[..., 0, 0].numel(), q.shape[-2], k.shape[-2], self.block
         size = max(1, CHUNK_TOKENS // (heads * block))
+        chunks = -(-number * 4 // (size * 5))
+        size = max(1, -(-number // max(1, chunks)))  # alike, and rather a quarter more than a small rest
         for n in range(0, number, size):
             end = min(n + size, number)
             begin = first + n * block

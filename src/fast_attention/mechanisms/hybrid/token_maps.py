@@ -14,7 +14,7 @@ from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.arguments import Maps
 from fast_attention.mechanisms.linear.reference import masked_keys
 
-FEW = 2**22  # features of all keys, 16 MiB in float32, up to which they are made once
+FEW = 2**24  # features of all keys, 64 MiB in float32, up to which they are made once
 Add = Callable[[Tensor, Tensor | None], None]  # takes the gradients of values and log scales
 
 
