@@ -52,7 +52,7 @@ def near_far_attention(
         return far.per_token(tree_unflatten(weights, layout))
 
     pair = maps(*(x if x is None else x.detach() for x in leaves))
-    probes = [phi(k[..., :1, :].detach()) for phi in pair[0 if torch.is_grad_enabled() else 1 :]]
+    probes = [phi.first(k.detach()) for phi in pair[0 if torch.is_grad_enabled() else 1 :]]
     sums, log_scale = FarSums.of(earlier or empty(probes[-1], v))
     numbers = offsets.between(bias, 1 - plan.behind - plan.block, plan.block + plan.span - 1, q)[0]
     trained = numbers is not None and torch.is_grad_enabled() and numbers.requires_grad

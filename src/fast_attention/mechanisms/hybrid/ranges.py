@@ -69,8 +69,7 @@ def far_state(
         after = linear_state.summarise(features(weights, k, visible[..., 0]), v)
         return (), linear_state.combine(LinearState(*state), after)
 
-    first, size = linear_state.empty(features(leaves, k[..., :1, :], visible[..., :1]), v), CHUNK_TOKENS
-    size = max(size // v[..., 0, 0].numel(), BLOCK)
+    first, size = linear_state.empty(far.per_token(w)[1].first(k), v), max(CHUNK_TOKENS // v[..., 0, 0].numel(), BLOCK)
     tokens = [k, v, visible[..., None]]
     if dispatch.obstacle(k, v) or k.shape[-2] <= size:
         return LinearState(*step(tokens, leaves, first)[1])

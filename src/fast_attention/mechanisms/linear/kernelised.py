@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -21,7 +21,22 @@ from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 from fast_attention.mechanisms.linear.token_features import token_features
 
-TokenMap = Callable[[Tensor], Features]
+
+class TokenMap(NamedTuple):
+    """A map of tokens to features with a log scale for each token."""
+
+    features: Callable[[Tensor], Features]
+    number: int | None = None  # of a token's features, where it is known without making them
+
+    def __call__(self, x: Tensor) -> Features:
+        """The features of some tokens."""
+        return self.features(x)
+
+    def first(self, x: Tensor) -> Features:
+        """The first token's features; any numbers in their place, where it is known how many there are."""
+        if self.number is None:
+            return self(x[..., :1, :])
+        return Features(x[..., :1, :1].expand(*x.shape[:-2], 1, self.number), x[..., :1, 0])
 
 
 class Kernelised(Attention[W, LinearState]):
@@ -41,7 +56,7 @@ class Kernelised(Attention[W, LinearState]):
     def per_token(self, w: W) -> tuple[TokenMap, TokenMap]:
         """``maps`` over each token's largest feature, for sums with other weights than products of features."""
         queries, keys = self.maps(w)
-        return (lambda x: queries(x).per_token()), (lambda x: keys(x).per_token())
+        return TokenMap(lambda x: queries(x).per_token()), TokenMap(lambda x: keys(x).per_token())
 
     @property
     def signed(self) -> bool:
@@ -96,10 +111,11 @@ class RandomKernelised(Kernelised[W]):
         if traced() or not phi.exponential:
             return super().per_token(w)
         form = {"hyperbolic": phi.pairs}
-        log_count = math.log(phi.width(heads.rows))
+        number = phi.width(heads.rows)
+        log_count = math.log(number)
         return (
-            lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form),
-            lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form),
+            TokenMap(lambda x: token_features(x, heads.rows, heads.bias, factor=-log_count, **form), number),
+            TokenMap(lambda x: token_features(x, heads.keys.rows, heads.bias, factor=0.0, **form), number),
         )
 
     def attend_packed(
