@@ -101,10 +101,8 @@ def _write(call: Call, chunk: Chunk, outside: FarSums, sight: near.Sight, out: T
         part, log_sum = near.outputs(tokens, group, call.scale)
         group.queries.read(logits[:, 0, :, None])[..., 0] = log_sum
         parts.append((group.queries, part))
-    log_sums = logits.logsumexp(1)
-    logs[:, 0] = log_sums = log_sums if call.learned is None else torch.logaddexp(log_sums, call.learned)
     logs[:, 1] = (log_scale + torch.zeros_like(denominator)).masked_fill_(negligible, float("-inf"))
-    weights = logits.sub_(log_sums[:, None]).exp_()
+    weights, logs[:, 0] = _normalised(logits, call.learned)
     if sum(rows.size * rows.number for rows, _ in parts) < out.shape[1]:
         out.zero_()
     for rows, part in parts:
@@ -112,6 +110,16 @@ def _write(call: Call, chunk: Chunk, outside: FarSums, sight: near.Sight, out: T
     far_weight = weights[:, 1].masked_fill_(negligible, 0.0).div_(denominator)
     out[..., : call.widths[1]].addcmul_(sums[..., :-1], far_weight[..., None])
     out.baddbmm_(weights[:, 2:].mT, call.sinks.v)
+
+
+def _normalised(logits: Tensor, learned: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The softmax over axis 1, in place, beside scores without a value, and the logarithms of its normalisers."""
+    largest = logits.amax(1) if learned is None else torch.maximum(logits.amax(1), learned)
+    weights = logits.sub_(largest[:, None]).exp_()
+    total = weights.sum(1)
+    if learned is not None:
+        total.add_((learned - largest).exp_())
+    return weights.div_(total[:, None]), total.log_().add_(largest)
 
 
 def _backward(
