@@ -9,7 +9,7 @@ from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.near import Sight
-from fast_attention.mechanisms.hybrid.pairs import Pairs, add_pair_gradients, tiles
+from fast_attention.mechanisms.hybrid.pairs import Pairs, add_pair_gradients, tiles, weights
 from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
 
 
@@ -33,8 +33,8 @@ def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[
         sums.mul_((log_scale - pairs.unit).exp_()[..., None])
         log_scale = pairs.unit
         for rows, keys, far in tiles(call, chunk, sight):
-            weights = torch.bmm(queries.values[:, rows], pairs.keys.values[:, keys].mT).mul_(far)
-            sums[:, rows].baddbmm_(weights, pairs.weighed[:, keys])
+            products = weights(rows.read(queries.values), keys.read(pairs.keys.values), far)
+            multiply(products, keys.read(pairs.weighed), out=rows.read(sums), add=True)
     return sums, log_scale if queries.log_scale is None else log_scale + queries.log_scale
 
 

@@ -74,25 +74,33 @@ class Sight(NamedTuple):
         return Sight(near & visible, visible & ~near, numbers)
 
 
+def aligned(plan: Plan, chunk: Chunk, columns: slice) -> Iterator[tuple[Rows, Rows, slice]]:
+    """The queries of a chunk's blocks, the keys in some columns of their spans, and which columns these are: all blocks
+    together that have all their queries and keys, the others one by one, without those that have no such key.
+    """
+    length, keys = chunk.queries.stop - chunk.queries.start, chunk.keys.stop - chunk.keys.start
+    block, first, width = plan.block, chunk.start - plan.behind + columns.start, columns.stop - columns.start
+    low = min(max(-(first // block), 0), chunk.number)
+    high = max(min((keys - first - width) // block + 1, length // block, chunk.number), low)
+    for n, number in [*((n, 1) for n in range(low)), (low, high - low), *((n, 1) for n in range(high, chunk.number))]:
+        begin = first + n * block
+        rows, left, right = min(block, length - n * block), max(-begin, 0), min(keys - begin, width)
+        if number > 0 and right > left:
+            held = slice(columns.start + left, columns.start + right)
+            yield Rows(n * block, rows, number, block), Rows(begin + left, right - left, number, block), held
+
+
 def groups(plan: Plan, sight: Sight, chunk: Chunk, tokens: Tokens) -> Iterator[Group]:
     """The blocks of a chunk: those whose spans lie inside the keys, the others one by one, without those whose span
     holds no key.
     """
-    length, keys = tokens.q.shape[1], tokens.k.shape[1]
-    block, span, first = plan.block, plan.span, chunk.start - plan.behind
-    low = min(max(-(first // block), 0), chunk.number)
-    high = max(min((keys - first - span) // block + 1, length // block, chunk.number), low)
-    for n, number in [*((n, 1) for n in range(low)), (low, high - low), *((n, 1) for n in range(high, chunk.number))]:
-        begin = first + n * block
-        rows, left, right = min(block, length - n * block), max(-begin, 0), min(keys - begin, span)
-        if number > 0 and right > left:
-            queries, span_keys = Rows(n * block, rows, number, block), Rows(begin + left, right - left, number, block)
-            near = None if sight.near is None else sight.near[:rows, left:right]
-            group = _group(queries, span_keys, near, tokens.masked)
-            if sight.numbers is not None:
-                numbers = sight.numbers[:, None, :rows, left:right]
-                group = group._replace(bias=numbers if group.bias is None else numbers + group.bias)
-            yield group
+    for queries, keys, columns in aligned(plan, chunk, slice(0, plan.span)):
+        near = None if sight.near is None else sight.near[: queries.size, columns]
+        group = _group(queries, keys, near, tokens.masked)
+        if sight.numbers is not None:
+            numbers = sight.numbers[:, None, : queries.size, columns]
+            group = group._replace(bias=numbers if group.bias is None else numbers + group.bias)
+        yield group
 
 
 def _group(queries: Rows, keys: Rows, visible: Tensor | None, masked: Tensor | None) -> Group:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
+from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.key_sums import factors, visible_scales, weighed
-from fast_attention.mechanisms.hybrid.near import Sight
+from fast_attention.mechanisms.hybrid.near import Rows, Sight, aligned
 from fast_attention.mechanisms.hybrid.positions import Chunk
 
 RANGE = 40.0  # of the log scales of keys that are summed up under one
@@ -45,19 +46,23 @@ class Pairs(NamedTuple):
         return Pairs(keys, factor, weighed(call, chunk, factor), unit)
 
 
-def tiles(call: Call, chunk: Chunk, sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
+def tiles(call: Call, chunk: Chunk, sight: Sight) -> Iterator[tuple[Rows, Rows, Tensor]]:
     """Queries of a chunk, keys of it and which of their pairs are far: 1 or 0."""
-    plan, keys, length = call.plan, chunk.keys.stop - chunk.keys.start, chunk.queries.stop - chunk.queries.start
     if sight.far is None:
         return
     far = sight.far.to(call.tokens.q.dtype)
-    for n in range(chunk.number):
-        rows = slice(n * plan.block, min((n + 1) * plan.block, length))
-        begin = chunk.start - plan.behind + n * plan.block
-        for columns in plan.mixed:
-            low, high = max(begin + columns.start, 0), min(begin + columns.stop, keys)
-            if high > low:
-                yield rows, slice(low, high), far[: rows.stop - rows.start, low - begin : high - begin]
+    for columns in call.plan.mixed:
+        for rows, keys, held in aligned(call.plan, chunk, columns):
+            yield rows, keys, far[: rows.size, held]
+
+
+def weights(
+    queries: Float[Tensor, "heads blocks rows C"], keys: Float[Tensor, "heads blocks columns C"], far: Tensor
+) -> Float[Tensor, "heads blocks rows columns"]:
+    """Products of features, 0 where the pair is not far."""
+    products = queries.new_empty(*queries.shape[:-1], keys.shape[-2])
+    multiply(queries, keys.mT, out=products)
+    return products.mul_(far)
 
 
 def add_pair_gradients(
@@ -68,10 +73,10 @@ def add_pair_gradients(
     keys = pairs.keys.values
     d_keys, d_weighed = torch.zeros_like(keys), torch.zeros_like(pairs.weighed)
     for rows, span, far in tiles(call, chunk, sight):
-        weights = torch.bmm(queries[:, rows], keys[:, span].mT).mul_(far)
-        d_weighed[:, span].baddbmm_(weights.mT, above[:, rows])
-        torch.bmm(above[:, rows], pairs.weighed[:, span].mT, out=weights).mul_(far)
-        d_queries[:, rows].baddbmm_(weights, keys[:, span])
-        d_keys[:, span].baddbmm_(weights.mT, queries[:, rows])
+        features, others, outer = rows.read(queries), span.read(keys), rows.read(above)
+        multiply(weights(features, others, far).mT, outer, out=span.read(d_weighed), add=True)
+        d_weights = weights(outer, span.read(pairs.weighed), far)
+        multiply(d_weights, others, out=rows.read(d_queries), add=True)
+        multiply(d_weights.mT, features, out=span.read(d_keys), add=True)
     d.tokens.v[:, chunk.keys, : call.widths[1]].addcmul_(d_weighed[..., :-1], pairs.factors)
     return d_keys, torch.linalg.vecdot(d_weighed, pairs.weighed)

@@ -85,7 +85,7 @@ class Plan(NamedTuple):
             return []
         if not symbolic() and self.behind == self.start and self.query_blocks == 1:
             return [slice(0, self.span)]
-        end = self.span if self.is_causal else max(self.block, self.left + self.right + 1)
+        end = self.span if self.is_causal else max(self.block, self.left + self.right)
         return [columns for columns in (slice(0, self.block), slice(end, self.span)) if columns.stop > columns.start]
 
     def inside(self, keys: int) -> bool:
