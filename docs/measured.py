@@ -87,7 +87,7 @@ def speeds(folder: Path = RECORDS) -> list[tuple[Record, list[Speed]]]:
     """The newest benchmark and all records beside exact attention, the newest first."""
     found = [(record, bench_speeds(record)) for record in records("bench", folder)[-1:]]
     found += [(record, beside_speeds(record)) for record in records("against-exact*", folder)]
-    return sorted(found, key=lambda each: each[0].name, reverse=True)
+    return sorted(found, key=lambda each: each[0].name.removesuffix(".json"), reverse=True)  # "-2" is the newer
 
 
 def memory(name: str, folder: Path = RECORDS) -> tuple[Record, list[dict[str, Any]]]:

@@ -67,6 +67,8 @@ FAULTS = [
     Fault("what leaves the window is forgotten", ROOM + "hybrid.py",
           "far = linear_state.combine(far", "_ = linear_state.combine(far",
           f"{TESTS} -k small"),
+    Fault("chunks of blocks end in a small rest", ROOM + "positions.py", "-(-number // (size + size // 4))", "-(-number // size)",
+          f"{TESTS} -k alike"),
     Fault("a chunk reads the first chunk's sums", ROOM + "far.py", "outside.sums[:, chunk.blocks][:, blocks], out",
           "outside.sums[:, blocks], out", f"{TESTS} -k chunks"),
     Fault("the sums of a block without keys are left as they were", ROOM + "key_sums.py", "empty.zero_()", "empty.fill_(1.0)",

@@ -52,6 +52,17 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int = 1) -> None:
     monkeypatch.setattr(far_sums, "FEW", 0)
 
 
+@pytest.mark.parametrize(
+    ("heads", "length", "sizes"),
+    [(8, 1024, [18]), (8, 4096, [17, 17, 17, 15]), (8, 512, [10]), (256, 128, [1] * 4), (100, 256, [1] * 6)],
+)
+def test_chunks_of_blocks_are_alike(heads: int, length: int, sizes: list[int]) -> None:
+    """As many tokens as are allowed or a quarter more, rather than a small rest; one block at least."""
+    x = torch.empty(1, heads, length, 1)
+    plan = positions.Plan.of_blocks(length, 64, 1, 1, is_causal=False, start=0)
+    assert [chunk.number for chunk in plan.key_chunks(x, x)] == sizes
+
+
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 @pytest.mark.parametrize("mechanism", [*VARIANTS[1:4], *VARIANTS[-2:]], ids=repr)
 def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:

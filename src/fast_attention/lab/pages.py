@@ -100,7 +100,7 @@ def run(meta: Mapping[str, Any], facts: Mapping[str, object]) -> Section:
     seed = f", seed {meta['seed']}" if "seed" in meta else ""
     shared = {
         "Machine": f"{meta['hardware']}, {meta['device']}, {meta['threads']} of {meta['cores']} threads, {load}"
-        + (f"; freed memory {meta['freed_memory']} (keep_memory)" if "freed_memory" in meta else ""),
+        + (f"; freed memory (keep_memory): {meta['freed_memory']}" if "freed_memory" in meta else ""),
         "Versions": f"fast-attention {meta['fast_attention']} ({meta['commit'] or 'no commit known'}), "
         f"torch {meta['torch']}, {models}Python {meta['python']}, {meta['platform']}",
         "When": f"{meta['started']} to {meta.get('finished', 'unfinished')}{spent}{seed}",

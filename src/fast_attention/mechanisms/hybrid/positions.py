@@ -103,8 +103,8 @@ class Plan(NamedTuple):
     def _chunks(self, q: Tensor, k: Tensor, number: int, first: int, behind: int, ahead: int) -> Iterator[Chunk]:
         heads, length, keys, block = q[..., 0, 0].numel(), q.shape[-2], k.shape[-2], self.block
         size = max(1, CHUNK_TOKENS // (heads * block))
-        chunks = -(-number * 4 // (size * 5))
-        size = max(1, -(-number // max(1, chunks)))  # alike, and rather a quarter more than a small rest
+        chunks = -(-number // (size + size // 4))  # alike, and rather a quarter more than a small rest
+        size = max(1, -(-number // max(1, chunks)))
         for n in range(0, number, size):
             end = min(n + size, number)
             begin = first + n * block
