@@ -16,7 +16,7 @@ from fast_attention import allocator, keep_memory
 from fast_attention.lab import surroundings
 
 COUNTING = """
-import resource, sys, torch
+import resource, statistics, sys, torch
 from fast_attention import keep_memory
 
 def pages_given():
@@ -24,17 +24,18 @@ def pages_given():
 
 if sys.argv[1] != "given back":
     assert keep_memory(None if sys.argv[1] == "all" else int(sys.argv[1]))
-for number in range(8):
-    if number == 3:  # the first are new in any case
-        before = pages_given()
+given = []
+for _ in range(12):
+    before = pages_given()
     torch.ones(2**23)  # 32 MiB
-print((pages_given() - before) / 5)
+    given.append(pages_given() - before)
+print(statistics.median(given[3:]))  # the first are new in any case, and a busy system takes one back now and then
 """
 PAGES = 2**25 // 4096  # of a tensor
 
 
 def pages_given(kept: str) -> float:
-    """Pages that each of several tensors of 32 MiB is given anew."""
+    """Pages that a tensor of 32 MiB is given anew, the median of nine one after another."""
     command = [sys.executable, "-c", COUNTING, kept]
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_", "GLIBC_"))}
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=plain).stdout)
