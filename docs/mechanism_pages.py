@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fast_attention import Attention, catalogue
-from fast_attention.mechanism import Mixer, granting
+from fast_attention.mechanism import Mixer
+from fast_attention.refusals import granting
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -85,7 +86,7 @@ def refusals(mechanism: Any) -> list[str]:
     lines = []
     for trait, words in DENIED.items():
         if trait not in skipped and not getattr(mechanism.traits, trait):
-            others = ", ".join(f"[`{name}`]({name}.md)" for name in granting(kind, trait)[:6])
+            others = ", ".join(f"[`{name}`]({name}.md)" for name in granting(kind, trait, like=mechanism.traits)[:6])
             lines.append(f"- {words}" + (f" What would work: {others}." if others else ""))
     if kind is Mixer:
         lines.append("- It mixes whole tokens: no queries, no heads, no cross attention and no attention map.")

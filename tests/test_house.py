@@ -29,7 +29,7 @@ FLOORS = [
     ["feature_maps"],
     ["gpu"],
     ["checks", "decoding", "traits"],
-    ["biases", "invariance"],
+    ["biases", "invariance", "refusals"],
     ["mechanism"],
     ["dense"],
     ["sparse"],

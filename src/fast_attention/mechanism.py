@@ -12,6 +12,7 @@ from fast_attention import checks, decoding, invariance
 from fast_attention.decoding import State
 from fast_attention.engine import masks
 from fast_attention.engine.tracing import replaced
+from fast_attention.refusals import granting
 from fast_attention.traits import Memory as Memory
 from fast_attention.traits import Shape as Shape
 from fast_attention.traits import Traits as Traits
@@ -52,9 +53,9 @@ class Mechanism(Value, ABC, Generic[W, S]):
         return type(self).weights is not Mechanism.weights
 
     def refuse(self, what: str, trait: str) -> Unsupported:
-        """The error for a denied trait: it names the mechanism, the trait and mechanisms that grant it."""
+        """The error for a denied trait: it names the mechanism, the trait and those most like it that grant it."""
         kind = Attention if isinstance(self, Attention) else Mixer
-        granted = ", ".join(f"{name}()" for name in granting(kind, trait)[:6])
+        granted = ", ".join(f"{name}()" for name in granting(kind, trait, like=self.traits)[:6])
         return Unsupported(
             f"{self!r} does not support {what} (traits.{trait} is {getattr(self.traits, trait)!r}). "
             + (f"What would work: {granted}." if granted else f"No {kind.__name__.lower()} in the catalogue does.")
@@ -74,16 +75,6 @@ class Mechanism(Value, ABC, Generic[W, S]):
             if not traits.padding:
                 raise self.refuse("a key_mask", "padding")
             checks.key_mask(key_mask, tuple(batch), keys)
-
-
-def granting(kind: type[Mechanism[Any, Any]], trait: str) -> list[str]:
-    """Names of the loaded mechanisms of a kind whose default value grants a trait, in the order they were defined."""
-    names = []
-    for subclass in [x for x in kind.__subclasses__() if x.__module__.startswith("fast_attention.")]:
-        names += granting(subclass, trait)
-        if not getattr(subclass, "__abstractmethods__", None) and getattr(subclass().traits, trait):
-            names.append(subclass.__name__)
-    return names
 
 
 class Attention(Mechanism[W, S]):

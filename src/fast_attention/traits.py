@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from fast_attention.engine.tracing import symbolic
@@ -48,6 +48,11 @@ class Traits:
     def denying(self, is_causal: bool) -> str:
         """The trait that denies calls with this ``is_causal``; empty where none does."""
         return "" if is_causal in self.modes else "causal" if is_causal else "bidirectional"
+
+    def shared(self, others: Traits) -> int:
+        """How many traits are the same in ``others``, but for those that are words."""
+        words = ("paper", "formula", "cost")
+        return sum(getattr(self, x.name) == getattr(others, x.name) for x in fields(self) if x.name not in words)
 
 
 @dataclass(frozen=True)
