@@ -40,8 +40,9 @@ def opaque(empty: Callable[..., Tensor]) -> Callable[[Decorated], Decorated]:
 
         def called(form: Callable[..., Tensor]) -> Function:
             def with_numbers(*arguments: Any) -> tuple[Tensor]:
-                tensors, numbers = arguments[: -len(names)], zip(names, arguments[-len(names) :], strict=True)
-                return (form(*tensors, **{name: bool(x) if name in flags else x for name, x in numbers}),)
+                tensors, numbers = arguments[: len(arguments) - len(names)], arguments[len(arguments) - len(names) :]
+                pairs = zip(names, numbers, strict=True)
+                return (form(*tensors, **{name: bool(x) if name in flags else x for name, x in pairs}),)
 
             return functools.wraps(function)(with_numbers)
 

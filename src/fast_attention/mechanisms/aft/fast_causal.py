@@ -19,6 +19,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.exponential import exp_
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool
@@ -160,6 +161,7 @@ def _token_by_token_vjp(tokens: list[Tensor], carry: Tensor, scale: Tensor, d_ca
 _RULE = CustomGradient(_plain, _forward, _backward)
 
 
+@opaque(like_queries)
 def causal(q: Tensor, k: Tensor, v: Tensor, *, any_masked: bool) -> Tensor:
     """Causal AFT-simple for queries that end where the keys end; zeros before the first key."""
     queries = reference.last_rows(q, k.shape[-2])

@@ -20,6 +20,7 @@ from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import sums_before
 from fast_attention.engine.exponential import exp_
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.mechanisms.aft import fast, reference, wkv_sums
 
 GROUP = 16
@@ -166,6 +167,7 @@ def _decay_vjp(dk: Tensor, groups: Groups, products: Tensor) -> Tensor:
 _RULE = CustomGradient(_plain, _forward, _backward)
 
 
+@opaque(like_queries)
 def causal(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, key_mask: Tensor | None) -> Tensor:
     """``sigmoid(q)`` times what tokens read of those up to them; ``decay`` and ``bonus`` (heads, 1, D)."""
     if why := dispatch.obstacle(q, k, v):
