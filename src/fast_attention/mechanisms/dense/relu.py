@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.kv_cache import KVCache, append
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import MaskedAttention, Traits
 from fast_attention.mechanisms.dense import rectified
@@ -17,6 +18,7 @@ from fast_attention.mechanisms.dense.rectified import Norm
 from fast_attention.value import at_least, one_of
 
 Power = Literal[1, 2]
+NORMS: tuple[Norm, ...] = get_args(Norm)
 
 
 @in_float32
@@ -42,11 +44,21 @@ def relu_attention(
     to the scores before the relu, a boolean one removes. A row without a positive score gives zeros. With
     ``attn_mask`` or ``dropout`` it holds the scores (..., L, S), else tiles of them.
     """
-    how = rectified.How(is_causal, norm, power, q.shape[-1] ** -0.5 if scale is None else scale, eps)
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if attn_mask is None and dropout == 0.0:
-        return rectified.attend(q, k, v, key_mask, how)
+        number = NORMS.index(norm)
+        return _attend(q, k, v, key_mask, is_causal=is_causal, norm=number, power=power, scale=factor, eps=float(eps))
+    how = rectified.How(is_causal, norm, power, factor, eps)
     dispatch.record("all scores at once", "a mask of any form, or dropout")
     return rectified.masked(q, k, v, key_mask, how=how, attn_mask=attn_mask, dropout=dropout)
+
+
+@opaque(like_queries)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *,
+    is_causal: bool, norm: int, power: Power, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
+    return rectified.attend(q, k, v, key_mask, rectified.How(is_causal, NORMS[norm], power, scale, eps))
 
 
 @dataclass(frozen=True, repr=False)
