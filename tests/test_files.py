@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fast_attention import from_pretrained, swap
+from fast_attention import files, from_pretrained, swap
 from fast_attention.lab import loading
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
@@ -100,3 +100,12 @@ def _is_done(write: Callable[[], None], last: int, monkeypatch: pytest.MonkeyPat
         except Killed:
             return False
     return True
+
+
+def test_who_locks_a_folder_deletes_what_killed_processes_left_half_written(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint.1.part").write_text("half")
+    (tmp_path / ".model.2.part").mkdir()
+    (tmp_path / ".model.2.part" / "config.json").write_text("half")
+    (tmp_path / ".model.complete").mkdir()
+    with files.locked(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {files.LOCK, ".model.complete"}

@@ -139,7 +139,8 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Lock a folder while the block runs; the system releases the lock if the process dies.
 
-    Where the system or the file system has no locks, nothing is locked.
+    Where the system or the file system has no locks, nothing is locked. What killed processes left half written in the
+    folder is deleted.
 
     Raises:
         InUse: Another process has locked it; the message says which one, on which machine, since when.
@@ -151,6 +152,8 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         os.ftruncate(handle, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+        for partial in folder.glob(".*.[0-9]*.part"):  # of a process that was killed while it wrote
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         yield
     finally:
         with suppress(OSError):

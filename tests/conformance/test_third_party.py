@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +158,15 @@ def test_modules_of_torch_are_called_by_their_own_rules(kind: Callable[..., Any]
     assert not report.broken, report
     claimed = {finding.law for finding in report.findings if finding.status == "kept"}
     assert {"the future never moves the past", "padding is inert", "padded = shorter"} <= claimed
+
+
+def test_a_users_mechanism_by_its_module_is_held_to_what_it_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checked_of_a_user.py").write_text(
+        "from fast_attention import LinearAttention\n\n\nclass Mine(LinearAttention):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    subject = conformance.resolve("checked_of_a_user:Mine")
+    assert (subject.name, subject.padding, subject.order) == ("Mine()", True, 1)
+    assert repr(subject.mechanism) == "Mine()"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ CPU = torch.device("cpu")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "PATIENCE", 0.0)
     monkeypatch.setattr("fast_attention.lab.bench.ceilings.ceilings.__defaults__", (0.0,))
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A mechanism of a user's class, whose module only this process's path leads to."""
+    (tmp_path / "bench_of_a_user.py").write_text(
+        "from fast_attention import LinearAttention\n\n\nclass Mine(LinearAttention):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return import_module("bench_of_a_user").Mine()
 
 
 def bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str, str]:
@@ -291,16 +302,18 @@ def test_without_a_checkout_peers_are_refused(
     assert "--vs-peers: the adapters are in a checkout's benchmarks folder" in err
 
 
-def test_over_processes_it_says_what_each_mechanism_sends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_over_processes_it_says_what_each_mechanism_sends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mine: Any
+) -> None:
     code, out, _ = bench(
         capsys, tmp_path, "--processes", "2", "--causal", "--lengths", "64", "--heads", "2", "--head-dim", "8",
-        "--json", "--mechanisms", "LinearAttention", "Softmax", "GMLP", "Linformer",
+        "--json", "--mechanisms", "LinearAttention", "Softmax", "GMLP", "Linformer", repr(mine),
     )  # fmt: skip
     rows = {row["mechanism"]: row for row in json.loads(out)["rows"]}
     assert code == 0
-    assert set(rows) == {"LinearAttention()", "Softmax()", "GMLP()"}  # Linformer is not causal
+    assert set(rows) == {"LinearAttention()", "Softmax()", "GMLP()", "Mine()"}  # Linformer is not causal
     assert all(row["declared"] == row["counted"] > 0 and row["seconds"] > 0 for row in rows.values())
-    assert [row["strategy"] for row in rows.values()] == ["states", "heads", "channels"]
+    assert [row["strategy"] for row in rows.values()] == ["states", "heads", "channels", "states"]
 
 
 def test_every_adapter_names_one_of_the_line_up() -> None:
@@ -507,13 +520,17 @@ def test_memory_is_measured_in_fresh_processes(capsys: pytest.CaptureFixture[str
     assert "Memory" in (tmp_path / "bench.html").read_text()
 
 
-def test_a_meter_gives_the_reason_why_it_could_not_measure() -> None:
+def test_a_meter_gives_the_reason_why_it_could_not_measure(mine: Any) -> None:
     setting = Setting(2, 8, CPU, torch.float32, False, True)
-    meter = memory.Meter(setting, 1, [catalogue.parse("AFTSimple")], False)
+    meter = memory.Meter(setting, 1, [catalogue.parse("AFTSimple"), mine], False)
     try:
         assert meter.measure("nobody", 64, False, 20.0) == (None, "KeyError: 'nobody'")
-        size, note = meter.measure("AFTSimple()", 64, True, 20.0)
-        assert (size is not None, note) == (True, "")
+        for name in ("AFTSimple()", "Mine()"):
+            size, note = meter.measure(name, 64, True, 20.0)
+            assert (size is not None, note) == (True, "")
+        meter.process.kill()  # as the system does where memory is short
+        meter.process.wait()
+        assert meter.measure("AFTSimple()", 64, True, 20.0)[0] is None
     finally:
         meter.close()
     assert meter.measure("AFTSimple()", 64, True, 20.0)[0] is None

@@ -221,8 +221,8 @@ def _build(make: Callable[[], Any], name: str | None) -> Any:
 def resolve(text: str, **options: Any) -> AttentionUnderTest:
     """An attention under test from a mechanism's expression or from ``some_package.module:factory``.
 
-    The factory is called without arguments and gives an ``AttentionUnderTest``, or a module or function that
-    ``third_party`` describes.
+    The factory is called without arguments and gives an ``AttentionUnderTest``, a mechanism, or a module or function
+    that ``third_party`` describes.
 
     Raises:
         ValueError: No such mechanism, module or factory.
@@ -240,6 +240,8 @@ def resolve(text: str, **options: Any) -> AttentionUnderTest:
         raise ValueError(f"{text!r} is no factory: write a Python function or a class that gives an attention")
     try:
         built = factory()
+        if isinstance(built, Mechanism):  # a user's class, which no expression names before its module is imported
+            return of(built)
         return built if isinstance(built, AttentionUnderTest) else third_party(factory, name=text, **options)
     except THIRD_PARTY_ERRORS as error:
         raise ValueError(f"{text!r} called without arguments gives no attention: {_message(error)}") from error

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 
-from fast_attention import catalogue
 from fast_attention.lab.bench import competitors
 from fast_attention.lab.bench.competitors import Competitor
 from fast_attention.lab.measure import Setting
@@ -41,7 +41,7 @@ class Meter:
         options = {
             "heads": setting.heads, "head_dim": setting.head_dim, "batch": setting.batch, "seed": setting.seed,
             "dtype": str(setting.dtype).removeprefix("torch."), "threads": threads,
-            "mechanisms": list(map(repr, mechanisms)), "vs_peers": vs_peers,
+            "mechanisms": pickle.dumps(mechanisms).hex(), "path": sys.path, "vs_peers": vs_peers,
         }  # fmt: skip
         command = [sys.executable, "-W", "ignore", "-m", "fast_attention.lab.bench.memory", json.dumps(options)]
         pipe = subprocess.PIPE
@@ -64,7 +64,8 @@ class Meter:
         """End the parent process and the child that it may wait for: both are in a session of their own."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # a job that a process which has ended did not read
+                pipe.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -114,7 +115,8 @@ def _child(job: dict[str, Any], options: dict[str, Any], known: dict[str, Compet
 
 
 def _serve(options: dict[str, Any]) -> None:
-    mechanisms = [catalogue.parse(text) for text in options["mechanisms"]]
+    sys.path[:] = options["path"]  # where modules of users' mechanisms are
+    mechanisms = pickle.loads(bytes.fromhex(options["mechanisms"]))
     chosen = competitors.chosen(mechanisms, "both", competitors.load_peers() if options["vs_peers"] else ())
     known = {each.name: each for each in (*competitors.baselines(chosen), *chosen)}
     for line in sys.stdin:

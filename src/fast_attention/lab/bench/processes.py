@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from fast_attention import catalogue, files
+from fast_attention import files
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import Record
 from fast_attention.lab.tables import Table
@@ -58,7 +58,7 @@ class SpreadRecord(Record):
 def measure(world: int, mechanisms: Sequence[Any], lengths: Sequence[int], setting: Setting) -> list[Spread]:
     """A row for each mechanism and length, from ``world`` processes of one thread each, joined by gloo."""
     calls = [
-        (repr(mechanism), length, setting.is_causal)
+        (mechanism, length, setting.is_causal)
         for length in lengths for mechanism in mechanisms if setting.is_causal in mechanism.traits.modes
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def _busiest(rows: list[Spread]) -> Spread:
     return row
 
 
-def _process(rank: int, world: int, calls: list[tuple[str, int, bool]], setting: Setting, folder: str) -> None:
+def _process(rank: int, world: int, calls: list[tuple[Any, int, bool]], setting: Setting, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     rows = [asdict(_row(*call, rank, world, setting)) for call in calls]
@@ -83,8 +83,8 @@ def _process(rank: int, world: int, calls: list[tuple[str, int, bool]], setting:
     os._exit(0)  # an ordinary exit was seen to abort, rarely, while threads of gloo end
 
 
-def _row(expression: str, length: int, is_causal: bool, rank: int, world: int, setting: Setting) -> Spread:
-    mechanism, row = catalogue.parse(expression), Spread(expression, length, is_causal)
+def _row(mechanism: Any, length: int, is_causal: bool, rank: int, world: int, setting: Setting) -> Spread:
+    row = Spread(repr(mechanism), length, is_causal)
     lengths = tuple((length + world - 1 - each) // world for each in range(world))
     group = Shards(dist.group.WORLD, rank, lengths, lengths)
     torch.manual_seed(setting.seed)
