@@ -54,6 +54,20 @@ def test_written_passes_keep_float32_after_a_forward_pass_outside_of_autocast(na
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mechanism", ["Sinkhorn", "LARA"])
+def test_a_compiled_module_inside_autocast(mechanism: str) -> None:
+    """In one graph; torch runs the compiled gradients in the autocast of the forward pass, so they are less exact."""
+    torch.compiler.reset()
+    bound = Bound(catalogue.default(mechanism), Shape(2, 16, 75))
+    inputs = [x.requires_grad_() for x in qkv(75, batch=1, width=16, dtype=torch.float32)]
+    fast = torch.compile(bound, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        pair = fast(*inputs), bound(*inputs)
+    torch.testing.assert_close(*pair)
+    for a, b in zip(*(grads(out, inputs, inside=False) for out in pair), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
 def test_second_derivatives_of_a_written_pass_inside_autocast() -> None:
     bound = Bound(catalogue.default("FavorPlus"), Shape(2, 16, 75))
     inputs = [x.requires_grad_() for x in qkv(75, batch=1, width=16, dtype=torch.float32)]

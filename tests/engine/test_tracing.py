@@ -57,8 +57,53 @@ def test_a_recorded_graph_serves_other_numbers(mechanism: Any) -> None:
     torch.testing.assert_close(graph(*others), expected, rtol=1e-8, atol=1e-8)
 
 
+WRITTEN = ["ReLUAttention", "Manhattan", "LinearAttention", "CosFormer", "Sinkhorn", "AFTConv", "WKV", "GMLP"]
+
+
+class Fixed(torch.nn.Module):
+    """A module with its mode, which ``torch.jit.trace`` takes no argument for."""
+
+    def __init__(self, bound: torch.nn.Module, is_causal: bool) -> None:
+        super().__init__()
+        self.bound, self.is_causal = bound, is_causal
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.bound(*x, is_causal=self.is_causal)
+
+
+@scripted
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_module_of_torch_jit_trace_serves_other_numbers(name: str) -> None:
+    mechanism: Any = catalogue.default(name)
+    bound, inputs = bind(mechanism, max_len=37), given(mechanism, 37)
+    others = tuple(3 * x.flip(-2) for x in inputs)
+    for is_causal in modes(mechanism):
+        program = torch.jit.trace(Fixed(bound, is_causal), inputs, check_trace=False)
+        expected = bound(*others, is_causal=is_causal)
+        torch.testing.assert_close(program(*others), expected, rtol=1e-5, atol=1e-5)  # its numbers are in float32
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_batch_of_gradients(name: str) -> None:
+    """As ``torch.autograd.functional.jacobian(vectorize=True)`` asks for, and ``vmap`` over ``torch.autograd.grad``."""
+    mechanism: Any = catalogue.default(name)
+    bound, leaves = bind(mechanism, max_len=70), [x.requires_grad_() for x in given(mechanism, 70)]
+    for is_causal in modes(mechanism):
+        out = bound(*leaves, is_causal=is_causal)
+        batch = torch.randn(2, *out.shape, dtype=out.dtype)
+
+        def gradients(grad_out: Tensor, out: Tensor = out, **options: bool) -> tuple[Tensor, ...]:
+            every = torch.autograd.grad(out, leaves, grad_out, retain_graph=True, allow_unused=True, **options)
+            return tuple(x for x in every if x is not None)
+
+        one_by_one = tuple(torch.stack(pair) for pair in zip(*map(gradients, batch), strict=True))
+        torch.testing.assert_close(gradients(batch, is_grads_batched=True), one_by_one)
+        torch.testing.assert_close(torch.vmap(gradients)(batch), one_by_one)
+
+
 SMALL = {"FavorPlus": 80, "LearnedFeatures": 100, "Hybrid": 230, "Local": 20, "AFTLocal": 15, "AFTFull": 15,
-         "BigBird": 25, "LSH": 70}  # fmt: skip
+         "BigBird": 25, "LSH": 70, "WKV": 25, "AFTSimple": 25}  # fmt: skip
 
 
 @pytest.mark.parametrize(("mechanism", "most"), SMALL.items())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fast_attention.engine.fusion import allowed, fused
 from fast_attention.engine.precision import Precision
-from fast_attention.engine.tracing import traced, wrapped
+from fast_attention.engine.tracing import batched, traced, wrapped
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -24,8 +24,8 @@ class CustomGradient:
     """A fast forward and backward pass beside the plain differentiable form of the same function.
 
     ``plain`` serves where tensors are traced (compile, export, ``make_fx``, fake tensors), where a function transform
-    or a derivative forwards runs (``torch.func``), and where the gradient is to be differentiated again; the other two
-    serve everywhere else and may work in place on tensors of their own.
+    or a derivative forwards runs (``torch.func``), and where the gradient is to be differentiated again or is a batch
+    of gradients (``is_grads_batched``); the other two serve everywhere else and may work in place on what they make.
 
     Args:
         plain: ``(*tensors, **settings) -> outputs``, one tensor or a tuple, in operations that autograd follows.
@@ -71,8 +71,9 @@ class _Function(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, outputs, kept = saved[:count], saved[count : count + number], saved[count + number :]
         with ctx.precision.restored():
-            if torch.is_grad_enabled():
-                return None, None, *_differentiable(ctx.rule.plain, ctx.settings, inputs, gradients)
+            if torch.is_grad_enabled() or batched(gradients):
+                with torch.enable_grad():
+                    return None, None, *_differentiable(ctx.rule.plain, ctx.settings, inputs, gradients)
             return None, None, *ctx.rule.backward(inputs, outputs, kept, gradients, **ctx.settings)
 
 

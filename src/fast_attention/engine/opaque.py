@@ -16,11 +16,15 @@ import torch
 from torch import Tensor, library
 from torch._C import DispatchKey
 
+from fast_attention.engine import kept_graphs
 from fast_attention.engine.dispatch import served
+from fast_attention.engine.kept_graphs import Ends
 from fast_attention.engine.tracing import exporting, symbolic
 
 Function = Callable[..., tuple[Tensor, ...]]
 Decorated = TypeVar("Decorated", bound=Callable[..., Tensor])
+FORM = 3  # of these operations: graphs that torch keeps on disk have it in their names, and meet no other
+WANTED = 2  # in place of 1 for a tensor that is present
 ARGUMENTS = "Tensor[] tensors, int[] present, SymInt[] sizes, float[] factors"
 
 
@@ -65,64 +69,83 @@ def like_queries(q: Tensor, k: Tensor, v: Tensor, *others: Any, **numbers: Any) 
 
 
 class Opaque:
-    """A function of tensors as one operation for the compiler; its backward pass runs the function again.
+    """A function of tensors as one operation for the compiler, whose backward pass is as autograd recorded it.
 
     Args:
         function: ``(*tensors, *numbers) -> outputs``: a tensor may be None; whole numbers come before others.
         empty: As ``function``, but what it returns is uninitialised: for the compiler, which asks for sizes only.
 
-    Exporting, transforms of functions and devices without fast paths take the function itself.
+    A second backward pass runs the function again. Exporting, transforms and other devices take the function itself.
     """
 
     def __init__(self, function: Function, empty: Function) -> None:
         self.function = function
         name = f"{function.__module__.rpartition('.')[2]}_{function.__name__.lstrip('_')}"
-        self._operation = self._register(f"fast_attention::{name}", empty)
+        self._operation = self._register(f"fast_attention::{name}_{FORM}", empty)
 
     def _register(self, name: str, empty: Function) -> Callable[..., list[Tensor]]:
-        function = self.function
-
         def forward(tensors: Any, present: Any, sizes: Any, factors: Any) -> list[Tensor]:
-            with torch.autocast("cpu", enabled=False):
-                return _unshared(function(*_with_none(tensors, present), *sizes, *factors), tensors)
+            if not any(_wanted(present)):
+                with torch.autocast("cpu", enabled=False):
+                    outputs = self.function(*_with_none(tensors, present), *sizes, *factors)
+                return [*_unshared(outputs, tensors), kept_graphs.nothing()]
+            ends = self._recorded(tensors, present, *sizes, *factors)
+            returned = _unshared(ends[1], tensors)
+            return [*returned, kept_graphs.keep(ends, [*tensors, *returned])]
 
-        def backward(gradients: Any, tensors: Any, present: Any, sizes: Any, factors: Any) -> list[Tensor]:
-            with _recording(), torch.autocast("cpu", enabled=False):
-                leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-                outputs = function(*_with_none(leaves, present), *sizes, *factors)
-                return _unshared(_gradients(outputs, gradients, leaves), gradients)
+        def backward(
+            gradients: Any, returned: Any, tensors: Any, present: Any, sizes: Any, factors: Any
+        ) -> list[Tensor]:  # fmt: skip
+            *outputs, number = returned
+            ends = kept_graphs.take(number, [*tensors, *outputs], _wanted(present))
+            ends = ends or self._recorded(tensors, present, *sizes, *factors)
+            return _unshared(_gradients(*ends, gradients, _wanted(present)), gradients)
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
             tensors, *ctx.numbers = inputs
-            ctx.save_for_backward(*tensors)
+            ctx.save_for_backward(*tensors, *output)
 
         def vjp(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
             none = [None if numbers else [] for numbers in ctx.numbers]  # an empty list passes for one of tensors
-            return backward_operation(gradients, list(ctx.saved_tensors), *ctx.numbers), *none
+            (present, *numbers), needed = ctx.numbers, ctx.needs_input_grad[0]
+            wanted = iter(needed)
+            present = [1 + next(wanted) if given else 0 for given in present]
+            saved = list(ctx.saved_tensors)
+            tensors, returned = saved[: len(needed)], saved[len(needed) :]
+            following = iter(backward_operation(gradients[:-1], returned, tensors, present, *numbers))
+            return [next(following) if one else None for one in needed], *none
 
         custom = library.custom_op
-        backward_operation = custom(
-            f"{name}_backward", backward, mutates_args=(), schema=f"(Tensor[] gradients, {ARGUMENTS}) -> Tensor[]"
-        )
-        backward_operation.register_fake(lambda gradients, tensors, *numbers: [x.new_empty(x.shape) for x in tensors])
+        schema = f"(Tensor[] gradients, Tensor[] returned, {ARGUMENTS}) -> Tensor[]"
+        backward_operation = custom(f"{name}_backward", backward, mutates_args=(), schema=schema)
+        backward_operation.register_fake(lambda gradients, returned, tensors, present, *numbers: [
+            x.new_empty(x.shape) for x, one in zip(tensors, _wanted(present), strict=True) if one
+        ])  # fmt: skip
         operation = custom(name, forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
-        operation.register_fake(
-            lambda tensors, present, sizes, factors: list(empty(*_with_none(tensors, present), *sizes, *factors))
-        )
+        operation.register_fake(lambda tensors, present, sizes, factors: [
+            *empty(*_with_none(tensors, present), *sizes, *factors), tensors[0].new_empty(1, dtype=torch.int64)
+        ])  # fmt: skip
         operation.register_autograd(vjp, setup_context=save)
         return operation
+
+    def _recorded(self, tensors: Sequence[Tensor], present: Sequence[int], *numbers: Any) -> Ends:
+        """The tensors as leaves, those that are wanted with a gradient, and the outputs."""
+        with _recording(), torch.autocast("cpu", enabled=False):
+            leaves = [x.detach().requires_grad_(one) for x, one in zip(tensors, _wanted(present), strict=True)]
+            return leaves, list(self.function(*_with_none(leaves, present), *numbers))
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The outputs."""
         if not _compiled(arguments):
             return self.function(*arguments)
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        present = [int(x is not None) for x in arguments if x is None or isinstance(x, Tensor)]
+        given = [x for x in arguments if x is None or isinstance(x, Tensor)]
+        tensors, recording = [x for x in given if x is not None], torch.is_grad_enabled()
+        present = [0 if x is None else WANTED if recording and x.requires_grad else 1 for x in given]
         numbers = arguments[len(present) :]
         factors = [x for x in numbers if isinstance(x, float)]
         whole = numbers[: len(numbers) - len(factors)]
         sizes = [int(x) if isinstance(x, bool) else x for x in whole]  # beside an open size no bool passes for a number
-        return tuple(self._operation(tensors, present, sizes, factors))
+        return tuple(self._operation(tensors, present, sizes, factors)[:-1])
 
 
 def _compiled(arguments: Sequence[Any]) -> bool:
@@ -130,13 +153,15 @@ def _compiled(arguments: Sequence[Any]) -> bool:
     return symbolic() and not exporting() and served(arguments[0])
 
 
-def _gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of all leaves, zeros for those that have none."""
+def _gradients(
+    leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of the leaves that are wanted, zeros where none comes."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
-    wanted = [x for x in leaves if x.requires_grad]
     ends, grad_out = [y for y, _ in pairs], [g for _, g in pairs]
-    grad_in = iter(torch.autograd.grad(ends, wanted, grad_out, allow_unused=True, materialize_grads=True))
-    return [next(grad_in) if x.requires_grad else torch.zeros_like(x) for x in leaves]
+    sought = [x for x, one in zip(leaves, wanted, strict=True) if one]
+    with _recording(), torch.autocast("cpu", enabled=False):
+        return list(torch.autograd.grad(ends, sought, grad_out, allow_unused=True, materialize_grads=True))
 
 
 @contextmanager
@@ -148,6 +173,11 @@ def _recording() -> Iterator[None]:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         stack.enter_context(torch.enable_grad())
         yield
+
+
+def _wanted(present: Sequence[int]) -> list[bool]:
+    """Of every tensor that was given, whether its gradient is asked for."""
+    return [given == WANTED for given in present if given]
 
 
 def _with_none(tensors: Sequence[Tensor], present: Sequence[int]) -> list[Tensor | None]:

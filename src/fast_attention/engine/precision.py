@@ -101,7 +101,7 @@ def in_float32(function: Function) -> Function:
         args = tuple([widen(value) for value in args])
         kwargs = {name: widen(value) for name, value in kwargs.items()}
         if not first.is_meta and torch.is_autocast_enabled(first.device.type):
-            since = torch.autograd._get_sequence_nr()  # type: ignore[reportPrivateImportUsage]
+            since = 0 if traced() else torch.autograd._get_sequence_nr()  # type: ignore[reportPrivateImportUsage]
             with torch.autocast(first.device.type, enabled=False):
                 result = function(*args, **kwargs)
             _without_autocast(result, since)

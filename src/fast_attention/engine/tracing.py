@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 Record = TypeVar("Record", bound=Any)
@@ -16,13 +16,14 @@ _ORDINARY = torch._C._disabled_torch_dispatch_impl
 
 
 def traced() -> bool:
-    """Whether ``torch.compile``, ``torch.export``, ``torch.func``, ``make_fx``, ``FakeTensorMode`` or forward-mode
-    derivatives run: numbers may be unknown, and operations must be such as can be differentiated or mapped.
+    """Whether ``torch.compile``, ``torch.export``, ``torch.jit.trace``, ``torch.func``, ``make_fx``, ``FakeTensorMode``
+    or forward-mode derivatives run: numbers may be unknown, operations such as can be differentiated or mapped.
     """
     return (
         symbolic()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
         or (torch._C._len_torch_dispatch_stack() > 0 and _recording())
     )
 
@@ -70,3 +71,8 @@ def transformed() -> bool:
 def wrapped(tensors: Iterable[Tensor | None]) -> bool:
     """Whether one of the tensors overrides operations (a fake or a distributed tensor, say)."""
     return any(x is not None and type(x).__torch_dispatch__ is not _ORDINARY for x in tensors)  # type: ignore[attr-defined]
+
+
+def batched(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of the tensors stands for a batch of them (``vmap``, ``is_grads_batched``)."""
+    return any(is_legacy_batchedtensor(x) or is_batchedtensor(x) for x in tensors)

@@ -122,7 +122,7 @@ def _triangle(weights: Tensor, scores: Tensor, both: Tensor, scale: Tensor, *, s
 
     ``weights`` (heads, n, side, side), where a size of 1 serves all; side is at most ``size``.
     """
-    side, rounds = scores.shape[-2], (size - 1).bit_length()
+    side, rounds = scores.shape[-2], (int(size) - 1).bit_length()
     missing = (1 << rounds) - side
     weights = F.pad(weights, (0, missing, 0, missing))
     scores, both, scale = (

@@ -28,11 +28,11 @@ class Positions(NamedTuple):
     @property
     def number(self) -> int:
         """M."""
-        return self.positions.shape[0]
+        return int(self.positions.shape[0])  # a tensor within torch.jit.trace
 
     def turned(self, x: Tensor, start: int = 0) -> Float[Tensor, "*batch n both"]:
         """``relu(x_i)`` times cosine and sine of ``pi i / 2M``, of tokens that stand at i = ``start`` and on."""
-        return Turned(self.number, start)(x)
+        return Turned(self.number, int(start))(x)  # a difference of sizes, a tensor too
 
 
 class CosFormerState(NamedTuple):

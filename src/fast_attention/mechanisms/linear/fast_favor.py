@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.recurrence import flat
 from fast_attention.mechanisms.linear import (
@@ -45,13 +46,31 @@ def _attend(
     phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """``attend`` without kernels for GPUs."""
+    if is_causal and phi.exponential:
+        return _positive_causal(q, k, v, key_mask, *heads, hyperbolic=phi.pairs)
+    return _chosen(phi, q, k, v, heads, is_causal=is_causal, key_mask=key_mask)
+
+
+@opaque(like_queries)
+def _positive_causal(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor | None,
+    key_rows: Tensor | None, *, hyperbolic: bool,
+) -> Tensor:  # fmt: skip
+    """Chunks that look at numbers, which a compiler would have feature by feature."""
+    phi = RandomFeatureMap("hyperbolic" if hyperbolic else "positive")
+    return _chosen(phi, q, k, v, Heads(rows, bias, key_rows), is_causal=True, key_mask=key_mask)
+
+
+def _chosen(
+    phi: RandomFeatureMap, q: Tensor, k: Tensor, v: Tensor, heads: Heads, *, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
     why = _against(phi, q, k, is_causal=is_causal)
     if why:
         dispatch.record("features of the whole sequence at once", why)
         return _plain(q, k, v, key_mask, *heads, phi=phi, is_causal=is_causal)
     extra = q.shape[-2] - k.shape[-2] if is_causal else 0
     if extra > 0:  # the first queries see nothing
-        out = _attend(phi, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask)
+        out = _chosen(phi, q[..., extra:, :], k, v, heads, is_causal=True, key_mask=key_mask)
         return F.pad(out, (0, 0, extra, 0))
     lead, tensors = _flat(q, k, v, heads, key_mask)
     if is_causal:

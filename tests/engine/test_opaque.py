@@ -1,0 +1,122 @@
+"""Opaque operations under the compiler: what their backward pass takes from the forward pass, and what it does not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fast_attention.engine import kept_graphs
+from fast_attention.engine.opaque import like_queries, opaque
+
+calls: list[tuple[bool, ...]] = []  # whether each tensor of a run has a gradient to come
+
+
+def _scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, factor: float) -> Tensor:
+    calls.append((q.requires_grad, k.requires_grad, v.requires_grad))
+    weights = (q @ k.mT * factor).softmax(-1)
+    return (weights if mask is None else weights * mask) @ v
+
+
+scaled = opaque(like_queries)(_scaled)
+
+
+def given() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    calls.clear()
+    yield
+    gc.collect()
+    assert not kept_graphs._graphs  # no graph outlives what may ask for it
+
+
+def compiled(function: Any, backend: str) -> Any:
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two such operations, between others that a compiler fuses and whose memory it uses again."""
+    mask = torch.ones(7, 7, dtype=q.dtype).tril()
+    x = scaled(q.sin(), k.cos(), v + 1.0, mask, factor=0.3).sin()
+    return scaled(x * 2.0, x + 1.0, v, None, factor=0.2).exp()
+
+
+def gradients(out: Tensor, leaves: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.square().sum(), leaves, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # which inductor imports
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_backward_pass_runs_nothing_again(backend: str) -> None:
+    leaves = given()
+    expected = twice(*leaves)
+    wanted = gradients(expected, leaves)
+    out = compiled(twice, backend)(*leaves)
+    calls.clear()
+    torch.compiler.reset()
+    out = compiled(twice, backend)(*leaves)
+    forward = len(calls)
+    found = gradients(out, leaves, retain_graph=True)
+    assert len(calls) == forward
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, wanted)
+    again = gradients(out, leaves)  # what was recorded is gone
+    assert len(calls) == forward + 2
+    torch.testing.assert_close(again, wanted)
+
+
+def test_no_gradient_is_taken_that_nobody_asks_for() -> None:
+    q, k, v = (x.detach() for x in given())
+    out = compiled(twice, "aot_eager")(q, k, v.requires_grad_())
+    assert all(seen == (False, False, True) or all(seen) for seen in calls[-2:])
+    assert (False, False, True) in calls
+    torch.testing.assert_close(gradients(out, [v]), gradients(twice(q, k, v), [v]))
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    with torch.no_grad():
+        out = compiled(twice, "aot_eager")(*given())
+    assert not kept_graphs._graphs
+    assert not out.requires_grad
+
+
+def test_what_nobody_asks_for_goes_with_its_output() -> None:
+    out = compiled(twice, "aot_eager")(*given())
+    assert kept_graphs._graphs
+    del out
+    gc.collect()
+    assert not kept_graphs._graphs
+
+
+def test_memory_that_the_compiler_has_used_again_is_not_read() -> None:
+    """It passes the same numbers from another place, and may have overwritten the first."""
+    x = torch.ones(3, requires_grad=True)
+    number = kept_graphs.keep(([x], [x.exp()]), [x])
+    assert kept_graphs.take(number, [x.detach().clone()], [True]) is None
+    number = kept_graphs.keep(([x], [x.exp()]), [x])
+    ends = kept_graphs.take(number, [x.detach()], [True])
+    assert ends is not None
+    assert kept_graphs.take(number, [x.detach()], [True]) is None  # once
+    constant = torch.ones(3)
+    number = kept_graphs.keep(([constant], [constant.exp()]), [constant])
+    assert kept_graphs.take(number, [constant], [True]) is None  # it does not lead there
+
+
+def test_checkpoints_record_anew() -> None:
+    leaves = given()
+    wanted = gradients(twice(*leaves), leaves)
+
+    def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return checkpoint(twice, q, k, v, use_reentrant=False)
+
+    torch.testing.assert_close(gradients(compiled(checkpointed, "aot_eager")(*leaves), leaves), wanted)
