@@ -35,6 +35,7 @@ def given() -> list[Tensor]:
 def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     calls.clear()
+    kept_graphs._graphs.clear()  # of other tests
     yield
     gc.collect()
     assert not kept_graphs._graphs  # no graph outlives what may ask for it
@@ -81,6 +82,15 @@ def test_no_gradient_is_taken_that_nobody_asks_for() -> None:
     assert all(seen == (False, False, True) or all(seen) for seen in calls[-2:])
     assert (False, False, True) in calls
     torch.testing.assert_close(gradients(out, [v]), gradients(twice(q, k, v), [v]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_nothing_owns_itself(backend: str) -> None:
+    """Where the operation itself is in autograd's graph, its outputs lead back to it."""
+    leaves = given()
+    gradients(compiled(twice, backend)(*leaves), leaves)
+    compiled(twice, backend)(*leaves)
+    assert not kept_graphs._graphs
 
 
 def test_without_gradients_nothing_is_recorded() -> None:

@@ -42,6 +42,8 @@ FAULTS = [
           "tests/engine/test_tracing.py -k 'jit_trace and WKV'"),
     Fault("graphs of compiled operations are never dropped", "engine/kept_graphs.py", "= WeakValueDictionary()", "= {}",
           "tests/engine/test_opaque.py -k goes_with"),
+    Fault("a compiled operation's graph owns itself", "engine/kept_graphs.py", "[x.detach() for x in passed]", "list(passed)",
+          "tests/engine/test_opaque.py -k owns_itself"),
     Fault("memory that a compiler has used again is read", "engine/kept_graphs.py",
           "recorded and all(map(_same, before, passed))", "recorded", "tests/engine/test_opaque.py -k used_again"),
     Fault("compiled gradients are taken that nobody asks for", "engine/opaque.py",

@@ -38,7 +38,7 @@ def keep(ends: Ends, passed: Sequence[Tensor]) -> Tensor:
     """
     number = next(_numbers)
     graph = _Graph(number.to_bytes(8, sys.byteorder))
-    graph.ends, graph.passed = ends, list(passed)
+    graph.ends, graph.passed = ends, [x.detach() for x in passed]  # no outer graph, which would own itself
     _graphs[number] = graph
     return torch.frombuffer(graph, dtype=torch.int64)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.opaque import opaque
 from fast_attention.mechanisms.dense import biased_keys, rows
 from fast_attention.mechanisms.dense.reference import synthesizer_attention
 from fast_attention.mechanisms.dense.scores import Scores
@@ -26,15 +27,26 @@ def attend(
     dropout: float = 0.0,
 ) -> Float[Tensor, "*batch length values"]:
     """``synthesizer_attention`` for scores in summands: a block of queries at a time where long, else all at once."""
+    if attn_mask is None and dropout == 0.0:
+        return _in_blocks(v, key_mask, *scores, is_causal=is_causal)
     keys = v.shape[-2]
-    given = attn_mask is not None or dropout > 0.0
-    why = "an attn_mask or dropout" if given else rows.against(v, scores.length())
-    if not why:
-        return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
-    dispatch.record("all scores at once", why, keys=keys)
+    dispatch.record("all scores at once", "an attn_mask or dropout", keys=keys)
     return synthesizer_attention(
         v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask, attn_mask=attn_mask, dropout=dropout
     )
+
+
+def _like_scores(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    return v.new_empty(*v.shape[:-2], Scores(*parts).length(), v.shape[-1])
+
+
+@opaque(_like_scores)
+def _in_blocks(v: Tensor, key_mask: Tensor | None, *parts: Tensor | None, is_causal: bool) -> Tensor:
+    scores, keys = Scores(*parts), v.shape[-2]
+    if why := rows.against(v, scores.length()):
+        dispatch.record("all scores at once", why, keys=keys)
+        return synthesizer_attention(v, scores.whole(keys), is_causal=is_causal, key_mask=key_mask)
+    return rows.attend(v, scores, is_causal=is_causal, key_mask=key_mask)
 
 
 class Layer(NamedTuple):

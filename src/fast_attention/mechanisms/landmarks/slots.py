@@ -17,6 +17,7 @@ from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import join, split
 from fast_attention.engine.bounds import bounded
 from fast_attention.engine.chunked import scan
+from fast_attention.engine.opaque import Opaque, like_queries
 from fast_attention.engine.scan import FLOOR, cummax
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Logs
@@ -52,17 +53,33 @@ def advance(
         dispatch.record("one token added to the slots", "decoding token by token")
         state = linear_state.combine(state, summarise(k, v, rows, key_mask))
         return read(q, state), state
-    tokens = [q, k, v, None if key_mask is None else key_mask[..., None]]
+    out, *after = _OPAQUE(q, k, v, rows, key_mask, *state)
+    return out, LinearState(*after)
+
+
+def _advance(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None, *state: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    tokens, before = [q, k, v, None if key_mask is None else key_mask[..., None]], LinearState(*state)
     if why := dispatch.obstacle(q, k, v):
         dispatch.record("sums of slots, all blocks at once", why, block=FEW)
-        (out,), after = _many_blocks(*_written(tokens, rows), state)
+        (out,), after = _many_blocks(*_written(tokens, rows), before)
     elif q.shape[-2] <= BLOCK:
         dispatch.record("sums of slots, one block", "few tokens")
-        (out,), after = _step(tokens, [rows], state)
+        (out,), after = _step(tokens, [rows], before)
     else:
         dispatch.record("sums of slots, block by block", "autograd follows one block at a time", block=BLOCK)
-        (out,), after = scan(_step, tokens, [rows], state, size=BLOCK)
-    return out, LinearState(*after)
+        (out,), after = scan(_step, tokens, [rows], before, size=BLOCK)
+    return out, *after
+
+
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None, *state: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return like_queries(q, k, v), *(x.new_empty(x.shape) for x in state)
+
+
+_OPAQUE = Opaque(_advance, _empty)
 
 
 def _step(

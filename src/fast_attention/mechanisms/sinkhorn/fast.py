@@ -16,10 +16,25 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.tiling import Memory, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanisms.sinkhorn import reference
 
 BLOCKS, EARLIER = 128, 64  # of a tile, and where later blocks are left out: with fewer, the product that sorts is slow
+
+
+@opaque(like_queries)
+def own_and_sorted(
+    q: Tensor, S: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
+    first: int, is_causal: bool, any_masked: bool, length: int,
+) -> Tensor:  # fmt: skip
+    """Softmax of blocks of queries, the last ones from ``first`` on, over own and sorted keys, ``length`` in all."""
+    if not symbolic() and not any_masked and (is_causal or length % q.shape[-2] == 0):
+        return sorted_softmax(q, S, k, v, first=first, is_causal=is_causal)
+    why = "masked or padded positions are sorted too"
+    dispatch.record("products over own and sorted block", why, block=q.shape[-2])
+    return reference.masked_softmax(q, S, k, v, visible, first=first, is_causal=is_causal)
 
 
 def sorted_softmax(

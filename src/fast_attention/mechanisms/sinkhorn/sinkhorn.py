@@ -17,8 +17,7 @@ from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.sinkhorn.fast import sorted_softmax
-from fast_attention.mechanisms.sinkhorn.reference import masked_softmax
+from fast_attention.mechanisms.sinkhorn.fast import own_and_sorted
 from fast_attention.mechanisms.sinkhorn.sorting import SortNet, block_permutation, sort_blocks, sort_net, split_keys
 from fast_attention.value import at_least
 
@@ -53,12 +52,8 @@ def sinkhorn_attention(
     keys, values, visible = split_keys(k, v, key_mask, block_size)
     S = block_permutation(keys, visible, P, num_iterations=num_iterations, temperature=temperature, is_causal=is_causal)
     queries = split(F.pad(q, (0, 0, lead, 0)), block_size)
-    if not symbolic() and key_mask is None and (is_causal or k.shape[-2] % block_size == 0):
-        out = sorted_softmax(queries, S[..., first:, :], keys, values, first=first, is_causal=is_causal)
-    else:
-        why = "masked or padded positions are sorted too"
-        dispatch.record("products over own and sorted block", why, block=block_size)
-        out = masked_softmax(queries, S[..., first:, :], keys, values, visible, first=first, is_causal=is_causal)
+    numbers: Any = {"first": first, "is_causal": is_causal, "any_masked": key_mask is not None, "length": k.shape[-2]}
+    out = own_and_sorted(queries, S[..., first:, :], keys, values, visible, **numbers)
     return join(out, length + lead)[..., lead:, :]
 
 
