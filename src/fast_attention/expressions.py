@@ -72,7 +72,9 @@ class Parser:
         kind = self.values.get(name) or self.others().get(name)
         if kind is None:
             near = self.nearest(name, tuple(self.values))
-            near += "" if self.others is dict else " A class of yours must be imported first."
+            near += (
+                "" if self.others is dict else " A class of yours must be imported first (commands: --import MODULE)."
+            )
             raise ValueError(f"{text!r}: no {self.kind} or value is called {name!r}.{near}")
         known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
         for setting in settings:

@@ -165,6 +165,20 @@ def test_list_tells_all_about_one(name: str, capsys: pytest.CaptureFixture[str])
         assert words in out
 
 
+def test_expressions_name_classes_of_a_module_that_is_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "listed_of_a_user.py").write_text(
+        "from fast_attention import LinearAttention\n\n\nclass Listed(LinearAttention):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    assert "--import MODULE" in run(capsys, "list", "Listed()")[2]
+    code, out, err = run(capsys, "list", "Listed()", "--import", "listed_of_a_user")
+    assert (code, err) == (0, "")
+    assert "Listed()" in out
+
+
 def test_list_answers_names_people_know(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "list", "Performer")
     assert code == 0

@@ -165,6 +165,10 @@ BAD = {
     "endless config": (["train", COPY, "--config", "/dev/zero", "--max-bytes", "100000"], "100,000 bytes"),
     "endless bytes": (["--max-bytes", "100000", "train", "ByteLM(path='/dev/zero')"], "100,000 bytes"),
     "no limit": (["compare", "--max-bytes", "0"], "--max-bytes"),
+    "module to import": (
+        ["list", "--import", "no_such_module"],
+        "no_such_module: ModuleNotFoundError: No module named",
+    ),
     "limit without a number": (["compare", "--max-bytes"], "--max-bytes"),
 }
 

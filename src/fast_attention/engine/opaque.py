@@ -84,23 +84,6 @@ class Opaque:
         self._operation = self._register(f"fast_attention::{name}_{FORM}", empty)
 
     def _register(self, name: str, empty: Function) -> Callable[..., list[Tensor]]:
-        def forward(tensors: Any, present: Any, sizes: Any, factors: Any) -> list[Tensor]:
-            if not any(_wanted(present)):
-                with torch.autocast("cpu", enabled=False):
-                    outputs = self.function(*_with_none(tensors, present), *sizes, *factors)
-                return [*_unshared(outputs, tensors), kept_graphs.nothing()]
-            ends = self._recorded(tensors, present, *sizes, *factors)
-            returned = _unshared(ends[1], tensors)
-            return [*returned, kept_graphs.keep(ends, [*tensors, *returned])]
-
-        def backward(
-            gradients: Any, returned: Any, tensors: Any, present: Any, sizes: Any, factors: Any
-        ) -> list[Tensor]:  # fmt: skip
-            *outputs, number = returned
-            ends = kept_graphs.take(number, [*tensors, *outputs], _wanted(present))
-            ends = ends or self._recorded(tensors, present, *sizes, *factors)
-            return _unshared(_gradients(*ends, gradients, _wanted(present)), gradients)
-
         def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
             tensors, *ctx.numbers = inputs
             ctx.save_for_backward(*tensors, *output)
@@ -117,16 +100,31 @@ class Opaque:
 
         custom = library.custom_op
         schema = f"(Tensor[] gradients, Tensor[] returned, {ARGUMENTS}) -> Tensor[]"
-        backward_operation = custom(f"{name}_backward", backward, mutates_args=(), schema=schema)
+        backward_operation = custom(f"{name}_backward", self._backward, mutates_args=(), schema=schema)
         backward_operation.register_fake(lambda gradients, returned, tensors, present, *numbers: [
             x.new_empty(x.shape) for x, one in zip(tensors, _wanted(present), strict=True) if one
         ])  # fmt: skip
-        operation = custom(name, forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
+        operation = custom(name, self._forward, mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
         operation.register_fake(lambda tensors, present, sizes, factors: [
             *empty(*_with_none(tensors, present), *sizes, *factors), tensors[0].new_empty(1, dtype=torch.int64)
         ])  # fmt: skip
         operation.register_autograd(vjp, setup_context=save)
         return operation
+
+    def _forward(self, tensors: Any, present: Any, sizes: Any, factors: Any) -> list[Tensor]:
+        if not any(_wanted(present)):
+            with torch.autocast("cpu", enabled=False):
+                outputs = self.function(*_with_none(tensors, present), *sizes, *factors)
+            return [*_unshared(outputs, tensors), kept_graphs.nothing()]
+        ends = self._recorded(tensors, present, *sizes, *factors)
+        returned = _unshared(ends[1], tensors)
+        return [*returned, kept_graphs.keep(ends, [*tensors, *returned])]
+
+    def _backward(self, gradients: Any, returned: Any, tensors: Any, present: Any, *numbers: Any) -> list[Tensor]:
+        *outputs, number = returned
+        ends = kept_graphs.take(number, [*tensors, *outputs], _wanted(present))
+        ends = ends or self._recorded(tensors, present, *(x for some in numbers for x in some))
+        return _unshared(_gradients(*ends, gradients, _wanted(present)), gradients)
 
     def _recorded(self, tensors: Sequence[Tensor], present: Sequence[int], *numbers: Any) -> Ends:
         """The tensors as leaves, those that are wanted with a gradient, and the outputs."""

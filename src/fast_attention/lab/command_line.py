@@ -20,7 +20,7 @@ from fast_attention import __version__
 from fast_attention.lab import options, refusals
 
 MANY = ("--mechanism", "--mechanisms", "--lengths", "--memory-lengths")
-ANY_COMMAND = "--max-bytes"
+ANY_COMMAND = ("--max-bytes", "--import")
 HELP = ("-h", "--help")
 LONGEST = 2000  # characters of the message when a command fails
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -147,6 +147,16 @@ def _limit(size: int | None) -> None:
         importlib.import_module("fast_attention.data.reading").LIMIT.set(size)
 
 
+def _import(modules: list[str]) -> None:
+    if modules and os.getcwd() not in sys.path:  # as ``python -m`` has it
+        sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the module does
+            raise typer.BadParameter(f"{name}: {type(error).__name__}: {error}") from error
+
+
 def _any_command(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
@@ -155,6 +165,12 @@ def _any_command(
         int | None,
         typer.Option(min=1, help="The most to read of a file or folder, unpacked. Default: 2**30.", callback=_limit),
     ] = None,
+    modules: Annotated[
+        list[str],
+        typer.Option(
+            "--import", metavar="MODULE", help="A module whose classes expressions may name.", callback=_import
+        ),
+    ] = [],  # noqa: B006
 ) -> None:
     """The options of all commands."""
 
@@ -163,9 +179,9 @@ def _ahead(arguments: list[str]) -> list[str]:
     """Put the options of all commands before the command, wherever they were written."""
     first, rest, given = [], [], iter(arguments)
     for word in given:
-        is_first = word.split("=")[0] == ANY_COMMAND
+        is_first = word.split("=")[0] in ANY_COMMAND
         (first if is_first else rest).append(word)
-        if word == ANY_COMMAND:
+        if word in ANY_COMMAND:
             first += [value for value in [next(given, None)] if value is not None]
     return [*first, *rest]
 
