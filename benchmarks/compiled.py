@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="Also write a record.")
     asked = parser.parse_args(arguments)
     keep_memory()
+    torch._inductor.config.force_disable_caches = True  # type: ignore[attr-defined]  # or seconds are those of reading
     if asked.threads:
         torch.set_num_threads(asked.threads)
     meta = {"command": arguments or sys.argv[1:], "started": surroundings.timestamp(), "heads": HEADS, "width": WIDTH}

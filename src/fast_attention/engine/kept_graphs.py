@@ -59,5 +59,5 @@ def take(number: Tensor, passed: Sequence[Tensor], wanted: Sequence[bool]) -> En
     return (inputs, outputs) if recorded and all(map(_same, before, passed)) else None
 
 
-def _same(before: Tensor, now: Tensor) -> bool:
-    return before.data_ptr() == now.data_ptr() and before.shape == now.shape and before.stride() == now.stride()
+def _same(before: Tensor, after: Tensor) -> bool:
+    return before.data_ptr() == after.data_ptr() and before.shape == after.shape and before.stride() == after.stride()
