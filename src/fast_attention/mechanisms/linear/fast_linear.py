@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, overflow
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features, Logs
-from fast_attention.feature_maps.features import Identity
+from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
 from fast_attention.mechanisms.linear import (
     fast_linear_causal,
     fast_linear_noncausal,
@@ -20,6 +21,7 @@ from fast_attention.mechanisms.linear import (
 )
 from fast_attention.mechanisms.linear.linear_state import LinearState, normalise
 
+MAPS = EluPlusOne(), Relu()  # one operation for compilers, whose graphs on disk hold numbers of this list
 PAIRS = 64  # tokens up to which all pairs cost no more than a state
 SHORT = 256  # tokens up to which chunks, causal, have more operations than they save work
 
@@ -29,6 +31,22 @@ def attend(
     v: Float[Tensor, "*batch keys values"], key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool,
 ) -> Float[Tensor, "*batch length values"]:  # fmt: skip
     """``phi(q_i)^T S / (phi(q_i)^T z + eps)``, ``S`` and ``z`` over the keys that query i may see; zeros for none."""
+    if phi in MAPS:
+        number = [phi == one for one in MAPS].index(True)
+        return _known(q, k, v, key_mask, number=number, is_causal=is_causal, eps=float(eps))
+    return _in_range(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
+
+
+@opaque(like_queries)
+def _known(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, number: int, is_causal: bool, eps: float
+) -> Tensor:
+    return _in_range(q, k, v, key_mask, phi=MAPS[number], eps=eps, is_causal=is_causal)
+
+
+def _in_range(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, eps: float, is_causal: bool
+) -> Tensor:
     why = dispatch.obstacle(q, k, v, even=True)
     if not why:
         out = _attend(q, k, v, key_mask, phi=phi, eps=eps, is_causal=is_causal)
