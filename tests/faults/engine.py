@@ -5,7 +5,7 @@ from tests.faults.fault import LAW, Fault
 FAULTS = [
     Fault(
         "causal edge shifted by one", "engine/masks.py", "[None, :] <= rows", "[None, :] <= rows + 1",
-        "tests/dense/test_softmax_relu.py -k compiles",
+        "tests/dense/test_softmax_relu.py -k masks_remove",
     ),
     Fault(
         "a fully masked row keeps its weights", "engine/masks.py",
