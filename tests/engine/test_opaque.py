@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,6 +118,9 @@ def test_memory_that_the_compiler_has_used_again_is_not_read() -> None:
     ends = kept_graphs.take(number, [x.detach()], [True])
     assert ends is not None
     assert kept_graphs.take(number, [x.detach()], [True]) is None  # once
+    output = weakref.ref(ends[1][0])
+    del ends
+    assert output() is None  # it does not live as long as its number
     constant = torch.ones(3)
     number = kept_graphs.keep(([constant], [constant.exp()]), [constant])
     assert kept_graphs.take(number, [constant], [True]) is None  # it does not lead there
