@@ -300,6 +300,16 @@ def test_a_run_by_time_ends_in_time(tmp_path: Path) -> None:
     assert outcome.step > 0
 
 
+def test_minutes_of_processor_time_leave_out_what_others_take(tmp_path: Path) -> None:
+    waited = iter((2.0,))
+    settings = replace(SETTINGS, steps=0, minutes=0.005, clock="processor")
+    outcome = train(TASK, small(), settings, tmp_path, watch=lambda line: time.sleep(next(waited, 0.0)))
+    assert outcome.status == "complete"
+    assert 0.3 <= outcome.seconds < 2.0
+    speeds = [line["step_seconds"] for line in journal.read(tmp_path) if "step_seconds" in line]
+    assert all(seconds * SETTINGS.log_every < 2.0 for seconds in speeds)
+
+
 def test_it_stops_when_nothing_improves_and_keeps_the_best(tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=400, lr=0.0, evaluate_every=2, patience=3)
     outcome = train(TASK, small(), settings, tmp_path)
@@ -418,7 +428,17 @@ def test_a_file_of_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"steps": 0}, {"steps": -1}, {"keep": 1}, {"lr": "fast"}, {"warmup": 1.0}, {"precision": "float8"}, {"clip": -1}],
+    [
+        {"steps": 0},
+        {"steps": -1},
+        {"keep": 1},
+        {"lr": "fast"},
+        {"warmup": 1.0},
+        {"precision": "float8"},
+        {"clip": -1},
+        {"clock": "sun"},
+        {"clock": "processor", "device": "cuda"},
+    ],
 )
 def test_settings_that_make_no_sense(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"TrainingSettings\\({next(iter(wrong))}"):

@@ -21,7 +21,7 @@ from fast_attention.training import processes
 from fast_attention.training.settings import from_toml
 
 TRAINING = (
-    "minutes", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
+    "minutes", "clock", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
     "patience", "fsdp", "sequence_parallel",
 )  # fmt: skip
 MODEL = ("width", "layers", "heads", "max_len", "positions", "conv", "dropout", "reversible")

@@ -47,6 +47,9 @@ Config = Annotated[
     Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
 ]
 Steps = Annotated[int | None, typer.Option("--steps", help="Training steps of a run. Default: 1000.")]
+Clock = Annotated[
+    str | None, typer.Option(help="What counts --minutes: wall, or processor where others use the machine too.")
+]
 BatchSize = Annotated[int | None, typer.Option(help="Batch size. Default: 32.")]
 Rate = Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")]
 RunDevice = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -147,7 +146,7 @@ class _Run:
             if resume:
                 self._message(f"resumes from {path}" if path else f"{self.out} holds no checkpoint: begins anew")
             self.journal = Journal(self.out, self.progress.step, self.progress.evaluated, self._message)
-        self.start = time.monotonic() - self.progress.seconds
+        self.start = self.settings.read_clock() - self.progress.seconds
         self.last_save = self.progress.seconds
 
     def _message(self, words: str) -> None:
@@ -191,7 +190,9 @@ class _Run:
             self.journal.close()
 
     def _poll(self) -> None:
-        caught, self.progress.seconds = self.group.highest(bool(self.signals.caught), time.monotonic() - self.start)
+        caught, self.progress.seconds = self.group.highest(
+            bool(self.signals.caught), self.settings.read_clock() - self.start
+        )
         if caught:
             raise _Stopped
 
@@ -223,7 +224,7 @@ class _Run:
         return self.settings.order * ORDER + self.progress.step * self.settings.accumulate
 
     def _restart_clock(self) -> None:
-        self.tokens, self.lap_start, self.lap_step = 0, time.monotonic(), self.progress.step
+        self.tokens, self.lap_start, self.lap_step = 0, self.settings.read_clock(), self.progress.step
 
     def _finite_loss(self) -> tuple[float, float]:
         """Loss and gradient norm of the last step; raises ``Diverged`` if one is not finite."""
@@ -240,7 +241,7 @@ class _Run:
     def _log_if(self, due: bool) -> None:
         if due:
             loss, norm = self._finite_loss()
-            spent = max(time.monotonic() - self.lap_start, 1e-9)
+            spent = max(self.settings.read_clock() - self.lap_start, 1e-9)
             speed, each = self.tokens / spent, spent / max(self.progress.step - self.lap_step, 1)
             self._restart_clock()
             costs = {"tokens_per_second": round(speed, 1), "step_seconds": round(each, 6)}
@@ -255,7 +256,7 @@ class _Run:
     def _evaluate_if(self, due: bool) -> None:
         if not due or self.progress.evaluated == self.progress.step:
             return
-        began, progress = time.monotonic(), self.progress
+        began, progress = self.settings.read_clock(), self.progress
         score = steps.evaluate(self.model, self.task, self.settings, self.group, self._poll)
         progress.evaluated, progress.valid = progress.step, score.value
         if steps.better(self.task, score.value, progress.best):
@@ -266,7 +267,7 @@ class _Run:
         else:
             progress.stale += 1
         self._log({"valid": score.value, "valid_loss": score.loss, "metric": self.task.metric})
-        self.lap_start += time.monotonic() - began  # not part of the speed
+        self.lap_start += self.settings.read_clock() - began  # not part of the speed
 
     def _patience_is_out(self) -> bool:
         return bool(self.settings.patience) and self.progress.stale >= self.settings.patience

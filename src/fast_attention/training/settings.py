@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from fast_attention.nn.models import ModelConfig
 from fast_attention.value import Value, at_least, is_seed, one_of
 
 Precision = Literal["float32", "bfloat16"]
+Clock = Literal["wall", "processor"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,6 +25,8 @@ class TrainingSettings(Value):
     Args:
         steps: Training steps; 0 for no limit but ``minutes``.
         minutes: Time to spend, evaluations included; 0 for no limit but ``steps``.
+        clock: What counts time. ``"processor"`` counts what this process's threads compute on a CPU, so that a machine
+            that others use too gives nobody fewer steps; threads that wait for each other may count as well.
         batch_size: Sequences in a batch, over all processes.
         accumulate: Batches whose gradients make one step.
         lr: The highest learning rate.
@@ -47,6 +51,7 @@ class TrainingSettings(Value):
 
     steps: int = 1000
     minutes: float = 0.0
+    clock: Clock = "wall"
     batch_size: int = 32
     accumulate: int = 1
     lr: float = 2e-3
@@ -86,10 +91,17 @@ class TrainingSettings(Value):
         at_least(self, "keep", self.keep, 2)
         at_least(self, "warmup", self.warmup, 0.0)
         one_of(self, "precision", self.precision, Precision)
+        one_of(self, "clock", self.clock, Clock)
+        if self.clock == "processor" and not str(self.device).startswith("cpu"):
+            raise ValueError(f"TrainingSettings(clock='processor', device={self.device!r}): it counts CPUs only")
         if self.warmup >= 1.0:
             raise ValueError(f"TrainingSettings(warmup={self.warmup!r}): warmup is a fraction of the run, below 1")
         if not self.steps and not self.minutes:
             raise ValueError("TrainingSettings(steps=0, minutes=0.0): give steps or minutes, or training has no end")
+
+    def read_clock(self) -> float:
+        """Seconds of the clock, from any start."""
+        return time.process_time() if self.clock == "processor" else time.monotonic()
 
     def done(self, step: int, seconds: float) -> float:
         """The finished fraction of the run: by steps or by time, whichever is further."""

@@ -44,6 +44,7 @@ def train_command(
     config: options.Config = None,
     n_steps: options.Steps = None,
     minutes: Annotated[float | None, typer.Option(help="Time to spend, instead of or beside --steps.")] = None,
+    clock: options.Clock = None,
     batch_size: options.BatchSize = None,
     accumulate: Annotated[int | None, typer.Option(help="Batches to a step. Default: 1.")] = None,
     lr: options.Rate = None,

@@ -35,6 +35,7 @@ def study_command(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each mechanism.")] = 3,
     n_steps: options.Steps = None,
     minutes: Annotated[float | None, typer.Option(help="Time for each run, evaluations included.")] = None,
+    clock: options.Clock = None,
     equal: Annotated[
         str | None, typer.Option(help="steps or minutes: what every run has as much of. Default: whichever is given.")
     ] = None,
