@@ -16,7 +16,7 @@ from fast_attention.engine.masks import masked_softmax
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
 from fast_attention.feature_maps.random_features import positive
-from fast_attention.mechanisms.hybrid import call, far_sums, fast, positions, ranges, reference
+from fast_attention.mechanisms.hybrid import call, fast, positions, ranges, reference
 from fast_attention.mechanisms.linear.token_features import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
@@ -49,7 +49,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int = 1) -> None:
     monkeypatch.setattr(positions, "CHUNK_TOKENS", tokens)
     monkeypatch.setattr(ranges, "SHORT", 0)
     monkeypatch.setattr(call, "FEW", 0)
-    monkeypatch.setattr(far_sums, "FEW", 0)
+    monkeypatch.setattr(positions, "FEW", 0)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,19 @@ def test_chunks_are_the_plain_form(near: str, far: str, monkeypatch: pytest.Monk
                 sides.append((out, *written, *first, *second))
         for ours, theirs in zip(*sides, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 8])
+@pytest.mark.parametrize("near", ["BlockLocal(block_size=4)", "BlockLocal(block_size=4, before=2, after=2)"])
+def test_sequences_of_whole_blocks_are_the_plain_form(near: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first and last blocks are cut off alike, and are taken together."""
+    bound = bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=6))")
+    for mask in (None, some_keys(2, 4 * blocks)):
+        q, k, v = (x.requires_grad_() for x in qkv(4 * blocks))
+        ours = bound(q, k, v, key_mask=mask)
+        with monkeypatch.context() as patched:
+            patched.setattr(fast, "_TILES", reference.near_far)
+            agree(near, ours, bound(q, k, v, key_mask=mask), (q, k, v, *bound.parameters()))
 
 
 @dataclass(frozen=True, repr=False)

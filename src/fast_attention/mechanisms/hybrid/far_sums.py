@@ -19,11 +19,9 @@ from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanisms.hybrid.positions import Plan
 from fast_attention.mechanisms.linear.linear_state import LinearState
 
-FEW = 96  # blocks of which sums are products with a matrix of weights
-
 
 class FarSums(NamedTuple):
-    """Sums over blocks of keys, divided by ``exp(log_scale)``."""
+    """Sums over blocks of keys, divided by ``exp(log_scale)``; blocks without keys may be left out of ``sums``."""
 
     sums: Float[Tensor, "*batch blocks C values_and_one"]  # sum_j phi(k_j) [v_j, 1]
     log_scale: Float[Tensor, "*batch blocks"]
@@ -60,14 +58,15 @@ def block_sums(
     return FarSums(sums, torch.zeros_like(sums[..., 0, 0]) if largest is None else largest[..., 0])
 
 
-def sums_outside(blocks: FarSums, earlier: FarSums, plan: Plan) -> FarSums:
+def sums_outside(blocks: FarSums, earlier: FarSums, plan: Plan, *, begin: int = 0) -> FarSums:
     """For every block of queries, the sums of the keys before its span and, unless causal, of those after it.
 
-    ``blocks`` are the sums of the blocks of keys, ``earlier`` is the sum of all keys before the first block.
+    ``blocks`` are the sums of the blocks of keys, of few from ``begin`` on; ``earlier`` is that of all keys before.
     """
-    few = not symbolic() and blocks.sums.shape[-3] <= FEW
-    path = _weighed if few else _plain if dispatch.obstacle(blocks.sums) else _CARRIED
     log_scale = LogScales.of(blocks.log_scale, earlier.log_scale, plan).outside
+    if not symbolic() and plan.few:
+        return FarSums(_weighed(blocks, earlier, log_scale, plan, begin), log_scale)
+    path = _plain if dispatch.obstacle(blocks.sums) else _CARRIED
     return FarSums(path(*blocks, *earlier, plan=plan), log_scale)
 
 
@@ -100,17 +99,17 @@ def _plain(sums: Tensor, log_scale: Tensor, first: Tensor, first_scale: Tensor, 
     return rescaled[0] if len(rescaled) == 1 else rescaled[0] + rescaled[1]
 
 
-def _weighed(sums: Tensor, log_scale: Tensor, first: Tensor, first_scale: Tensor, *, plan: Plan) -> Tensor:
+def _weighed(blocks: FarSums, earlier: FarSums, outside: Tensor, plan: Plan, begin: int) -> Tensor:
     """By one product with the weight of every block in every sum."""
-    outside = LogScales.of(log_scale, first_scale, plan).outside
-    index = torch.arange(sums.shape[-3], device=sums.device) - plan.before
+    sums, log_scale = blocks
+    index = torch.arange(log_scale.shape[-1], device=sums.device) - plan.before
     number = torch.arange(plan.query_blocks, device=sums.device)[:, None]
     inside = (index >= number) if plan.is_causal else (index >= number) & (index < number + plan.span_blocks)
     weights = (log_scale[..., None, :] - outside[..., None]).masked_fill(inside, float("-inf")).exp()
-    results = (weights @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
-    if not traced() and not bool(first.any()):
+    results = (weights.narrow(-1, begin, sums.shape[-3]) @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+    if not traced() and not bool(earlier.sums.any()):
         return results
-    return results + first * (first_scale - outside).exp()[..., None, None]
+    return results + earlier.sums * (earlier.log_scale - outside).exp()[..., None, None]
 
 
 def _prefix_sums(first: FarSums, blocks: FarSums) -> FarSums:

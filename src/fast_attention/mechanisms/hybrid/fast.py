@@ -76,7 +76,7 @@ def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor,
         keys = call.maps.features(1, slice(0, tensors[1].shape[-2]))
         call = call._replace(maps=call.maps.holding(keys))
     blocks = key_sums.block_sums(call)
-    outside = sums_outside(blocks, call.earlier, plan)
+    outside = sums_outside(blocks, call.earlier, plan, begin=key_sums.held(call).start)
     q, k = call.tokens[:2]
     out, logs = torch.empty_like(q), q.new_empty(len(q), 2, q.shape[1])
     try:
@@ -143,7 +143,8 @@ def _backward(
     out, logs, gradient = kept[2], kept[3], call.wide(grad_out[0])
     leaves = [sums.detach().requires_grad_() for sums in (kept[0], call.earlier.sums)]
     with torch.enable_grad():
-        outside = sums_outside(FarSums(leaves[0], kept[1]), FarSums(leaves[1], call.earlier.log_scale), plan)
+        blocks, earlier = FarSums(leaves[0], kept[1]), FarSums(leaves[1], call.earlier.log_scale)
+        outside = sums_outside(blocks, earlier, plan, begin=key_sums.held(call).start)
     fixed, d_outside = FarSums(outside.sums.detach(), outside.log_scale), torch.zeros_like(outside.sums)
     for chunk in plan.query_chunks(*call.tokens[:2]):
         tokens = chunk.queries

@@ -15,23 +15,28 @@ from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
 
 
+def held(call: Call) -> slice:
+    """The blocks of keys whose sums stand in memory: of few those that hold keys, of many all."""
+    plan = call.plan
+    return plan.holding(call.tokens.k.shape[1]) if plan.few else slice(0, plan.key_blocks)
+
+
 def block_sums(call: Call) -> FarSums:
-    """The sums of all blocks of keys."""
-    sums = call.tokens.k.new_empty(len(call.tokens.k), call.plan.key_blocks, *call.earlier.sums.shape[-2:])
-    log_scales = torch.full_like(sums[..., 0, 0], FLOOR)
-    for chunk in call.plan.key_chunks(call.tokens.q, call.tokens.k):
-        into, runs = sums[:, chunk.blocks], _runs(call, chunk)
-        first, last = (runs[0][0].start, runs[-1][0].stop) if runs else (0, 0)
-        for empty in (into[:, :first], into[:, last:]):
-            empty.zero_()
-        if runs:
+    """The sums of the blocks of keys that are ``held``, and the log scales of all."""
+    k, filled, begin = call.tokens.k, call.plan.holding(call.tokens.k.shape[1]), held(call).start
+    sums = k.new_empty(len(k), held(call).stop - begin, *call.earlier.sums.shape[-2:])
+    log_scales = k.new_full((len(k), call.plan.key_blocks), FLOOR)
+    for empty in (sums[:, : filled.start - begin], sums[:, filled.stop - begin :]):
+        empty.zero_()
+    for chunk in call.plan.key_chunks(call.tokens.q, k):
+        if runs := _runs(call, chunk):
             keys = call.maps.features(1, chunk.keys)
             units = _largest(call, chunk, keys)
             log_scales[:, chunk.blocks] = units
-            held = weighed(call, chunk, factors(call, chunk, keys, units))
-            for blocks, rows in runs:
-                k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, held))
-                multiply(k.mT, v, out=into[:, blocks])
+            values = weighed(call, chunk, factors(call, chunk, keys, units))
+            for into, blocks, rows in runs:
+                part, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, values))
+                multiply(part.mT, v, out=sums[:, into])
     return FarSums(sums, log_scales)
 
 
@@ -41,19 +46,22 @@ def add_block_gradients(call: Call, d_sums: Tensor, d: Gradients) -> None:
         if runs := _runs(call, chunk):
             keys, pull = call.maps.differentiable(1, chunk.keys, d.k, d.weights)
             factor = factors(call, chunk, keys, _largest(call, chunk, keys))
-            held = weighed(call, chunk, factor)
-            d_values, d_weighed, into = torch.zeros_like(keys.values), torch.zeros_like(held), d_sums[:, chunk.blocks]
-            for blocks, rows in runs:
-                k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, held))
-                multiply(v, into[:, blocks].mT, out=in_blocks(d_values[:, rows], blocks))
-                multiply(k, into[:, blocks], out=in_blocks(d_weighed[:, rows], blocks))
-            d_log_scale = torch.linalg.vecdot(d_weighed, held)
-            d.tokens.v[:, chunk.keys, : call.widths[1]].addcmul_(d_weighed[..., :-1], factor)
-            pull(d_values, d_log_scale)
+            values = weighed(call, chunk, factor)
+            d_features, d_values = torch.zeros_like(keys.values), torch.zeros_like(values)
+            for into, blocks, rows in runs:
+                k, v = (in_blocks(x[:, rows], blocks) for x in (keys.values, values))
+                multiply(v, d_sums[:, into].mT, out=in_blocks(d_features[:, rows], blocks))
+                multiply(k, d_sums[:, into], out=in_blocks(d_values[:, rows], blocks))
+            d_log_scale = torch.linalg.vecdot(d_values, values)
+            d.tokens.v[:, chunk.keys, : call.widths[1]].addcmul_(d_values[..., :-1], factor)
+            pull(d_features, d_log_scale)
 
 
-def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice]]:
-    return chunk.runs(chunk.keys.stop - chunk.keys.start, call.plan.block, start=chunk.start)
+def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice, slice]]:
+    """Runs of blocks: where their sums stand, which they are of the chunk, and their keys."""
+    shift, tokens = chunk.blocks.start - held(call).start, chunk.keys.stop - chunk.keys.start
+    runs = chunk.runs(tokens, call.plan.block, start=chunk.start)
+    return [(slice(blocks.start + shift, blocks.stop + shift), blocks, rows) for blocks, rows in runs]
 
 
 def visible_scales(call: Call, chunk: Chunk, keys: Features) -> Tensor | None:

@@ -33,8 +33,11 @@ class Rows(NamedTuple):
 
     def read(self, x: Shaped[Tensor, "heads length E"]) -> Shaped[Tensor, "heads number size E"]:
         """A view of these tokens."""
-        end = self.first + (self.number - 1) * self.step + self.size
-        return x[:, self.first : end].unfold(1, self.size, self.step).mT
+        heads, token, number = x.stride()
+        at = x.storage_offset() + self.first * token
+        return x.as_strided(
+            (len(x), self.number, self.size, x.shape[-1]), (heads, self.step * token, token, number), at
+        )
 
     def add(self, gradient: Tensor, into: Tensor) -> None:
         """Add what belongs to these tokens, part by part where the runs overlap."""
@@ -94,13 +97,25 @@ def groups(plan: Plan, sight: Sight, chunk: Chunk, tokens: Tokens) -> Iterator[G
     """The blocks of a chunk: those whose spans lie inside the keys, the others one by one, without those whose span
     holds no key.
     """
-    for queries, keys, columns in aligned(plan, chunk, slice(0, plan.span)):
+    runs = [*aligned(plan, chunk, slice(0, plan.span))]
+    for queries, keys, columns in runs if sight.near is not None or sight.numbers is not None else _paired(runs):
         near = None if sight.near is None else sight.near[: queries.size, columns]
         group = _group(queries, keys, near, tokens.masked)
         if sight.numbers is not None:
             numbers = sight.numbers[:, None, : queries.size, columns]
             group = group._replace(bias=numbers if group.bias is None else numbers + group.bias)
         yield group
+
+
+def _paired(runs: list[tuple[Rows, Rows, slice]]) -> list[tuple[Rows, Rows, slice]]:
+    """The first and the last block as one run of two where their spans are cut off alike; columns are of the first."""
+    if len(runs) != 3:
+        return runs
+    (queries, keys, columns), middle, (others, their_keys, _) = runs
+    if (queries.number, queries.size, keys.size) != (others.number, others.size, their_keys.size):
+        return runs
+    both = queries._replace(number=2, step=others.first - queries.first)
+    return [(both, keys._replace(number=2, step=their_keys.first - keys.first), columns), middle]
 
 
 def _group(queries: Rows, keys: Rows, visible: Tensor | None, masked: Tensor | None) -> Group:

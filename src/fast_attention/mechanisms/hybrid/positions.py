@@ -12,6 +12,7 @@ from fast_attention.engine.tracing import exporting, symbolic
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
 CHUNK_TOKENS = 2**13  # tokens of a chunk or a quarter more, all heads together: a few MiB of features
+FEW = 96  # blocks of keys up to which the sums outside all spans are one product with a matrix of weights
 SHORT = 192  # keys up to which all of them are one span of all queries, in a window
 
 
@@ -77,6 +78,16 @@ class Plan(NamedTuple):
         """Blocks of keys that are summed up."""
         steps = self.query_blocks if exporting() else self.query_blocks - 1  # the last of a traced length is
         return self.before + steps + self.span_blocks  # padding: see blocks.py
+
+    @property
+    def few(self) -> bool:
+        """Whether there are few blocks of keys."""
+        return self.key_blocks <= FEW
+
+    def holding(self, keys: int) -> slice:
+        """The blocks of keys from the first to the last that hold some of ``keys`` tokens."""
+        low = min(max(0, -self.first // self.block), self.key_blocks)
+        return slice(low, max(low, min(self.key_blocks, count(keys - self.first, self.block))))
 
     @property
     def mixed(self) -> list[slice]:
