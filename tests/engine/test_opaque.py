@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fast_attention import catalogue
 from fast_attention.engine import kept_graphs
 from fast_attention.engine.opaque import like_queries, opaque
+from tests.cases import bind
 
 calls: list[tuple[bool, ...]] = []  # whether each tensor of a run has a gradient to come
 
@@ -134,3 +136,28 @@ def test_checkpoints_record_anew() -> None:
         return checkpoint(twice, q, k, v, use_reentrant=False)
 
     torch.testing.assert_close(gradients(compiled(checkpointed, "aot_eager")(*leaves), leaves), wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_causal"),
+    [("CosFormer()", False), ("CosFormer()", True), ("T2R()", False), ("T2R()", True), ("LinearAttention()", True),
+     ("Nystrom(num_landmarks=4)", False), ("WKV()", True), ("ReLUAttention()", False), ("FNet(norm='ortho')", False)],
+)  # fmt: skip
+def test_a_mechanism_is_one_operation(text: str, is_causal: bool) -> None:
+    """What the compiler is shown of it has no product, and gives the same numbers and gradients."""
+    shown: list[str] = []
+
+    def look(module: torch.fx.GraphModule, examples: Any) -> Any:
+        shown.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    torch.manual_seed(0)
+    bound = bind(catalogue.parse(text))
+    inputs = [torch.randn(2, 14, 16)] if "FNet" in text else [torch.randn(2, 2, 14, 8) for _ in range(3)]
+    leaves, twins = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    ours = torch.compile(bound, backend=look, fullgraph=True)(*leaves, is_causal=is_causal)
+    theirs = bound(*twins, is_causal=is_causal)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, twins))
+    assert len([target for target in shown if target.startswith("fast_attention.")]) == 1
+    assert not [target for target in shown if any(word in target for word in ("matmul", "bmm", "einsum", "fft_"))]

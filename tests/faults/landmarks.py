@@ -9,6 +9,8 @@ FAULTS = [
           "rank, torch.full_like(key_mask[..., :1], length, dtype=torch.long)", LAW + "'shorter and Nystrom'"),
     Fault("the norm is that of the whole batch", "mechanisms/landmarks/nystrom.py", "weights.sum(-2).amax(-1), 1.0)[..., None, None]",
           "weights.sum(-2).amax(), 1.0)", LAW + "'batch and Nystrom'"),
+    Fault("a compiler takes Nystrom apart", "mechanisms/landmarks/nystrom.py", "@opaque(like_queries)\n", "",
+          "tests/engine/test_opaque.py -k 'one_operation and Nystrom'"),
     Fault("few visible tokens are estimated", "mechanisms/landmarks/nystrom.py", "[..., None, None] <= 1", "[..., None, None] <= 0",
           "tests/landmarks/test_nystrom.py -k exactly"),
     Fault("draws are weighed as if there were one proposal", "mechanisms/landmarks/lara.py", "proposal, log_alpha = _log_sum(proposals, proposed), 0.0", "proposal, log_alpha = 0.0 * _log_sum(proposals, proposed), 0.0",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.bounds import no_less
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic, traced
 from fast_attention.mechanism import Attention, Traits
@@ -34,6 +35,13 @@ def nystrom_attention(
     the weights of Q~ for K~. Where no more tokens are visible than there are landmarks, each is one by itself and
     ``A^-1 A`` cancels: what remains is exact attention. Time O(n m d + m^3), memory O(n m).
     """
+    return _through_landmarks(q, k, v, key_mask, num_landmarks=num_landmarks, num_iterations=num_iterations)
+
+
+@opaque(like_queries)
+def _through_landmarks(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, num_landmarks: int, num_iterations: int
+) -> Tensor:
     if not symbolic() and q.shape[-2] <= num_landmarks:
         return softmax_attention(q, k, v, key_mask=key_mask)
     dispatch.record("torch's fused kernel on landmarks", "as many at any length", landmarks=num_landmarks)

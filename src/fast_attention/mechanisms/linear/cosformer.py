@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.features import Relu
 from fast_attention.mechanism import Attention, Shape, Traits
@@ -103,10 +104,6 @@ class CosFormer(Attention[Positions, CosFormerState]):
     def heads_of(self, w: Positions) -> None:
         """None: all heads have the same positions."""
 
-    @property
-    def _linear(self) -> LinearAttention:
-        return LinearAttention(feature_map=Relu(), eps=self.eps)  # turned features are never negative
-
     @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: Positions, *, is_causal: bool, key_mask: Tensor | None
@@ -114,11 +111,7 @@ class CosFormer(Attention[Positions, CosFormerState]):
         """Linear attention of turned queries and keys."""
         self.within(q.shape[-2], w.number)
         self.within(k.shape[-2], w.number)
-        out = turned.attend(q, k, v, key_mask, longest=w.number, eps=self.eps, is_causal=is_causal)
-        if out is not None:
-            return out
-        start = k.shape[-2] - q.shape[-2] if is_causal else 0
-        return self._linear.attend(w.turned(q, start), w.turned(k), v, (), is_causal=is_causal, key_mask=key_mask)
+        return _attend(q, k, v, key_mask, longest=w.number, is_causal=is_causal, eps=float(self.eps))
 
     @in_float32
     def advance(
@@ -127,14 +120,14 @@ class CosFormer(Attention[Positions, CosFormerState]):
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         sums, start = (None, 0) if state is None else (LinearState(*state[:3]), state.position(w))
         self.within(start + k.shape[-2], w.number)
-        out, sums = self._linear.advance(w.turned(q, start), w.turned(k, start), v, (), sums, key_mask=key_mask)
+        out, sums = _linear(self.eps).advance(w.turned(q, start), w.turned(k, start), v, (), sums, key_mask=key_mask)
         return out, CosFormerState.after(sums, start + k.shape[-2], w)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:
         """The sums over some tokens, of which the first stands at position 0."""
         self.within(k.shape[-2], w.number)
-        sums = self._linear.summary(w.turned(k), v, (), key_mask=key_mask)
+        sums = _linear(self.eps).summary(w.turned(k), v, (), key_mask=key_mask)
         return CosFormerState.after(sums, k.shape[-2], w)
 
     def merged(self, earlier: CosFormerState, later: CosFormerState) -> CosFormerState:
@@ -147,3 +140,19 @@ class CosFormer(Attention[Positions, CosFormerState]):
     ) -> Tensor:
         """Outputs of queries that stand at position 0 and on, as in a noncausal call."""
         return super().read_summary(q, k, v, w, state._replace(angle=torch.zeros_like(state.angle)), key_mask=key_mask)
+
+
+@opaque(like_queries)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, longest: int, is_causal: bool, eps: float
+) -> Tensor:
+    out = turned.attend(q, k, v, key_mask, longest=longest, eps=eps, is_causal=is_causal)
+    if out is not None:
+        return out
+    start = k.shape[-2] - q.shape[-2] if is_causal else 0
+    q, k = Turned(longest, int(start))(q), Turned(longest)(k)  # a difference of sizes is a tensor in torch.jit.trace
+    return _linear(eps).attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
+
+
+def _linear(eps: float) -> LinearAttention:
+    return LinearAttention(feature_map=Relu(), eps=eps)  # turned features are never negative

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fast_attention.engine.bounds import bounded
+from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features
 from fast_attention.feature_maps.features import Relu
@@ -69,10 +70,6 @@ class T2R(Kernelised[Layer]):
         rows = draw(shape.heads, self.num_features, shape.head_dim) * shape.head_dim**-0.5
         return Layer(nn.Parameter(rows), nn.Parameter(torch.zeros(shape.heads, self.num_features)))
 
-    @property
-    def _elementwise(self) -> LinearAttention:
-        return LinearAttention(feature_map=Relu(), eps=self.eps)
-
     def maps(self, w: Layer) -> tuple[Map, Map]:
         """The same map for both, of no scale."""
 
@@ -84,11 +81,23 @@ class T2R(Kernelised[Layer]):
     @in_float32
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Layer, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """Linear attention of the layer's numbers, of which the map takes each by itself."""
-        return self._elementwise.attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
+        return _attend(q, k, v, key_mask, *w, is_causal=is_causal, eps=float(self.eps))
 
     @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: Layer, state: LinearState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
-        return self._elementwise.advance(w(q), w(k), v, (), state, key_mask=key_mask)
+        return _elementwise(self.eps).advance(w(q), w(k), v, (), state, key_mask=key_mask)
+
+
+@opaque(like_queries)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: Tensor, bias: Tensor, *, is_causal: bool, eps: float
+) -> Tensor:
+    w = Layer(rows, bias)
+    return _elementwise(eps).attend(w(q), w(k), v, (), is_causal=is_causal, key_mask=key_mask)
+
+
+def _elementwise(eps: float) -> LinearAttention:
+    return LinearAttention(feature_map=Relu(), eps=eps)

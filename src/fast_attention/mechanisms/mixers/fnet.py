@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.opaque import opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Mixer, Traits
 from fast_attention.value import one_of
@@ -29,12 +30,17 @@ def fourier_mix(
     Of the hidden axis only the first half is transformed along the sequence: x being real, ``Re Y[m, n] =
     Re Y[-m, -n]`` gives the rest.
     """
+    return _mixed(x, ortho=norm == "ortho")
+
+
+@opaque(lambda x, *, ortho: torch.empty_like(x, memory_format=torch.contiguous_format))
+def _mixed(x: Tensor, *, ortho: bool) -> Tensor:
     if not dispatch.obstacle(x) and _short(x):
         dispatch.record("FFT over channels and tokens", "short: fewer steps save more than half of the spectrum")
     else:
         half = x.shape[-1] // 2 + 1
         dispatch.record("rfft over channels, FFT over tokens", "half of the spectrum mirrors the other", columns=half)
-    return _MIX(x, norm=norm)
+    return _MIX(x, norm="ortho" if ortho else "backward")
 
 
 def _short(x: Tensor) -> bool:
