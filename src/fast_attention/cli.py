@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ def main(arguments: list[str] | None = None) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()

@@ -17,8 +17,9 @@ import torch
 
 from fast_attention import from_pretrained
 from fast_attention.cli import main
+from fast_attention.conversion import Conversion
 from fast_attention.lab import corpus, texts
-from fast_attention.lab.converting import costs
+from fast_attention.lab.converting import command, costs
 from fast_attention.lab.converting.reading import Reading
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
@@ -183,6 +184,31 @@ def test_ctrl_c_leaves_a_model_and_resume_goes_on(
     assert "resumes from" in err
     assert "after the fine-tune" in out
     assert Converted.read(tmp_path / "report.json").conversion.status == "complete"
+
+
+def test_costs_that_ctrl_c_left_out_are_measured_by_resume(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def converted(*_: object) -> Conversion:
+        (tmp_path / "checkpoint").touch()
+        return Conversion("", "LearnedFeatures(num_features=4)", [], {}, status="complete")
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_carry_out", converted)
+    monkeypatch.setattr(costs, "measure", stopped)
+    given = [str(folders / "encoder"), *SHORT, *reading_options(folders), "--out", str(tmp_path)]
+    code, _, err = run(capsys, *given)
+    assert (code, "--resume measures time and memory" in err) == (130, True)
+    assert (tmp_path / "checkpoint").exists()
+    for wrong in (["--lengths", "0"], ["--keep-layers", "one"]):  # nothing is cleared away for what cannot begin
+        assert run(capsys, *given, "--restart", *wrong)[0] == 2
+        assert (tmp_path / "report.json").exists()
+    monkeypatch.setattr(costs, "measure", lambda *_: [])
+    assert run(capsys, *given, "--resume")[0] == 0
+    assert not (tmp_path / "checkpoint").exists()
+    assert "costs" not in Converted.read(tmp_path / "report.json").meta
 
 
 BAD = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from fast_attention import ConversionSettings, from_pretrained
 from fast_attention import convert as convert_by_length
+from fast_attention.conversion import ablation
 from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.tasks import Batch
 from tests.conversion.plain import convert
@@ -83,3 +86,18 @@ def test_a_programs_random_numbers_go_on() -> None:
     model, before = Model(ModelConfig(11, "Softmax()", width=16, heads=4, max_len=64)), torch.get_rng_state()
     convert(model, "FavorPlus(num_features=4)", own_batch, [own_batch(-1)], settings=QUICK)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+@pytest.mark.parametrize("when", ["tuned", "parts"])
+def test_a_signal_after_the_training_counts(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(line: dict[str, Any]) -> None:
+        if line.get("measured") == when:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    if when == "parts":
+        monkeypatch.setattr(ablation, "measure", lambda *_: stop({"measured": when}) or {})
+    given: dict[str, Any] = {"settings": QUICK, "checkpoint": tmp_path / "checkpoint"}
+    assert convert(bert(0), MECHANISM, batch, HELD, **given, watch=stop).status == "interrupted"
+    monkeypatch.undo()
+    assert convert(bert(0), MECHANISM, batch, HELD, **given, resume=True).status == "complete"

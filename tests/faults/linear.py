@@ -7,6 +7,8 @@ FAULTS = [
           "later.later(0 * earlier.angle)", "tests/conformance/test_contract.py -k 'combine and CosFormer'"),
     Fault("new tokens begin at position 0 again", "mechanisms/linear/cosformer.py", "state.position(w)", "0",
           "tests/conformance/test_contract.py -k 'decode and CosFormer'"),
+    Fault("a compiled step of CosFormer reads its position", "mechanisms/linear/cosformer.py", "if symbolic():",
+          "if False:", "tests/linear/test_cosformer.py -k compiled"),
     Fault("the last queries of a causal call begin at position 0", "mechanisms/linear/cosformer.py",
           "k.shape[-2] - q.shape[-2] if is_causal else 0", "0", "tests/test_oracles.py -k CosFormer"),
     Fault("every chunk of turned features begins at position 0", "mechanisms/linear/turned.py",

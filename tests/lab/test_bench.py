@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fast_attention import catalogue, clock
 from fast_attention.cli import main
 from fast_attention.lab import refusals
-from fast_attention.lab.bench import ceilings, checks, competitors, decoding, figures, memory, page, run
+from fast_attention.lab.bench import ceilings, checks, competitors, decoding, figures, memory, page, processes, run
 from fast_attention.lab.bench.competitors import Competitor, Peer, Sizes, baseline_name
 from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.measure import Passes, Setting
@@ -314,6 +314,15 @@ def test_over_processes_it_says_what_each_mechanism_sends(
     assert set(rows) == {"LinearAttention()", "Softmax()", "GMLP()", "Mine()"}  # Linformer is not causal
     assert all(row["declared"] == row["counted"] > 0 and row["seconds"] > 0 for row in rows.values())
     assert [row["strategy"] for row in rows.values()] == ["states", "heads", "channels", "states"]
+
+
+def test_processes_that_are_spread_over_end_with_a_command_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, daemon: bool = False, **__: object) -> None:
+        raise KeyboardInterrupt(f"daemon={daemon}")  # Python ends those at its own end, and waits for others
+
+    monkeypatch.setattr(processes.mp, "spawn", stopped)
+    with pytest.raises(KeyboardInterrupt, match="daemon=True"):
+        processes.measure(2, [], [], Setting(1, 4, torch.device("cpu"), torch.float32, False, False))
 
 
 def test_every_adapter_names_one_of_the_line_up() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fast_attention import conformance, files
+from fast_attention import cli, conformance, files
 from fast_attention.data import FastaError, reading
 from fast_attention.data.fasta import parse_fasta
 from fast_attention.lab import command_line, commands, corpus, refusals
@@ -282,6 +283,15 @@ def test_an_output_that_nobody_reads_is_no_traceback() -> None:
     done = subprocess.run([*RUN, "--help"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setattr(command_line, "run", lambda _: print("0.5 \xb1 0.1") or 0)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["list"])
+    assert (stop.value.code, output.getvalue()) == (0, b"0.5 ? 0.1\n")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell's")

@@ -297,6 +297,18 @@ def test_a_stopped_study_of_equal_minutes_goes_on(
     assert record.results[1].curve[-1][:2] == (before["step"], before["seconds"]), "its time was spent"
 
 
+def test_ctrl_c_between_two_runs_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "peak", stopped)
+    code, _, err = study(capsys, tmp_path, "--seeds", "1")
+    assert (code, "--resume" in err) == (130, True)
+    assert Study.read(tmp_path / "study.json").meta["status"] == "interrupted"
+
+
 def test_records_without_positions_or_budget_load() -> None:
     old = sorted((Path(__file__).parents[2] / "records").glob("2026-11-21-study-*.json"))
     assert old

@@ -57,3 +57,16 @@ def test_positions_beyond_the_longest_are_refused() -> None:
     _, state = bound.decode(q[:, :, :9], k[:, :, :9], v[:, :, :9])
     with pytest.raises(ValueError, match="at most max_len=9 tokens and got 10"):
         bound.decode(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], state)
+
+
+@torch.no_grad()
+def test_compiled_steps_count_positions_without_reading_them() -> None:
+    bound, inputs = Bound(CosFormer(), Shape(2, 8, 9)), [x.float() for x in qkv(10, 10)]
+    prompt, last, beyond = zip(*(x.split([8, 1, 1], -2) for x in inputs), strict=True)
+    _, state = bound.decode(*prompt)
+    torch.compiler.reset()
+    step = torch.compile(bound.decode, fullgraph=True, backend="eager")
+    out, state = step(*last, state=state)
+    torch.testing.assert_close(out, bound(*(x[:, :, :9] for x in inputs), is_causal=True)[:, :, 8:])
+    with pytest.raises(RuntimeError, match="at most max_len=9 tokens"):
+        step(*beyond, state=state)

@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fast_attention.training import checkpoints, journal, steps
 from fast_attention.training.loop import Diverged, Outcome, train
 from fast_attention.training.processes import Group
 from fast_attention.training.settings import TrainingSettings, from_toml
+from fast_attention.training.signals import Signals
 
 TASK = Copy(symbols=4, words=3)
 SETTINGS = TrainingSettings(
@@ -162,6 +164,17 @@ with Signals() as signals:
     assert run.stdout.strip() == "SIGUSR1"
     assert run.returncode == 128 + signal.SIGINT
     assert time.monotonic() - began < 25
+
+
+def test_a_second_signal_leaves_a_terminal_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True, fileno=lambda: 2))
+    monkeypatch.setattr(os, "write", lambda _, words: written.append(words))
+    monkeypatch.setattr(os, "_exit", lambda code: written.append(b"%d" % code))
+    with Signals() as signals:
+        signals.caught = "SIGTERM"
+        os.kill(os.getpid(), signal.SIGINT)
+    assert written == [b"\x1b[?25h", b"130"]
 
 
 def test_outside_the_main_thread_it_trains_without_handlers(tmp_path: Path) -> None:

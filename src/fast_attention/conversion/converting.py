@@ -194,11 +194,13 @@ class _Run:
     def _finish(self, prepared: Held) -> None:
         """Give the model the weights of the best stage; measure what its mechanism's parts are worth."""
         result = self.result
+        self._poll()
         if result.best != "tuned":
             self.model.load_state_dict(self.best)
         result.ablations = ablation.measure(
             self.model, result.converted, self._limit, lambda: self.goal.measure_groups(self.model, prepared)
         )
+        self._poll()
         self._limit()
         if result.exact_up_to is not None:
             result.mechanism = repr(crossover.exact_below(self.mechanism, result.exact_up_to))
@@ -234,8 +236,7 @@ class _Run:
 
     def _report(self, stage: Stage, done: float) -> None:
         """Send a line to the watcher, and at fixed fractions of the stage add a point to the curve."""
-        curve = self.result.curves.setdefault(stage, [])
-        at = self.progress
+        at, curve = self.progress, self.result.curves.setdefault(stage, [])
         line = {"stage": stage, "step": at.step, "seconds": at.seconds, "loss": at.loss}
         if done * POINTS >= len(curve) + 1:
             curve.append([line[name] for name in ("step", "seconds", "loss")])

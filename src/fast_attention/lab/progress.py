@@ -55,13 +55,12 @@ def _bar(console: Console, *columns: ProgressColumn) -> Progress:
     )  # fmt: skip
 
 
-def until_stopped(run: Callable[[], None]) -> str:
-    """Run, and return how that ended: ``"complete"``, or ``"interrupted"`` by Ctrl-C or SIGTERM."""
+def until_stopped(run: Callable[[], str | None]) -> str:
+    """Run, and return how that ended: as it says, else ``"complete"``; ``"interrupted"`` by Ctrl-C or SIGTERM."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run()
+        return run() or "complete"
     except KeyboardInterrupt:
         return "interrupted"
     finally:
         signal.signal(signal.SIGTERM, before)
-    return "complete"

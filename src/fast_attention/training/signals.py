@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -34,5 +35,7 @@ class Signals:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.caught:
+            if sys.stderr is not None and sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), b"\x1b[?25h")  # the cursor, which a progress bar may hide
             os._exit(128 + number)
         self.caught = signal.Signals(number).name

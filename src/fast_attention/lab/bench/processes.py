@@ -62,7 +62,7 @@ def measure(world: int, mechanisms: Sequence[Any], lengths: Sequence[int], setti
         for length in lengths for mechanism in mechanisms if setting.is_causal in mechanism.traits.modes
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, (world, calls, setting, folder), nprocs=world)  # type: ignore[attr-defined]
+        mp.spawn(_process, (world, calls, setting, folder), nprocs=world, daemon=True)  # type: ignore[attr-defined]
         every = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
     return [_busiest([Spread(**row) for row in rows]) for rows in zip(*every, strict=True)]
 

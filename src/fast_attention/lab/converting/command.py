@@ -22,6 +22,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.training.loop import Diverged
 
 CHECKPOINT = "checkpoint"
+COSTS = "costs"  # the key of ``meta`` that says they were not measured
 
 
 def convert_command(
@@ -98,14 +99,18 @@ def convert_command(
         teaching = source.teacher(teacher)
         held = Converted(_meta(model, source, settings, budget, teaching), Conversion("", repr(kind), [], {}))
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
+        sizes = inputs.lengths(lengths or source.lengths)
+        for path in (out / CHECKPOINT, out / Converted.data) if restart else ():  # not before all options can be read
+            path.unlink(missing_ok=True)
         held.conversion = _carry_out(source, kind, settings, keep, budget, exact, teaching, out, resume)
         source.save(out)
         _save(held, out)
         if held.conversion.status == "complete":
-            _measure_costs(held, source.original(), source, inputs.lengths(lengths or source.lengths), out)
+            _measure_costs(held, source.original(), source, sizes, out)
+        if is_done := held.conversion.status == "complete" and COSTS not in held.meta:
             (out / CHECKPOINT).unlink(missing_ok=True)
         _show(held, out, as_json)
-    return 0 if held.conversion.status == "complete" else 130
+    return 0 if is_done else 130
 
 
 def _complete(out: Path, resume: bool, restart: bool, model: str, mechanism: str) -> Converted | None:
@@ -115,8 +120,8 @@ def _complete(out: Path, resume: bool, restart: bool, model: str, mechanism: str
         InputError: It is of another model or mechanism.
     """
     checkpoint, path = out / CHECKPOINT, out / Converted.data
-    inputs.results([checkpoint, path], out, "a conversion", resume=resume, restart=restart)
-    if checkpoint.exists() or not path.exists():
+    inputs.results([] if restart else [checkpoint, path], out, "a conversion", resume=resume, restart=restart)
+    if restart or checkpoint.exists() or not path.exists():
         return None
     held = Converted.read(path)
     before, converted = held.conversion.mechanism, held.meta["model"].rpartition(" (")[0]
@@ -163,14 +168,14 @@ def _carry_out(
 
 
 def _measure_costs(held: Converted, original: Any, source: ModelAndData, sizes: list[int], out: Path) -> None:
-    """Time and memory before and after; Ctrl-C leaves them out."""
+    """Time and memory before and after; Ctrl-C leaves them to ``--resume``."""
     layers = held.conversion.layers
     with Console(stderr=True).status("time and memory") as status:
         try:
             models = {"original": original, "converted": source.model}
             held.costs = costs.measure(models, layers, sizes, source.positions, status.update)
         except KeyboardInterrupt:
-            held.meta["costs"] = "interrupted"
+            held.meta[COSTS] = "interrupted"
     _save(held, out)
 
 
@@ -182,6 +187,8 @@ def _save(held: Converted, out: Path) -> None:
 def _show(held: Converted, out: Path, as_json: bool) -> None:
     if held.conversion.status == "interrupted":
         tables.say("interrupted; the model is saved as it is, and the same command with --resume resumes it.")
+    elif COSTS in held.meta:
+        tables.say("interrupted; the model is complete, and the same command with --resume measures time and memory.")
     tables.say(f"\nModel: {out.resolve()}")
     shown = [part for table in page.tables(held) for part in (table, "")]
     tables.present(held, out, as_json, *page.gain(held), *shown, *page.choice(held))

@@ -106,7 +106,7 @@ def _carry_out(plan: Plan, record: Study, out: Path) -> str:
                 done = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
                 update(f"{cell}  step {line['step']:,}", len(record.results) + done)
 
-        status = run.study(plan, record, out, watch)
+        status = progress.until_stopped(lambda: run.study(plan, record, out, watch))
     record.finish(status)
     record.leave(out, page.html(record))
     return status

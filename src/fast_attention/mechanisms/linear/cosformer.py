@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.features import Relu
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.linear import linear_state, turned
@@ -31,9 +32,9 @@ class Positions(NamedTuple):
         """M."""
         return int(self.positions.shape[0])  # a tensor within torch.jit.trace
 
-    def turned(self, x: Tensor, start: int = 0) -> Float[Tensor, "*batch n both"]:
+    def turned(self, x: Tensor, start: int | Tensor = 0) -> Float[Tensor, "*batch n both"]:
         """``relu(x_i)`` times cosine and sine of ``pi i / 2M``, of tokens that stand at i = ``start`` and on."""
-        return Turned(self.number, int(start))(x)  # a difference of sizes, a tensor too
+        return Turned(self.number, start)(x)
 
 
 class CosFormerState(NamedTuple):
@@ -48,13 +49,16 @@ class CosFormerState(NamedTuple):
     angle: Float[Tensor, "*batch 1"]
 
     @classmethod
-    def after(cls, sums: LinearState, position: int, w: Positions) -> CosFormerState:
+    def after(cls, sums: LinearState, position: int | Tensor, w: Positions) -> CosFormerState:
         """The state before the token at ``position``."""
-        return cls(*sums, torch.full_like(sums.log_scale, position * math.pi / 2 / w.number))
+        return cls(*sums, torch.zeros_like(sums.log_scale) + position * (math.pi / 2 / w.number))
 
-    def position(self, w: Positions) -> int:
-        """Of the next token."""
-        return round(float(self.angle.detach().flatten()[0]) * 2 / math.pi * w.number)
+    def position(self, w: Positions) -> int | Tensor:
+        """Of the next token; a tensor where numbers are unknown."""
+        angle = self.angle.detach().flatten()[0]
+        if symbolic():
+            return (angle * (2 / math.pi * w.number)).round()
+        return round(float(angle) * 2 / math.pi * w.number)
 
     def later(self, angle: Tensor) -> LinearState:
         """The sums as they are where all keys are turned further by ``angle``."""
@@ -119,9 +123,14 @@ class CosFormer(Attention[Positions, CosFormerState]):
     ) -> tuple[Tensor, CosFormerState]:
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         sums, start = (None, 0) if state is None else (LinearState(*state[:3]), state.position(w))
-        self.within(start + k.shape[-2], w.number)
+        end = start + k.shape[-2]
+        if isinstance(start, Tensor):
+            refusal = f"{self!r} was built for at most max_len={w.number} tokens"
+            torch.ops.aten._assert_async.msg(end <= w.number, refusal)
+        else:
+            self.within(start + k.shape[-2], w.number)
         out, sums = _linear(self.eps).advance(w.turned(q, start), w.turned(k, start), v, (), sums, key_mask=key_mask)
-        return out, CosFormerState.after(sums, start + k.shape[-2], w)
+        return out, CosFormerState.after(sums, end, w)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Positions, *, key_mask: Tensor | None = None) -> CosFormerState:

@@ -23,7 +23,7 @@ class Turned(InPlace):
     """
 
     longest: int
-    start: int = 0
+    start: int | Tensor = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """The features of every row of ``x``."""
