@@ -61,6 +61,9 @@ def test_what_does_not_fit_is_said() -> None:
     q, k, _ = qkv(5)
     with pytest.raises(ValueError, match="queries names 5, and q has 5 tokens: give -5 to 4"):
         attention_rows("Softmax", q, k, queries=[0, 5])
+    for queries in (3, [1.5], torch.ones(5, dtype=torch.bool), torch.tensor([[1]]), "12"):
+        with pytest.raises(TypeError, match="queries must be a row of whole numbers"):
+            attention_rows("Softmax", q, k, queries=queries)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs its weights"):
         attention_rows("FavorPlus", q, k, queries=[0])
     assert attention_rows("Softmax", q, k, queries=[]).shape == (2, 2, 0, 5)

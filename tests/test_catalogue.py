@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +50,18 @@ def test_names_values_and_instances_are_accepted() -> None:
 def test_errors_name_the_mistake(text: str, said: str) -> None:
     with pytest.raises(ValueError, match="(?s).*" + re.escape(said)):
         catalogue.parse(text)
+
+
+def test_numbers_of_numpy_are_settings_whose_repr_is_an_expression() -> None:
+    for value, text in (
+        (fast_attention.Softmax(scale=1 / np.sqrt(64)), "Softmax(scale=0.125)"),
+        (fast_attention.FavorPlus(num_features=np.int64(8)), "FavorPlus(num_features=8)"),  # type: ignore[arg-type]
+        (fast_attention.Local(window=(np.int32(4), 2)), "Local(window=(4, 2))"),  # type: ignore[arg-type]
+        (fast_attention.Shape(np.int64(2), 8), "Shape(heads=2, head_dim=8, max_len=0)"),  # type: ignore[arg-type]
+    ):
+        assert repr(value) == text
+    with pytest.raises(ValueError, match="window must be"):
+        fast_attention.Local(window=np.True_)  # type: ignore[arg-type]
 
 
 def test_attention_takes_names_and_reprs() -> None:

@@ -109,3 +109,15 @@ def test_who_locks_a_folder_deletes_what_killed_processes_left_half_written(tmp_
     (tmp_path / ".model.complete").mkdir()
     with files.locked(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {files.LOCK, ".model.complete"}
+
+
+def test_a_folder_that_was_locked_for_nothing_is_gone_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), files.locked(tmp_path / "a" / "b"):
+        raise ValueError("refused")
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "a").mkdir()
+    with files.locked(tmp_path / "a"):
+        pass
+    with files.locked(tmp_path / "c" / "d"):
+        (tmp_path / "c" / "file").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "c", "file"]

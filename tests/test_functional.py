@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import Bound, Shape, attention, functional
+from fast_attention import Bound, FavorPlus, Shape, attention, functional
 from fast_attention.feature_maps.features import Relu
 from tests.cases import qkv
 
@@ -97,6 +97,54 @@ def test_whole_numbers_and_other_arrays_are_refused(name: str) -> None:
         function(**{**given, first: given[first].long()})
     with pytest.raises(TypeError, match=rf"{first} must be a torch.Tensor; got ndarray"):
         function(**{**given, first: given[first].numpy()})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("linear_attention", {"eps": float("nan")}, "eps must be at least 0.0"),
+        ("bigbird_attention", {"window_blocks": 2}, "window_blocks must be odd"),
+        ("relu_attention", {"power": 3}, "power must be one of 1, 2"),
+        ("laplacian_manhattan", {"temperature": 0.0}, "temperature must be at least"),
+        ("softmax_attention", {"dropout": 2}, "dropout is a probability"),
+        ("softmax_attention", {"attn_mask": torch.ones(9, 9).long()}, "attn_mask must be boolean"),
+        ("aft_local", {"strict": "no"}, "strict must be True or False; got 'no'"),
+        ("aft_full", {"is_causal": 1}, "is_causal must be True or False; got 1"),
+    ],
+)
+def test_settings_are_those_of_the_mechanism(name: str, settings: dict[str, Any], said: str) -> None:
+    function, given = _called(name)
+    with pytest.raises((TypeError, ValueError), match=said):
+        function(**{**given, **settings})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if "k" in inspect.signature(vars(functional)[name]).parameters]
+)
+def test_every_key_has_its_value(name: str) -> None:
+    """torch's fused kernel, given fewer values than keys, reads memory behind the last one."""
+    function, given = _called(name)
+    with pytest.raises(ValueError, match="k has 9 tokens and v has 5: every key needs its value"):
+        function(**{**given, "v": given["v"][..., :5, :]})
+    with pytest.raises(ValueError, match=r"must be \(..., tokens, width\); got shape \(8,\)"):
+        function(**{**given, "v": given["v"][0, 0, 0]})
+
+
+def test_sizes_of_pure_functions_are_said_in_words() -> None:
+    x = torch.randn(1, 2, 9, 8)
+    with pytest.raises(ValueError, match="q has width 8 and k has width 4: they must be equal"):
+        functional.linear_attention(x, x[..., :4], x)
+    with pytest.raises(ValueError, match="the taps, must be odd"):
+        functional.aft_local(x, x, x, torch.randn(2, 9, 4))
+    with pytest.raises(ValueError, match="key_mask has shape"):
+        functional.optimal_damping(x, x, key_mask=torch.ones(1, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"w is a Bound: give what FavorPlus\(\).weights\(Shape\(...\)\) returned"):
+        FavorPlus()(x, x, x, Bound("FavorPlus", Shape(2, 8)))  # type: ignore[arg-type]
+
+
+def test_a_plain_function_is_a_feature_map_here_too() -> None:
+    function, given = _called("linear_attention")
+    assert torch.equal(function(**given, feature_map=torch.relu), function(**given, feature_map=Relu()))
 
 
 @pytest.mark.parametrize("name", NAMES)

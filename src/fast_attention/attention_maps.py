@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fast_attention import catalogue
+from fast_attention import catalogue, checks
 from fast_attention.mechanism import Attention, Mechanism, Unsupported
 
 
@@ -45,6 +46,7 @@ def attention_rows(
 
     Raises:
         Unsupported: The mechanism has no such matrix (``traits.matrix``), or denies what was asked.
+        TypeError: ``queries`` are no whole numbers.
         ValueError: A position is outside of the queries; sizes, dtypes or weights do not fit.
     """
     chosen: Any = catalogue.parse(mechanism)
@@ -52,6 +54,7 @@ def attention_rows(
         raise Unsupported(f"{chosen!r} mixes whole tokens: no query gives weights to keys")
     if not chosen.traits.matrix:
         raise chosen.refuse("attention maps: its outputs are no A V with one A for all channels", "matrix")
+    checks.tensors(q=q, k=k)
     positions = _positions(queries, q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, key_mask, attn_mask = (_detached(x) for x in (q, k, key_mask, attn_mask))
@@ -76,8 +79,10 @@ def _detached(x: Any) -> Any:
 
 def _positions(queries: Sequence[int] | Tensor, q: Tensor) -> list[int]:
     """The positions, counted from the start."""
-    length = q.shape[-2]
-    positions = [int(i) for i in queries]
+    length, given = q.shape[-2], queries.tolist() if isinstance(queries, Tensor) else queries
+    if not isinstance(given, Iterable) or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in given):
+        raise TypeError(f"queries must be a row of whole numbers, positions of queries; got {queries!r}")
+    positions = [int(i) for i in given]
     outside = [i for i in positions if not -length <= i < length]
     if outside:
         raise ValueError(f"queries names {outside[0]}, and q has {length} tokens: give {-length} to {length - 1}")

@@ -166,6 +166,8 @@ def weights(mechanism: Any, w: Any, x: Tensor) -> Any:
     """Return ``w``, as wide as the tokens ``x`` ask; raise a ``ValueError`` if it is missing or for other heads."""
     if not mechanism.needs_weights:
         return w
+    if not isinstance(w, tuple | Tensor):
+        raise ValueError(f"w is a {type(w).__name__}: give what {mechanism!r}.weights(Shape(...)) returned, or bound.w")
     if isinstance(w, tuple) and not w:
         raise ValueError(
             f"{mechanism!r} needs its weights: pass w=mechanism.weights(Shape(heads=..., head_dim=..., max_len=...)) "
@@ -180,12 +182,37 @@ def weights(mechanism: Any, w: Any, x: Tensor) -> Any:
     return alike(w, x)
 
 
-def checked(function: Function) -> Function:
-    """Wrap a pure function of q, k, v or of x in the validation of a mechanism's call.
+def rows(inputs: dict[str, Tensor], *, alike: bool) -> None:
+    """Raise a ``ValueError`` unless these are (..., tokens, width), every key has its value and, with ``alike``, q and
+    k have the same width.
+    """
+    for name, x in inputs.items():
+        if x.ndim < 2:
+            raise ValueError(f"{name} must be (..., tokens, width); got shape {tuple(x.shape)}")
+    if {"k", "v"} <= inputs.keys() and (keys := inputs["k"].shape[-2]) != (values := inputs["v"].shape[-2]):
+        raise ValueError(f"k has {keys} tokens and v has {values}: every key needs its value")
+    if alike and (width := inputs["q"].shape[-1]) != (other := inputs["k"].shape[-1]):
+        raise ValueError(f"q has width {width} and k has width {other}: they must be equal")
+
+
+def settings(kind: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str, Any]:
+    """These settings of a mechanism's ``kind`` as it takes them, after its checks."""
+    if kind is None or not given or torch.compiler.is_compiling():
+        return {}
+    mechanism = kind(**given)
+    return {name: getattr(mechanism, name) for name in given}
+
+
+def checked(function: Function, kind: Callable[..., Any] | None = None) -> Function:
+    """Wrap a pure function of q, k, v or of x in the validation of a mechanism's call, and of the ``kind``'s settings.
 
     Its ``key_mask`` is (..., S); masked keys and values are replaced by zeros, and empty inputs give zeros.
     """
-    names = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    names, flags = tuple(parameters), [name for name, each in parameters.items() if isinstance(each.default, bool)]
+    last = [str(parameters[name].annotation).split()[-1] for name in ("q", "k") if name in names]  # axis
+    alike = len(last) == 2 and last[0] == last[1]
+    of_kind = () if kind is None else inspect.signature(kind).parameters.keys() - {"bias", "sinks"}  # tensors here
 
     @functools.wraps(function)
     def validated(*args: Any, **options: Any) -> Tensor:
@@ -193,7 +220,13 @@ def checked(function: Function) -> Function:
         inputs = {name: arguments[name] for name in ("q", "k", "v", "x") if name in arguments}
         if len(inputs) == len({"q", "k", "v", "x"} & set(names)):  # else the function says what is missing
             tensors(**inputs)
+            rows(inputs, alike=alike)
             threads()
+            for name in flags:
+                flag(name, arguments.get(name, False))
+            arguments |= settings(kind, {name: arguments[name] for name in arguments if name in of_kind})
+            if "q" in inputs and "dropout" in names:
+                scores(arguments.get("attn_mask"), arguments.get("dropout", 0.0), inputs["q"], inputs["k"])
             values = inputs["v" if "v" in inputs else "x"]
             if empty(*inputs.values()) and "scores" not in names:
                 return zeros((*inputs.get("q", values).shape[:-1], values.shape[-1]), *inputs.values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_attention import catalogue
+from fast_attention import catalogue, checks
 from fast_attention.engine import dispatch
 from fast_attention.engine.dispatch import Step
 from fast_attention.engine.vehicles import VEHICLES
@@ -89,19 +89,32 @@ def explain(subject: Mechanism[Any, Any] | nn.Module | str, *inputs: Tensor, **k
         name, kind, subject = repr(mechanism), type(mechanism).__name__, _bound(mechanism, inputs)
     elif isinstance(subject, Bound):
         name, kind = repr(subject.mechanism), type(subject.mechanism).__name__
-    else:
+    elif isinstance(subject, nn.Module):
         name = type(subject).__name__
+    else:
+        raise TypeError(f"subject is a mechanism, its name, a Bound or another module; got {subject!r}")
     with dispatch.recorded() as steps, torch.no_grad():
         subject(*inputs, **keywords)
     with _Kernels() as kernels, torch.no_grad():
         subject(*inputs, **keywords)
-    shapes = " ".join(str(tuple(x.shape)) for x in inputs)
+    given = [x for x in inputs or keywords.values() if isinstance(x, Tensor)]
+    return Explanation(name, _described(given), tuple(steps), kernels.counts, VEHICLES.get(kind, ""))
+
+
+def _described(inputs: list[Tensor]) -> str:
+    if not inputs:
+        return "no tensors"
     threads = f", {torch.get_num_threads()} threads" if inputs[0].device.type == "cpu" else ""
-    description = f"{shapes} {inputs[0].dtype} on {inputs[0].device}{threads}"
-    return Explanation(name, description, tuple(steps), kernels.counts, VEHICLES.get(kind, ""))
+    return f"{' '.join(str(tuple(x.shape)) for x in inputs)} {inputs[0].dtype} on {inputs[0].device}{threads}"
 
 
 def _bound(mechanism: Any, inputs: tuple[Tensor, ...]) -> Bound:
+    names = "qkv" if isinstance(mechanism, Attention) else "x"
+    if len(inputs) != len(names):
+        raise TypeError(f"{mechanism!r} takes {', '.join(names)}; got {len(inputs)} tensors")
+    given = dict(zip(names, inputs, strict=True))
+    checks.tensors(**given)
+    checks.rows(given, alike=False)
     first = inputs[0]
     longest = max(x.shape[-2] for x in inputs)
     if isinstance(mechanism, Attention):

@@ -35,7 +35,10 @@ def program(module: nn.Module, inputs: Inputs, open_sizes: Open) -> ExportedProg
 
     Raises:
         Unsupported: A mechanism's traits deny it, or torch cannot trace the module.
+        ValueError: ``open_sizes`` names something that is no input.
     """
+    if unknown := open_sizes.keys() - inputs.keys():
+        raise ValueError(f"open_sizes names {', '.join(sorted(unknown))}, and the inputs are {', '.join(inputs)}")
     for part in module.modules():
         if isinstance(part, Bound) and not part.mechanism.traits.export:
             raise part.mechanism.refuse("export with an open length", "export")
@@ -98,9 +101,15 @@ def onnx(
 
 
 def load(path: str | os.PathLike[str]) -> Callable[[Inputs], tuple[Tensor, ...]]:
-    """Load a file of ``save`` or ``onnx`` as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime."""
+    """Load a file of ``save`` or ``onnx`` as a function of the inputs by name; ``.onnx`` files run in ONNX Runtime.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
     path = Path(path)
     files.settle(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file; save or onnx writes one")
     if path.suffix != ".onnx":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which torch 2.11 only reads

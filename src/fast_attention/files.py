@@ -136,6 +136,20 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 @contextmanager
+def prepared(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Make a folder and those above it while the block runs; those that were not there and are empty then go again."""
+    folder = Path(folder)
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in new:
+            with suppress(OSError):
+                each.rmdir()
+
+
+@contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Lock a folder while the block runs; the system releases the lock if the process dies.
 
@@ -146,19 +160,19 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         InUse: Another process has locked it; the message says which one, on which machine, since when.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = _lock(folder / LOCK, folder)
-    try:
-        os.ftruncate(handle, 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
-        for partial in folder.glob(".*.[0-9]*.part"):  # of a process that was killed while it wrote
-            shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
-        yield
-    finally:
-        with suppress(OSError):
-            (folder / LOCK).unlink()  # while it is held, so that no other process's is taken away
-        os.close(handle)
+    with prepared(folder):
+        handle = _lock(folder / LOCK, folder)
+        try:
+            os.ftruncate(handle, 0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+            for partial in folder.glob(".*.[0-9]*.part"):  # of a process that was killed while it wrote
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+            yield
+        finally:
+            with suppress(OSError):
+                (folder / LOCK).unlink()  # while it is held, so that no other process's is taken away
+            os.close(handle)
 
 
 def _lock(path: Path, folder: Path) -> int:

@@ -20,7 +20,7 @@ from fast_attention.mechanisms.aft import aft_conv, wkv
 from fast_attention.mechanisms.aft import aft_full as full
 from fast_attention.mechanisms.aft import aft_local as window
 from fast_attention.mechanisms.aft import aft_simple as simple
-from fast_attention.mechanisms.dense import reference, relu, softmax
+from fast_attention.mechanisms.dense import linformer, reference, relu, softmax
 from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
 from fast_attention.mechanisms.log_manhattan import log_attention as log
@@ -31,41 +31,41 @@ from fast_attention.mechanisms.sinkhorn import sinkhorn
 from fast_attention.mechanisms.sparse import bigbird, block_local, block_local2d, local, local2d
 from fast_attention.packed import CuSeqlens, Lengths
 
-# Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere.
+# Their ``key_mask`` is (..., S), one flag per key and no head axis, as everywhere; the mechanism checks the settings.
 aft_full = checked(full.aft_full)
 aft_simple = checked(simple.aft_simple)
-aft_local = checked(window.aft_local)
+aft_local = checked(window.aft_local, window.AFTLocal)
 wkv_attention = checked(wkv.wkv_attention)
 conv_band = aft_conv.conv_band
-bigbird_attention = checked(bigbird.bigbird_attention)
-favor_attention = checked(favor.favor_attention)
+bigbird_attention = checked(bigbird.bigbird_attention, bigbird.BigBird)
+favor_attention = checked(favor.favor_attention, favor.Favor)
 favor_plus_attention = checked(favor_plus.favor_plus_attention)
-generalised_attention = checked(favor_plus.generalised_attention)
+generalised_attention = checked(favor_plus.generalised_attention, favor_plus.FavorPlus)
 favor_plus_plus_attention = checked(favor_plus_plus.favor_plus_plus_attention)
 optimal_damping = favor_plus_plus.optimal_damping
-fourier_mix = checked(fnet.fourier_mix)
+fourier_mix = checked(fnet.fourier_mix, fnet.FNet)
 gated_mlp = checked(gmlp.gated_mlp)
-linear_attention = checked(linear.linear_attention)
-decayed_linear_attention = checked(decayed.decayed_linear_attention)
-block_local_attention = checked(block_local.block_local_attention)
-block_local2d_attention = checked(block_local2d.block_local2d_attention)
-local_attention = checked(local.local_attention)
-local2d_attention = checked(local2d.local2d_attention)
-log_attention = checked(log.log_attention)
-lsh_attention = checked(lsh.lsh_attention)
-manhattan_attention = checked(manhattan.manhattan_attention)
+linear_attention = checked(linear.linear_attention, linear.LinearAttention)
+decayed_linear_attention = checked(decayed.decayed_linear_attention, decayed.DecayedLinearAttention)
+block_local_attention = checked(block_local.block_local_attention, block_local.BlockLocal)
+block_local2d_attention = checked(block_local2d.block_local2d_attention, block_local2d.BlockLocal2d)
+local_attention = checked(local.local_attention, local.Local)
+local2d_attention = checked(local2d.local2d_attention, local2d.Local2d)
+log_attention = checked(log.log_attention, log.LogAttention)
+lsh_attention = checked(lsh.lsh_attention, lsh.LSH)
+manhattan_attention = checked(manhattan.manhattan_attention, manhattan.Manhattan)
 token_mlp = checked(mlp_mixer.token_mlp)
-relu_attention = checked(relu.relu_attention)
-sinkhorn_attention = checked(sinkhorn.sinkhorn_attention)
-sortcut_attention = checked(sinkhorn.sortcut_attention)
-softmax_attention = checked(softmax.softmax_attention)
-absolute_manhattan = checked(manhattan_sums.absolute_manhattan)
-laplacian_manhattan = checked(manhattan_sums.laplacian_manhattan)
-signed_manhattan = checked(manhattan_sums.signed_manhattan)
-vector_manhattan = checked(manhattan_sums.vector_manhattan)
+relu_attention = checked(relu.relu_attention, relu.ReLUAttention)
+sinkhorn_attention = checked(sinkhorn.sinkhorn_attention, sinkhorn.Sinkhorn)
+sortcut_attention = checked(sinkhorn.sortcut_attention, sinkhorn.SortCut)
+softmax_attention = checked(softmax.softmax_attention, softmax.Softmax)
+absolute_manhattan = checked(manhattan_sums.absolute_manhattan, manhattan.Manhattan)
+laplacian_manhattan = checked(manhattan_sums.laplacian_manhattan, partial(manhattan.Manhattan, distance="laplacian"))
+signed_manhattan = checked(manhattan_sums.signed_manhattan, manhattan.Manhattan)
+vector_manhattan = checked(manhattan_sums.vector_manhattan, manhattan.Manhattan)
 convolved_attention = checked(reference.convolved_attention)
 linformer_attention = checked(reference.linformer_attention)
-pooled_attention = checked(reference.pooled_attention)
+pooled_attention = checked(reference.pooled_attention, linformer.Linformer)
 synthesizer_attention = checked(reference.synthesizer_attention)
 
 
@@ -91,7 +91,7 @@ def attention(
 
     The arguments are those of ``torch.nn.functional.scaled_dot_product_attention`` and mean the same, but for the
     causal order of L != S and for ``is_causal`` beside an ``attn_mask``, which torch refuses and which hides here what
-    either hides. ``key_mask``, ``cu_seqlens``, ``lengths`` and ``compile`` are ours.
+    either hides. ``mechanism`` and what follows ``enable_gqa`` are ours.
 
     Args:
         q, k, v: Queries (..., H, L, E), keys (..., H, S, E), values (..., H, S, Ev).

@@ -52,10 +52,12 @@ class Mechanism(Value, ABC, Generic[W, S]):
         """Whether a call needs weights."""
         return type(self).weights is not Mechanism.weights
 
-    def refuse(self, what: str, trait: str) -> Unsupported:
-        """The error for a denied trait: it names the mechanism, the trait and those most like it that grant it."""
+    def refuse(self, what: str, trait: str, needed: str | None = None) -> Unsupported:
+        """The error for a denied trait, or value of one: it names the mechanism, the trait and those most like it that
+        grant it.
+        """
         kind = Attention if isinstance(self, Attention) else Mixer
-        granted = ", ".join(f"{name}()" for name in granting(kind, trait, like=self.traits)[:6])
+        granted = ", ".join(f"{name}()" for name in granting(kind, trait, self.traits, needed)[:6])
         return Unsupported(
             f"{self!r} does not support {what} (traits.{trait} is {getattr(self.traits, trait)!r}). "
             + (f"What would work: {granted}." if granted else f"No {kind.__name__.lower()} in the catalogue does.")
@@ -99,11 +101,11 @@ class Attention(Mechanism[W, S]):
 
     def summary(self, k: Tensor, v: Tensor, w: W, *, key_mask: Tensor | None) -> S:
         """The state of a chunk of keys and values, after validation (``memory="constant"`` only)."""
-        raise self.refuse("summarising", "memory")
+        raise self.refuse("summarising", "memory", "constant")
 
     def merged(self, earlier: S, later: S) -> S:
         """The state of two neighbouring chunks, associatively (``memory="constant"`` only)."""
-        raise self.refuse("combining states", "memory")
+        raise self.refuse("combining states", "memory", "constant")
 
     def read_summary(self, q: Tensor, k: Tensor, v: Tensor, w: W, state: S, *, key_mask: Tensor | None) -> Tensor:
         """Compute ``read`` after validation; unless overridden, by new tokens that are masked."""
@@ -197,7 +199,7 @@ class Attention(Mechanism[W, S]):
         """
         traits = self.traits
         if traits.memory != "constant":
-            raise self.refuse("summarising", "memory")
+            raise self.refuse("summarising", "memory", "constant")
         self.check(traits, k, k, v, True, key_mask)
         keys, values, mask = checks.without_masked(k, v, key_mask, traits.reads)
         held = self.summary(keys, values, checks.weights(self, w, k), key_mask=mask)
@@ -211,7 +213,7 @@ class Attention(Mechanism[W, S]):
             ValueError: They are not two states of this mechanism and of the same sizes.
         """
         if self.traits.memory != "constant":
-            raise self.refuse("combining states", "memory")
+            raise self.refuse("combining states", "memory", "constant")
         empty = decoding.combined(self.expression, earlier, later)
         return replaced(empty, held=self.merged(earlier.held, later.held))
 
@@ -228,7 +230,7 @@ class Attention(Mechanism[W, S]):
         """
         traits = self.traits
         if traits.memory != "constant":
-            raise self.refuse("reading from a state", "memory")
+            raise self.refuse("reading from a state", "memory", "constant")
         self.check(traits, q, k, v, False, key_mask)
         weights, held = checks.weights(self, w, q), decoding.validated(state, decoding.empty(self, q, k, v, w))
         if checks.empty(q):

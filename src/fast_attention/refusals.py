@@ -8,10 +8,15 @@ from typing import Any
 from fast_attention.traits import Traits
 
 
-def granting(kind: type[Any], trait: str, like: Traits) -> list[str]:
-    """Names of the loaded mechanisms of a kind whose default value grants a trait, those most ``like`` others first."""
-    granted = {one.__name__: one().traits for one in _loaded(kind)}
-    return sorted((x for x in granted if getattr(granted[x], trait)), key=lambda x: -like.shared(granted[x]))
+def granting(kind: type[Any], trait: str, like: Traits, needed: str | None = None) -> list[str]:
+    """Names of the loaded mechanisms of a kind whose default value grants a trait, those most ``like`` others first.
+
+    What is granted is any value of the trait that is true, or only the one that is ``needed``.
+    """
+    known = {one.__name__: one().traits for one in _loaded(kind)}
+    values = {name: getattr(traits, trait) for name, traits in known.items()}
+    granted = (name for name, value in values.items() if (value == needed if needed else value))
+    return sorted(granted, key=lambda name: -like.shared(known[name]))
 
 
 def _loaded(kind: type[Any]) -> Iterator[type[Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from fast_attention.engine.tracing import symbolic
-from fast_attention.value import typed
+from fast_attention.value import plain_numbers, typed
 
 Memory = Literal["constant", "window", "growing"]
 
@@ -65,6 +65,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if not symbolic():
+            plain_numbers(self)
             typed(self)
         if self.heads < 1 or self.head_dim < 1 or self.max_len < 0:
             raise ValueError(f"{self}: heads and head_dim must be at least 1, max_len at least 0")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -20,6 +22,7 @@ class Value:
     """The base class of frozen settings. Subclasses are ``@dataclass(frozen=True, repr=False)``.
 
     The repr names only the settings that differ from their defaults: ``FavorPlus(num_features=64)``, ``Softmax()``.
+    Numbers of other libraries, such as numpy's, become Python's, which a repr can name.
     """
 
     _expression: ClassVar[str] = ""
@@ -32,6 +35,7 @@ class Value:
 
         @functools.wraps(post_init)
         def checked(self: Any) -> None:
+            plain_numbers(self)
             try:
                 post_init(self)
             except (TypeError, AttributeError):
@@ -42,6 +46,7 @@ class Value:
         cls.__post_init__ = checked  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if not torch.compiler.is_compiling():
             typed(self)
             object.__setattr__(self, "_expression", repr(self))
@@ -60,6 +65,24 @@ class Value:
             if default is MISSING or value != default or type(value) is not type(default):
                 settings.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(settings)})"
+
+
+def plain_numbers(owner: Any) -> None:
+    """Replace the numbers among a frozen value's settings by Python's: numpy's have a repr that is no expression."""
+    if torch.compiler.is_compiling():
+        return
+    for name, value in vars(owner).items():
+        if (plain := _plain(value)) is not value:
+            object.__setattr__(owner, name, plain)
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        plain = tuple(map(_plain, value))
+        return value if all(map(operator.is_, plain, value)) else plain
+    if type(value) in (int, float, bool, str, NoneType) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def typed(owner: Any) -> None:

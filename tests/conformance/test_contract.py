@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -214,3 +215,12 @@ def test_refusals_name_what_would_work() -> None:
         linformer(*qkv(6), is_causal=True)
     with pytest.raises(Unsupported, match=r"FNet\(\) does not support a key_mask.*What would work: \w+"):
         fnet(torch.randn(2, 6, 16), key_mask=torch.ones(2, 6, dtype=torch.bool))
+
+
+def test_what_combines_states_is_named_where_they_do_not() -> None:
+    """A mechanism that keeps another kind of state cannot do it either, the refusing one first of all."""
+    for name in ("LogLinearAttention", "Local", "BigBird"):
+        with pytest.raises(Unsupported) as refused:
+            catalogue.default(name).combine(None, None)
+        advised = re.findall(r"(\w+)\(\)", str(refused.value).partition("What would work: ")[2])
+        assert {catalogue.default(each).traits.memory for each in advised} == {"constant"}

@@ -170,3 +170,13 @@ def test_a_users_mechanism_by_its_module_is_held_to_what_it_claims(
     subject = conformance.resolve("checked_of_a_user:Mine")
     assert (subject.name, subject.padding, subject.order) == ("Mine()", True, 1)
     assert repr(subject.mechanism) == "Mine()"
+
+
+def test_what_is_no_attention_under_test_is_refused() -> None:
+    subject: Any = "Softmax"
+    with pytest.raises(TypeError, match=r"subject comes from conformance.of\(mechanism\) or third_party"):
+        conformance.check(subject)
+    with pytest.raises(TypeError, match=r"laws are some of conformance.LAWS; got 'gradients'"):
+        conformance.check(conformance.of("Softmax"), laws=["gradients"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="make is a function that gives a new module"):
+        conformance.third_party(nn.Linear(16, 16))

@@ -349,6 +349,8 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert(decoder("gpt2"), "Linformer(rank=4)", batch, HELD)
     with pytest.raises(ValueError, match="conversion has no end"):
         ConversionSettings(minutes=0.0)
+    with pytest.raises(TypeError, match=r"settings are ConversionSettings\(...\); got {}"):
+        convert(None, "Local", lambda i: {}, [], settings={})  # type: ignore[arg-type]
 
 
 def test_a_language_models_padding_is_not_predicted() -> None:

@@ -127,3 +127,19 @@ def test_an_unknown_mode_is_refused() -> None:
     torch.testing.assert_close(
         attention(q, k, v, "LinearAttention", compile="auto"), attention(q, k, v, "LinearAttention")
     )
+
+
+def test_what_cannot_be_called_is_not_explained() -> None:
+    x = torch.randn(1, 2, 5, 8)
+    with pytest.raises(TypeError, match=r"Softmax\(\) takes q, k, v; got 0 tensors"):
+        explain("Softmax")
+    with pytest.raises(TypeError, match=r"q must be a torch.Tensor; got list"):
+        explain("Softmax", [1], x, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be \(..., tokens, width\); got shape \(8,\)"):
+        explain("FNet", torch.randn(8))
+    with pytest.raises(TypeError, match="subject is a mechanism, its name, a Bound or another module"):
+        explain(type(catalogue.default("Softmax")), x, x, x)  # type: ignore[arg-type]
+
+
+def test_a_module_is_explained_by_its_keywords_too() -> None:
+    assert "(1, 5, 8) torch.float32" in str(explain(TokenMixer(8, 2), x=torch.randn(1, 5, 8)))

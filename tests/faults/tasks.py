@@ -3,6 +3,8 @@
 from tests.faults.fault import Fault
 
 FAULTS = [
+    Fault("any word but train asks for validation data", "tasks/task.py", "if split not in get_args(Split):", "if False:",
+          "tests/tasks/test_tasks.py -k can_be_asked_for"),
     Fault("the best baseline uses the visible residue too little", "tasks/proteins.py", "unchanged, other = 0.5, 0.5 / UNKNOWN", "unchanged, other = 0.4, 0.6 / UNKNOWN", "tests/tasks/test_tasks.py -k fairest"),
     Fault("a validation protein may share 15 residues", "tasks/proteins.py", "train_codes[train_known].unique()", "train_codes[:1]",
           "tests/tasks/test_tasks.py -k shared_stretches"),

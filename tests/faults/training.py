@@ -15,6 +15,8 @@ FAULTS = [
     Fault("damaged checkpoints count for retention", "training/checkpoints.py",
           "                verify(path)\n                intact_count += 1", "                intact_count += 1",
           "tests/training/test_resuming.py -k only_sound"),
+    Fault("a checkpoint that was to be replaced is lost with its process", "training/run_folder.py",
+          "        checkpoints.settle(out / CHECKPOINTS)", "        pass", "tests/training/test_resuming.py -k replaces"),
     Fault("a later version's checkpoint is called damaged", "training/checkpoints.py",
           "    except files.Newer:\n        raise\n", "", "tests/training/test_resuming.py -k both_versions"),
     Fault("results are overwritten unasked", "training/run_folder.py", "if results and not restart:", "if False:",

@@ -409,3 +409,10 @@ def test_every_attention_and_mixer_is_tried() -> None:
     kinds = {type(parameter.values[0]).__name__ for parameter in granted()}
     assert kinds == {name for name in catalogue.names() if catalogue.default(name).traits.export}
     assert {Attention, Mixer} == {Attention if isinstance(p.values[0], Attention) else Mixer for p in granted()}
+
+
+def test_open_sizes_of_no_input_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="open_sizes names y, and the inputs are x"):
+        exporting.program(nn.Linear(4, 4), {"x": torch.randn(3, 4)}, {"y": {0: Dim("length")}})
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        exporting.load(tmp_path / "model.pt2")

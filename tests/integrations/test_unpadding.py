@@ -220,3 +220,8 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     finally:
         again.stop_multi_process_pool(pool)
     torch.testing.assert_close(apart, skipped, atol=1e-6, rtol=1e-5)
+
+
+def test_whether_padding_is_skipped_is_yes_or_no() -> None:
+    with pytest.raises(TypeError, match="skip_padding must be True or False; got 'no'"):
+        swap(nn.Linear(2, 2), "Local", skip_padding="no")  # type: ignore[arg-type]

@@ -50,7 +50,13 @@ BAD = {
     "text and fasta": (["compare", "--text", "a", "--fasta", "b"], "not both"),
     "gaussian reads nothing": (["compare", "--model", "gaussian", "--text", "a"], "reads nothing"),
     "broken model": (["compare", "--model", "."], "holds no config.json"),
-    "out is a file": (["compare", "--model", "gaussian", "--out", "file"], "--out file"),
+    "out is a file": (["compare", "--model", "gaussian", "--out", "file"], "--out file: file is no folder"),
+    "out is a dead link": (
+        ["compare", "--model", "gaussian", "--out", "link"],
+        "link is a link to nowhere, which is not",
+    ),
+    "out is in a file": (["compare", "--model", "gaussian", "--out", "file/a"], "--out file/a"),
+    "export to a folder": (["export", "nowhere", "--out", "folder.pt2"], "--out folder.pt2: a folder has that name"),
     "unknown option": (["compare", "--lenghts", "3"], "No such option"),
     "unknown command": (["compere"], "No such command"),
     "unknown in list": (["list", "FavorPlos"], "Did you mean FavorPlus"),
@@ -65,6 +71,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "folder.pt2").mkdir()
     arguments, said = BAD[case]
     code, out, err = run(capsys, *arguments)
     lines = [line for line in err.splitlines() if line.strip()]
@@ -73,6 +81,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert len(lines) == 1, err
     assert lines[0].startswith("fast-attention: ")
     assert said in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.pt2", "link"]
 
 
 def test_a_broken_fasta_file_is_told_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

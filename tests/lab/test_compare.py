@@ -323,7 +323,7 @@ def test_json_is_strict_and_comes_back(complete: Comparison) -> None:
 
 
 def test_the_page_is_self_contained_and_says_it_all(complete: Comparison, tmp_path: Path) -> None:
-    complete.leave(tmp_path, report.html(complete))
+    complete.leave(tmp_path, report.html)
     html = (tmp_path / complete.page).read_text()
     assert_one_file(html)
     titles = [
@@ -387,7 +387,7 @@ def test_ctrl_c_leaves_a_whole_partial_record(after: int, tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         compare.compare(of, record)
     compare.finish(of, record, "interrupted")
-    record.leave(tmp_path, report.html(record))
+    record.leave(tmp_path, report.html)
     page = tmp_path / record.page
     held = json.loads((tmp_path / "records.json").read_text())
     assert held["meta"]["status"] == "interrupted"

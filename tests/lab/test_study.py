@@ -309,6 +309,26 @@ def test_ctrl_c_between_two_runs_is_told(
     assert Study.read(tmp_path / "study.json").meta["status"] == "interrupted"
 
 
+def test_ctrl_c_while_the_last_page_is_drawn_leaves_a_complete_record(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = page.html
+
+    def stopped(record: Study) -> str:
+        if record.meta["status"] == "complete":
+            raise KeyboardInterrupt
+        return real(record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "html", stopped)
+        assert study(capsys, tmp_path, "--seeds", "1")[0] == 130
+    record = Study.read(tmp_path / "study.json")
+    assert (record.meta["status"], "partial" in (tmp_path / "study.html").read_text()) == ("complete", True)
+    monkeypatch.setattr(run, "_cell", lambda *_: pytest.fail("trained again"))
+    assert study(capsys, tmp_path, "--seeds", "1", "--resume")[0] == 0
+    assert "it is partial" not in (tmp_path / "study.html").read_text()
+
+
 def test_records_without_positions_or_budget_load() -> None:
     old = sorted((Path(__file__).parents[2] / "records").glob("2026-11-21-study-*.json"))
     assert old

@@ -339,3 +339,8 @@ def test_what_cannot_generate_says_so() -> None:
         generation.generate(model(causal=True), [[1], []])
     with pytest.raises(ValueError, match="40"):
         generation.generate(model(causal=True, positions="learned"), [[1, 2]], new_tokens=40)
+
+
+def test_an_encoder_decodes_nothing() -> None:
+    with pytest.raises(Unsupported, match="only a model with causal=True decodes"):
+        model().decode(torch.zeros(1, 2, dtype=torch.long))

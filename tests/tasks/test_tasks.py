@@ -441,7 +441,7 @@ def test_protein_errors_name_the_file(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_labelled_sequences(folder: Path) -> None:
+def test_labelled_sequences(folder: Path, tmp_path: Path) -> None:
     task = Sequences(str(folder / "labelled.csv"), context=40, share=0.25)
     train, valid, names, _ = sequences.sides(task)
     with (folder / "labelled.csv").open(newline="") as file:
@@ -457,6 +457,9 @@ def test_labelled_sequences(folder: Path) -> None:
     other = sequences.sides(Sequences(str(folder / "labelled.jsonl"), context=40, share=0.25))
     assert other.names == ("97", "98")
     assert len(other.train.rows) == len(train.rows)
+    (tmp_path / "cr.jsonl").write_bytes((folder / "labelled.jsonl").read_bytes().replace(b"\n", b"\r"))
+    ends = [Sequences(str(path), context=40) for path in (tmp_path / "cr.jsonl", folder / "labelled.jsonl")]
+    assert ends[0].describe() == ends[1].describe()
     assert task.baselines()["counts of bytes"] > 0.8 > task.baselines()["commonest class"]
     assert task.describe()["classes"] == "a, b"
 
@@ -519,3 +522,14 @@ def test_digits_come_from_their_package_with_the_label_last(tmp_path: Path, monk
     path.write_bytes(b"no gzip")
     with pytest.raises(ValueError, match="not a table of numbers"):
         pixels.read(path)
+
+
+def test_only_batches_that_there_are_can_be_asked_for() -> None:
+    """A split by another word was the validation's data, unsaid."""
+    for asked, said in (
+        (("training", 0, 2), "split='training': choose one of train, valid"),
+        (("train", -1, 2), "index=-1 must be a whole number, at least 0"),
+        (("train", 0, 1.5), "size=1.5 must be a whole number, at least 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Copy().batch(*asked)  # type: ignore[arg-type]

@@ -49,6 +49,30 @@ def test_training_leaves_model_curve_and_record(tmp_path: Path, capsys: pytest.C
     assert checkpoints.find_all(tmp_path / "checkpoints")[0].name == "step_30"
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "report.json"])
+def test_the_folder_of_a_conversion_is_left_alone(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).touch()
+    assert commands.run(["train", "copy", *SMALL, "--steps", "1", "--restart", "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path} holds a conversion: name another folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_data_that_will_not_do_leave_no_folder_and_clear_nothing_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").touch()
+    task, wanted = f"ByteLM('{tmp_path}/empty.txt')", sorted(tmp_path.rglob("*"))
+    for name in ("run", "none/here"):
+        words = ["train", task, *SMALL, "--steps", "1", "--restart", "--out", str(tmp_path / name)]
+        assert commands.run(words) == 2
+        assert "0 bytes for training" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == wanted
+
+
 def test_options_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(

@@ -87,6 +87,17 @@ def test_only_sound_checkpoints_count_for_retention(out: Path) -> None:
     assert checkpoints.newest(folder, lambda words: None) == folder / "step_6"
 
 
+def test_a_process_killed_while_it_replaces_a_checkpoint_loses_none(out: Path) -> None:
+    folder, said = out / "checkpoints", list[str]()
+    shutil.copytree(folder / "step_6", folder / "step_6.tmp")
+    (folder / "step_6").rename(folder / "step_6.old.tmp")
+    shutil.copytree(folder / "step_4", folder / "step_8.tmp")
+    damage(folder / "step_8.tmp")
+    run(out, said, resume=True)
+    assert said[0].endswith("step_6")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_4", "step_6", "step_6.old.tmp", "step_8.tmp"]
+
+
 def test_the_last_evaluation_is_kept_with_the_step_it_is_of(tmp_path: Path) -> None:
     """A checkpoint that was written at the last step, before its evaluation, does not stand for it."""
     task = Text(path=str(tmp_path / "text.txt"), context=8)

@@ -86,7 +86,15 @@ def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[La
         subject: From ``of`` (ours), ``third_party`` (any module or function), or an ``AttentionUnderTest`` by hand.
         device: Where to run.
         laws: Which laws, all by default.
+
+    Raises:
+        TypeError: ``subject`` or ``laws`` are something else.
     """
+    if not isinstance(subject, AttentionUnderTest):
+        raise TypeError(f"subject comes from conformance.of(mechanism) or third_party(make); got {subject!r}")
+    laws = tuple(laws)
+    if wrong := [law for law in laws if not isinstance(law, Law)]:
+        raise TypeError(f"laws are some of conformance.LAWS; got {wrong[0]!r}")
     return LawReport(subject.name, tuple(law(subject, device) for law in laws))
 
 

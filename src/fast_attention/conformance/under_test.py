@@ -147,6 +147,7 @@ def third_party(
         dtype: What to call it in.
 
     Raises:
+        TypeError: ``make`` is the module itself, or no function.
         ValueError: It takes neither one tensor nor three.
     """
     module = _build(make, name)
@@ -211,6 +212,8 @@ def _of_tokens(module: Any, inputs: tuple[Tensor, ...], is_causal: bool, key_mas
 
 
 def _build(make: Callable[[], Any], name: str | None) -> Any:
+    if isinstance(make, nn.Module) or not callable(make):
+        raise TypeError(f"make is a function that gives a new module, such as lambda: Mine(64); got {make!r}")
     with torch.random.fork_rng():
         module = make()
     if not callable(module):

@@ -80,13 +80,17 @@ def convert(
     Raises:
         Unsupported: No layer can run the mechanism, the model is of another library or both encoder and decoder, or
             nothing but the original's layers keeps the budget.
+        TypeError: ``settings`` are none.
         ValueError: ``keep`` names no layer, the batches or the budget cannot be used, or the checkpoint is damaged or
             another conversion's, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
     """
     from fast_attention.conversion import converting
 
+    settings = ConversionSettings() if settings is None else settings
+    if not isinstance(settings, ConversionSettings):
+        raise TypeError(f"settings are ConversionSettings(...); got {settings!r}")
     return converting.run(
-        model, mechanism, batches, held_out, settings=settings or ConversionSettings(), keep=keep, budget=budget,
+        model, mechanism, batches, held_out, settings=settings, keep=keep, budget=budget,
         choosing=choosing, exact_up_to=exact_up_to, teacher=teacher, checkpoint=checkpoint, resume=resume, watch=watch,
     )  # fmt: skip
 

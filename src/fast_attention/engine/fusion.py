@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -25,7 +25,9 @@ _broken: dict[str, str] = {}  # why compiling failed here, by the function's nam
 
 @contextmanager
 def fusing(mode: Fusion) -> Iterator[None]:
-    """Allow (``"auto"``) or forbid (``"off"``) fusion inside."""
+    """Allow (``"auto"``) or forbid (``"off"``) fusion inside; a ``ValueError`` says that ``mode`` is neither."""
+    if mode not in get_args(Fusion):
+        raise ValueError(f"compile={mode!r}: choose one of {', '.join(get_args(Fusion))}")
     token = _allowed.set(mode == "auto")
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -76,6 +77,19 @@ def viewed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, ke
     return out.reshape(*batch, groups * times, *out.shape[-2:])
 
 
+def width(embed_dim: int, num_heads: int) -> int:
+    """The width of each of ``num_heads`` heads in tokens of ``embed_dim``.
+
+    Raises:
+        ValueError: They are no whole numbers above 0, or heads do not divide tokens.
+    """
+    if not all(isinstance(each, Integral) and each > 0 for each in (embed_dim, num_heads)) or embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim={embed_dim!r} must be a positive multiple of num_heads={num_heads!r}, both whole numbers"
+        )
+    return embed_dim // num_heads
+
+
 def grouped(num_heads: int, num_kv_heads: int | None) -> int:
     """Count the heads of keys and values: ``num_kv_heads``, or as many as queries have.
 
@@ -83,6 +97,6 @@ def grouped(num_heads: int, num_kv_heads: int | None) -> int:
         ValueError: They do not divide ``num_heads``.
     """
     count = num_heads if num_kv_heads is None else num_kv_heads
-    if count < 1 or num_heads % count:
-        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if not isinstance(count, Integral) or count < 1 or num_heads % count:
+        raise ValueError(f"num_kv_heads={num_kv_heads!r} must divide num_heads={num_heads}")
     return count

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fast_attention import catalogue
+from fast_attention import catalogue, checks
 from fast_attention.integrations import crossover, timm, torch_nn
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
@@ -58,9 +58,10 @@ def swap(
     Raises:
         Unsupported: Nothing can be swapped. The message names the obstacles and what would work. The model then has
             exact attention, also where it had been swapped before. Or padding cannot be skipped.
-        ValueError: ``mechanism`` names none, a pattern fits no layer, the model does not take ``probe``, a mechanism
-            needs ``max_len``, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
+        ValueError: ``mechanism`` names none, one of several patterns fits no layer, the model does not take ``probe``,
+            a mechanism needs ``max_len``, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
     """
+    checks.flag("skip_padding", skip_padding)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
     parsed: Any = mechanism
@@ -166,6 +167,7 @@ def from_pretrained(folder: str | os.PathLike[str], *, architecture: type | None
 
     Raises:
         FileNotFoundError: There is no swapped model in the folder.
+        OSError: There is no such folder, and no such model on the hub.
         ValueError: Its files do not belong together, or are damaged.
     """
     from fast_attention.integrations import saving

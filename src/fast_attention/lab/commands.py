@@ -62,7 +62,7 @@ def compare_command(
             lambda: compare.compare(plan, record, watch, lambda: record.save(out / record.data))
         )
     compare.finish(plan, record, status)
-    record.leave(out, report.html(record))
+    record.leave(out, report.html)
     tables.present(record, out, as_json, report.summary(record), "", *verdicts.headline(record))
     return 0 if status == "complete" else 130
 

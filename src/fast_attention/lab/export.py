@@ -82,6 +82,8 @@ def _refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
     if path.suffix != suffix:
         other = "give --onnx" if path.suffix == ".onnx" else f"name a file that ends in {suffix}"
         raise InputError(f"--out {path}: {other}")
+    if path.is_dir():
+        raise InputError(f"--out {path}: a folder has that name: name a file")
     if opset is not None and not as_onnx:
         raise InputError("--opset is ONNX's: give --onnx too")
     for module in ("onnx", "onnxscript", "onnxruntime") if as_onnx else ():

@@ -151,15 +151,19 @@ def run_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def folder(path: Path) -> None:
-    """Make the folder for the results.
+    """Try whether the folder for the results can be made and written to; nothing is left of that.
 
     Raises:
-        InputError: It cannot be made or written to.
+        InputError: It cannot.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".writable").touch()
-        (path / ".writable").unlink()
+        with files.prepared(path):
+            (path / ".writable").touch()
+            (path / ".writable").unlink()
+    except FileExistsError as error:
+        there = Path(error.filename)
+        what = "is no folder" if there.exists() else f"is a link to {os.readlink(there)}, which is not there"
+        raise InputError(f"--out {path}: {there} {what}: name another folder") from error
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror or error}") from error
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
@@ -99,10 +99,15 @@ class Record:
         """Write it, whole or not at all."""
         files.write(path, self.to_json() + "\n")
 
-    def leave(self, folder: Path, html: str) -> None:
-        """Write the record and its page into a folder, each whole or not at all."""
+    def leave(self, folder: Path, draw: Callable[[Self], str]) -> None:
+        """Write the record into a folder, and then its page, which may be stopped; each whole or not at all.
+
+        Args:
+            folder: Where they go.
+            draw: Returns the record's page.
+        """
         self.save(folder / self.data)
-        files.write(folder / self.page, html)
+        files.write(folder / self.page, draw(self))
 
 
 def _revived(value: Any, kind: Any) -> Any:

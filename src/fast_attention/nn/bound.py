@@ -35,6 +35,7 @@ class Bound(Spread, nn.Module):
             first call with new sizes takes seconds. ``fast_attention.explain`` tells what ran.
 
     Raises:
+        TypeError: ``shape`` is none.
         ValueError: The shape lacks ``max_len``, ``tied`` holds another mechanism or shape, or ``compile`` is no mode.
     """
 
@@ -51,6 +52,8 @@ class Bound(Spread, nn.Module):
         self.fusion: Fusion = compile
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
+        if not isinstance(shape, Shape):
+            raise TypeError(f"shape is a Shape(heads=..., head_dim=..., max_len=...); got {shape!r}")
         if self.mechanism.traits.bounded and shape.max_len < 1:
             raise ValueError(f"{self.mechanism!r} has weights for a longest sequence: give its tokens by max_len=...")
         if tied is not None and (tied.mechanism, tied.shape) != (self.mechanism, shape):
@@ -223,9 +226,10 @@ class Bound(Spread, nn.Module):
         return f"{self.mechanism!r}, {self.shape}"
 
     def _check(self, inputs: tuple[Tensor, ...], enable_gqa: bool = False) -> None:
-        first, shape, wanted = inputs[0], self.shape, 3 if isinstance(self.mechanism, Attention) else 1
+        wanted = 3 if isinstance(self.mechanism, Attention) else 1
         if len(inputs) != wanted:
             raise TypeError(f"{self.mechanism!r} takes {'q, k, v' if wanted == 3 else 'x'}; got {len(inputs)} tensors")
+        first, shape = inputs[0], self.shape
         if wanted == 3:
             self._check_heads(inputs[:1] if enable_gqa else inputs)
         elif isinstance(first, Tensor) and first.ndim > 1 and first.shape[-1] != shape.width:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fast_attention import checks
 from fast_attention.engine import blocks
 from fast_attention.engine.tracing import exporting
+from fast_attention.value import at_least
 
 
 class ChunkedFeedForward(nn.Module):
@@ -46,10 +48,12 @@ class ChunkedFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
-        if min(embed_dim, hidden_dim, chunks) < 1 or not 0.0 <= dropout <= 1.0:
-            raise ValueError(
-                f"embed_dim={embed_dim}, hidden_dim={hidden_dim} and chunks={chunks} must be at least 1 and "
-                f"dropout={dropout} a probability"
+        for setting, size in (("embed_dim", embed_dim), ("hidden_dim", hidden_dim), ("chunks", chunks)):
+            at_least(self, setting, size, 1)
+        checks.probability(dropout)
+        if not callable(activation):
+            raise TypeError(
+                f"activation is a function of a tensor, such as torch.nn.functional.relu; got {activation!r}"
             )
         self.widen = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.narrow = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -57,6 +61,9 @@ class ChunkedFeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch length embed"]) -> Float[Tensor, "*batch length embed"]:
         """Tokens (..., L, E) to tokens (..., L, E)."""
+        checks.tokens(x)
+        if x.shape[-1] != (width := self.widen.in_features):
+            raise ValueError(f"x has width {x.shape[-1]} and this layer was built for {width}")
         if self.chunks == 1:
             return self._chunk(x)
         # Chunk i holds tokens i, i + chunks, ...: each is computed alone, and these shapes export at any length.

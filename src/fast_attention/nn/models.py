@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention import catalogue
+from fast_attention.mechanism import Unsupported
 from fast_attention.nn.convolution import CausalConvolution, ConvolutionState
 from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.positions import Positions, PositionTable
@@ -250,8 +251,10 @@ class Model(Spread, nn.Module):
         is read by many, and one goes on alone after ``parallelize(model, None)``.
 
         Raises:
-            Unsupported: A layer's mechanism cannot stream.
+            Unsupported: A layer's mechanism cannot stream, or the model is an encoder.
         """
+        if not self.config.causal:
+            raise Unsupported("an encoder's outputs see later tokens: only a model with causal=True decodes")
         start = 0 if state is None else int(state.length)
         x = self.embedding(tokens)
         shards = self.shards_of(None, x)

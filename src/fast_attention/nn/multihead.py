@@ -75,9 +75,7 @@ class MultiheadAttention(Spread, nn.Module):
         rotary: bool | Rotary = False, compile: Fusion = "off",
     ) -> None:  # fmt: skip
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, heads.width(embed_dim, num_heads)
         self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
@@ -170,7 +168,7 @@ class MultiheadAttention(Spread, nn.Module):
             ValueError: Sizes do not fit.
         """
         key_is_query, one_tensor = query is key, query is key and key is value
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             unmasked = one_tensor and attn_mask is None and key_padding_mask is None
             unmasked = unmasked and all(x is None for x in (positions, key_positions, cu_seqlens, lengths))
             return self._nested(query, unmasked, need_weights, average_attn_weights, is_causal)
@@ -273,6 +271,7 @@ class MultiheadAttention(Spread, nn.Module):
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths, strict=True)]), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        checks.tensors(query=query, key=key, value=value)
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             shapes = f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
             raise ValueError(f"query, key and value must be all (tokens, width) or all batched; got {shapes}")

@@ -78,7 +78,9 @@ class Rotary(Value):
         at_least(self, "factor", self.factor, 1.0)
         at_least(self, "original_max_position_embeddings", self.original_max_position_embeddings, 0)
         at_least(self, "beta_slow", self.beta_slow, 0.0)
-        at_least(self, "beta_fast", self.beta_fast, self.beta_slow)
+        at_least(self, "beta_fast", self.beta_fast, float(self.beta_slow))
+        if self.attention_factor is not None and not self.attention_factor > 0.0:
+            raise ValueError(f"{self!r}: attention_factor must be above 0, or None")
         if self.rope_type in ("dynamic", "yarn") and not self.original_max_position_embeddings:
             raise ValueError(f"{self!r} needs original_max_position_embeddings, the longest sequence of training")
         if self.rope_type == "default" and self.factor != 1.0:
@@ -171,8 +173,11 @@ def check_positions(positions: Tensor, name: str, lead: tuple[int, ...], length:
     """A caller's positions (L) or (..., L), as they are.
 
     Raises:
+        TypeError: They are no tensor.
         ValueError: They are no whole numbers, or of another shape.
     """
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of whole numbers; got {type(positions).__name__}")
     shape = tuple(positions.shape)
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, the position of each token; got {positions.dtype}")

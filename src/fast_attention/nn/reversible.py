@@ -73,6 +73,9 @@ class ReversibleSequence(nn.Module):
     def __init__(self, blocks: Iterable[Reversible]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        for i, block in enumerate(self.blocks):
+            if not isinstance(block, Reversible):
+                raise TypeError(f"blocks[{i}] is a {type(block).__name__}: give Reversible(f, g) blocks")
 
     def forward(
         self,

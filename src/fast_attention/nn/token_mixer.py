@@ -65,10 +65,8 @@ class TokenMixer(Spread, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
+        self.num_heads, self.head_dim = num_heads, heads.width(embed_dim, num_heads)
         self.mechanism = catalogue.parse(mechanism)
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)
         self.rotary = rotary_for(self.mechanism, rotary, self.head_dim)
         if isinstance(self.mechanism, Attention):
@@ -106,6 +104,7 @@ class TokenMixer(Spread, nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
+        self._check(x)
         at = None if positions is None else self._positions(x, positions)
         group = self.group_of(group)
         if group is not None and at is None and self.rotary is not None:
@@ -139,9 +138,11 @@ class TokenMixer(Spread, nn.Module):
 
         Raises:
             Unsupported: The mechanism cannot stream (``traits.memory`` is None), or the positions cannot.
+            ValueError: Sizes do not fit, or the state is of another layer or batch.
         """
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
+        self._check(x)
         group = self.group_of(group)
         if self.rotary is None:
             at = None if positions is None else self._positions(x, positions)
@@ -149,6 +150,8 @@ class TokenMixer(Spread, nn.Module):
                 *self._project(x, at, key_mask), state, key_mask=key_mask, group=group, enable_gqa=True
             )  # fmt: skip
             return self._output(out), state
+        if state is not None and not isinstance(state, RotaryState):
+            raise ValueError(f"state is a {type(state).__name__}: hand over what this layer's decode returned")
         position, inner = (torch.tensor(0), None) if state is None else state
         shards = self.shards_of(group, x)
         start = position if shards is None else position + shards.start
@@ -162,13 +165,14 @@ class TokenMixer(Spread, nn.Module):
             after = at[..., -1] + 1 if x.shape[-2] else position
         return self._output(out), RotaryState(after, inner)
 
-    def with_mechanism(self, mechanism: Mechanism[Any, Any]) -> TokenMixer:
-        """A copy of this layer with another attention, whose weights are drawn; the projections are copied.
+    def with_mechanism(self, mechanism: Mechanism[Any, Any] | str) -> TokenMixer:
+        """A copy of this layer with another attention, or its name, whose weights are drawn; projections are copied.
 
         Raises:
             Unsupported: One of the two mixes whole tokens, the new one reads a projection that this layer has not, or
                 it cannot serve rotary positions or grouped heads.
         """
+        mechanism = catalogue.parse(mechanism)
         for each in (self.mechanism, mechanism):
             if not isinstance(each, Attention):
                 raise Unsupported(f"{each!r} mixes whole tokens and has no heads: its layer has no projections to copy")
@@ -192,6 +196,11 @@ class TokenMixer(Spread, nn.Module):
                 parameter.copy_(self.in_proj.get_parameter(name)[needed.to(like.device)])
         mixer.out_proj.load_state_dict(self.out_proj.state_dict())
         return mixer.train(self.training)
+
+    def _check(self, x: Tensor) -> None:
+        checks.tokens(x)
+        if x.shape[-1] != (width := self.num_heads * self.head_dim):
+            raise ValueError(f"x has width {x.shape[-1]} and this layer was built for {width}")
 
     def _projections(self) -> list[str]:
         """The projections that the mechanism reads, in their order in ``in_proj``."""

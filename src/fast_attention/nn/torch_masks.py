@@ -87,6 +87,8 @@ def append_keys(visible: Masks, length: int, keys: int, count: int, like: Tensor
 
 
 def _check(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"{name} must be boolean (True = ignore) or floating point (added); got {mask.dtype}")
     if tuple(mask.shape) not in shapes:

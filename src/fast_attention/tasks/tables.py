@@ -85,7 +85,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix != ".jsonl":
         yield from _table(path, content)
         return
-    for number, line in enumerate(content.split("\n"), 1):
+    for number, line in enumerate(io.StringIO(content, newline=None), 1):
         if line.strip():
             yield f"{path}, line {number}", _object(path, number, line)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from numbers import Integral
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -29,13 +31,32 @@ class Batch(NamedTuple):
 
 
 class Task(Value, ABC):
-    """A source of batches. Subclasses are frozen dataclasses; a ``seed`` field makes other data of the same kind."""
+    """A source of batches. Subclasses are frozen dataclasses; a ``seed`` field makes other data of the same kind.
+
+    Every subclass's ``batch`` raises a ``ValueError`` for a split, index or size that there is not.
+    """
 
     name: ClassVar[str]
     causal: ClassVar[bool] = False
     reads: ClassVar[Literal["", "bytes", "residues"]] = ""  # what the tokens are; "": numbers of its own
     metric: ClassVar[str] = "accuracy"  # or "nats", "bits per byte"
     takes: ClassVar[str] = ""  # the setting of a file of the user's, which may follow the name: classify FILE
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if (batch := vars(cls).get("batch")) is None:
+            return
+
+        @functools.wraps(batch)
+        def checked(self: Any, split: Split, index: int, size: int) -> Batch:
+            if split not in get_args(Split):
+                raise ValueError(f"split={split!r}: choose one of {', '.join(get_args(Split))}")
+            for name, value in (("index", index), ("size", size)):
+                if not isinstance(value, Integral) or value < 0:
+                    raise ValueError(f"{name}={value!r} must be a whole number, at least 0")
+            return batch(self, split, index, size)
+
+        cls.batch = checked  # type: ignore[method-assign]
 
     @property
     @abstractmethod
@@ -54,7 +75,7 @@ class Task(Value, ABC):
 
     @abstractmethod
     def batch(self, split: Split, index: int, size: int) -> Batch:
-        """Batch number ``index`` of ``size`` sequences: always the same for the same numbers."""
+        """Batch number ``index``, from 0, of ``size`` sequences: always the same for the same numbers."""
 
     @abstractmethod
     def baselines(self) -> dict[str, float]:

@@ -163,6 +163,14 @@ def newest(folder: str | os.PathLike[str], say: Callable[[str], None] = print) -
     return None
 
 
+def settle(folder: str | os.PathLike[str]) -> None:
+    """Give whole checkpoints back the names that a killed process had no time to give, in a folder that is locked."""
+    for path in sorted(Path(folder).glob("step_*.tmp"), reverse=True):  # the new one before that which it replaces
+        with contextlib.suppress(Damaged, files.Newer, OSError):
+            verify(path)
+            path.rename(path.with_name(path.name.partition(".")[0]))
+
+
 def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest of a checkpoint, all of whose files are as they were written.
 

@@ -46,6 +46,8 @@ def begin(
         Newer: A later version of this library wrote the newest checkpoint; it is left as it is.
     """
     out = Path(out)
+    if resume:
+        checkpoints.settle(out / CHECKPOINTS)
     if resume and (path := checkpoints.newest(out / CHECKPOINTS, say)) is not None:
         return path
     results = _results(out)

@@ -66,7 +66,7 @@ def advise_command(
     question = Question(length, budget, "training" if training else "forward")
     record = Advised(_meta(source, setting, question, dtype))
     _carry_out(Plan(source, chosen, setting, question, seconds), record, transfer_minutes)
-    record.leave(out, page.html(record))
+    record.leave(out, page.html)
     present(record, out, as_json, *page.shown(record))
     return 0
 

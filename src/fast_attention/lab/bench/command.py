@@ -120,7 +120,7 @@ def _carry_out(plan: Plan, record: Benchmark, out: Path) -> str:
     record.meta["seconds"] = round(record.meta.get("seconds", 0.0) + time.perf_counter() - began, 1)
     run.finish(plan, record, status)
     record.summary = figures.summarise(record)
-    record.leave(out, page.html(record))
+    record.leave(out, page.html)
     return status
 
 

@@ -17,11 +17,10 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab import inputs, measure, progress, surroundings, tables
     from fast_attention.lab.converting import costs, page
     from fast_attention.lab.converting.models import Data, ModelAndData, opened
-    from fast_attention.lab.converting.record import STAGES, Converted
+    from fast_attention.lab.converting.record import CHECKPOINT, STAGES, Converted
     from fast_attention.lab.inputs import InputError
     from fast_attention.training.loop import Diverged
 
-CHECKPOINT = "checkpoint"
 COSTS = "costs"  # the key of ``meta`` that says they were not measured
 
 
@@ -181,7 +180,7 @@ def _measure_costs(held: Converted, original: Any, source: ModelAndData, sizes: 
 
 def _save(held: Converted, out: Path) -> None:
     held.finish(held.conversion.status)
-    held.leave(out, page.html(held))
+    held.leave(out, page.html)
 
 
 def _show(held: Converted, out: Path, as_json: bool) -> None:

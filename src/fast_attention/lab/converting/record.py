@@ -9,6 +9,7 @@ from typing import Any
 from fast_attention.conversion import Conversion
 from fast_attention.lab.records import Record
 
+CHECKPOINT = "checkpoint"  # beside the record until the conversion is complete
 SOFTMAX = "Softmax()"
 STAGES = {
     "original": "original",

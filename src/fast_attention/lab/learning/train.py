@@ -18,6 +18,7 @@ from fast_attention.lab.options import at_work
 if TYPE_CHECKING or at_work():
     from fast_attention import tasks
     from fast_attention.lab import inputs, progress, records, tables
+    from fast_attention.lab.converting.record import CHECKPOINT, Converted
     from fast_attention.lab.inputs import InputError
     from fast_attention.lab.learning import curve, grid
     from fast_attention.lab.surroundings import surroundings
@@ -97,8 +98,11 @@ def train_command(
         if held is not None and repr(goal) != held.task:
             raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot be resumed so")
         chosen = steps.config_for(goal, **model)
+        goal.batch("valid", 0, 1)  # data that will not do are refused before results are cleared away
         for words in goal.remarks():
             print(f"{goal.name}: {words}", file=sys.stderr)
+        if any((out / name).exists() for name in (CHECKPOINT, Converted.data)):
+            raise InputError(f"--out {out} holds a conversion: name another folder")
         first = os.environ.get("RANK", "0") == "0"
         if first:
             inputs.folder(out)

@@ -67,7 +67,7 @@ def maps_command(
     )  # fmt: skip
     record = Maps(meta, layer_heads)
     record.finish("complete")
-    record.leave(out, page.html(record))
+    record.leave(out, page.html)
     present(record, out, as_json, _distances(record))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,5 +89,5 @@ def carry_out(chosen: Reproduction, record: Reproduced, folder: Path) -> str:
         status = progress.until_stopped(run)
     keep()
     record.finish(status)
-    record.leave(folder, page.html(chosen, record))
+    record.leave(folder, partial(page.html, chosen))
     return status

@@ -101,12 +101,12 @@ def _carry_out(plan: Plan, record: Study, out: Path) -> str:
 
         def watch(cell: str, line: dict[str, Any]) -> None:
             if "result" in line:
-                record.leave(out, page.html(record))
+                record.leave(out, page.html)
             elif "step" in line:
                 done = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
                 update(f"{cell}  step {line['step']:,}", len(record.results) + done)
 
         status = progress.until_stopped(lambda: run.study(plan, record, out, watch))
     record.finish(status)
-    record.leave(out, page.html(record))
+    record.leave(out, page.html)
     return status

@@ -37,6 +37,8 @@ def aft_local(
     ``i + o - taps // 2``; keys further away have bias 0, or are masked with ``strict`` (a different and, in
     the paper, a worse model). Time O(length taps width). A query that sees nothing gets zeros.
     """
+    if band.shape[-1] % 2 == 0:
+        raise ValueError(f"band has shape {tuple(band.shape)}: its last size, the taps, must be odd")
     if why := gpu.window_obstacle(q, k, v, key_mask, band):
         dispatch.unserved(q, why)
         return _attend(q, k, v, band, key_mask, is_causal=is_causal, strict=strict)

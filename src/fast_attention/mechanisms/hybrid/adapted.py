@@ -151,7 +151,7 @@ class Adapted(Attention[Deltas, Any]):
     def read(self, q: Tensor, k: Tensor, v: Tensor, w: Any, state: State, *, key_mask: Tensor | None = None) -> Tensor:
         """As the mechanism reads adapted queries from a state of adapted keys."""
         if self.traits.memory != "constant":
-            raise self.refuse("reading from a state", "memory")
+            raise self.refuse("reading from a state", "memory", "constant")
         q, k, v = self.adapted(q, k, v, w)
         state = state._replace(mechanism=self.mechanism.expression)
         return self.mechanism.read(q, k, v, w.inner, state, key_mask=key_mask)

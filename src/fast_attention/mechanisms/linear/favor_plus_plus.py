@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fast_attention import checks
 from fast_attention.engine.precision import widen
 from fast_attention.feature_maps.random_features import damped, draw
 from fast_attention.mechanism import Shape, Traits
@@ -60,8 +61,12 @@ def optimal_damping(
         key_mask: Boolean (..., S), True = counts; where there are as many queries as keys it holds for both.
 
     Raises:
-        ValueError: There is no pair to learn from, or what is in them is not finite.
+        ValueError: There is no pair to learn from, what is in them is not finite, or sizes do not fit.
     """
+    checks.tensors(q=q, k=k)
+    checks.heads(q, k, k, alike=True)
+    if key_mask is not None:
+        checks.key_mask(key_mask, tuple(q.shape[:-3]), k)
     width = q.shape[-1]
     x, y = (t.detach().double() * width**-0.25 for t in (q, k))
     many, more = (t.new_full((*t.shape[:-3], 1), t.shape[-2]) for t in (x, y))
