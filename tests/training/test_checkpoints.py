@@ -185,7 +185,7 @@ def test_a_run_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     for each in found:
         assert each["killed"] == signal.SIGKILL, run.stderr
         assert not each["damaged"]
-        assert reached == 0 or each["first"][0]["message"].endswith(f"step_{reached}"), each
+        assert reached == 0 or int(each["first"][0]["message"].rpartition("step_")[2]) >= reached, each
         assert each["first"][1]["step"] >= reached
         assert each["step"] >= reached, "steps that were saved are lost"
         reached = each["step"]
