@@ -95,7 +95,8 @@ def called(mechanism: Any, is_causal: bool) -> Called:
 
 def granted() -> list[Any]:
     """Every mechanism in every direction, and settings that take other paths."""
-    fewer = {"LSH": "LSH(num_hashes=2)"}  # rounds are alike, and each takes seconds
+    fewer = {"LSH": "LSH(num_hashes=2)", "AFTLocal": "AFTLocal(window=3)", "AFTConv": "AFTConv(kernel_size=3)"}
+    # rounds and taps are alike, and each takes time to trace
     chosen = [catalogue.parse(fewer.get(name, name)) for name in catalogue.names()]
     chosen += [
         catalogue.parse(text)
