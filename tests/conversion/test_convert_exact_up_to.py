@@ -107,7 +107,7 @@ def test_a_model_of_this_library_keeps_its_projections(mechanism: str) -> None:
     model = own_model()
     original = copy.deepcopy(model)
     first = own_batch(0)
-    told = convert(model, mechanism, own_batch, [own_batch(-1)], settings=STEPS, exact_up_to=first.tokens.shape[1])
+    told = convert(model, mechanism, own_batch, [own_batch(1001)], settings=STEPS, exact_up_to=first.tokens.shape[1])
     assert told.mechanism.startswith("ByLength(long=")
     assert {*([model.config.mechanism] if isinstance(model.config.mechanism, str) else model.config.mechanism)} == {
         told.mechanism
@@ -119,7 +119,7 @@ def test_a_model_of_this_library_keeps_its_projections(mechanism: str) -> None:
 def test_auto_is_none_where_the_model_never_ran_exact_attention() -> None:
     said: list[dict[str, Any]] = []
     model = own_model(mechanism="FavorPlus(num_features=8)")
-    told = convert(model, "Local(window=4)", own_batch, [own_batch(-1)], settings=STEPS, watch=said.append)
+    told = convert(model, "Local(window=4)", own_batch, [own_batch(1001)], settings=STEPS, watch=said.append)
     assert told.exact_up_to is None
     assert model.config.mechanism == told.mechanism == "Local(window=4)"
     words = "no exact attention for short inputs: the model was trained with FavorPlus(num_features=8)"

@@ -41,7 +41,7 @@ def test_a_page_shows_them_by_stage() -> None:
 
 
 def test_a_model_of_this_library_has_groups_too() -> None:
-    held = [own_batch(-1), own_batch(-2)]
+    held = [own_batch(1001), own_batch(1002)]
     told = convert(own_model(), MECHANISM, own_batch, {"a": held[:1], "b": held[1:]}, settings=STEPS)
     for when, figures in told.figures.items():
         assert figures["accuracy"] == pytest.approx(sum(each["accuracy"] for each in told.by_group[when].values()) / 2)
