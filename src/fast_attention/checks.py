@@ -87,11 +87,13 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, *, shares: bool) -> tuple[Tensor, T
     return k, v
 
 
-def tokens(x: Tensor) -> None:
-    """Raise unless x is a floating-point tensor (..., tokens, width)."""
+def tokens(x: Tensor, width: int | None = None) -> None:
+    """Raise unless x is a floating-point tensor (..., tokens, width), of the ``width`` of a layer if given."""
     tensors(x=x)
     if x.ndim < 2:
         raise ValueError(f"x must be (..., tokens, width); got shape {tuple(x.shape)}")
+    if width is not None and x.shape[-1] != width:
+        raise ValueError(f"x has width {x.shape[-1]} and this layer was built for {width}")
 
 
 def flag(name: str, value: object) -> None:

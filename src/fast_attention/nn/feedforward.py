@@ -61,9 +61,7 @@ class ChunkedFeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch length embed"]) -> Float[Tensor, "*batch length embed"]:
         """Tokens (..., L, E) to tokens (..., L, E)."""
-        checks.tokens(x)
-        if x.shape[-1] != (width := self.widen.in_features):
-            raise ValueError(f"x has width {x.shape[-1]} and this layer was built for {width}")
+        checks.tokens(x, self.widen.in_features)
         if self.chunks == 1:
             return self._chunk(x)
         # Chunk i holds tokens i, i + chunks, ...: each is computed alone, and these shapes export at any length.

@@ -104,7 +104,7 @@ class TokenMixer(Spread, nn.Module):
             Unsupported: The mechanism's traits deny what was asked.
             ValueError: Sizes do not fit.
         """
-        self._check(x)
+        checks.tokens(x, self.num_heads * self.head_dim)
         at = None if positions is None else self._positions(x, positions)
         group = self.group_of(group)
         if group is not None and at is None and self.rotary is not None:
@@ -142,7 +142,7 @@ class TokenMixer(Spread, nn.Module):
         """
         if not isinstance(self.mechanism, Attention):
             raise self.mechanism.refuse("decoding", "memory")
-        self._check(x)
+        checks.tokens(x, self.num_heads * self.head_dim)
         group = self.group_of(group)
         if self.rotary is None:
             at = None if positions is None else self._positions(x, positions)
@@ -196,11 +196,6 @@ class TokenMixer(Spread, nn.Module):
                 parameter.copy_(self.in_proj.get_parameter(name)[needed.to(like.device)])
         mixer.out_proj.load_state_dict(self.out_proj.state_dict())
         return mixer.train(self.training)
-
-    def _check(self, x: Tensor) -> None:
-        checks.tokens(x)
-        if x.shape[-1] != (width := self.num_heads * self.head_dim):
-            raise ValueError(f"x has width {x.shape[-1]} and this layer was built for {width}")
 
     def _projections(self) -> list[str]:
         """The projections that the mechanism reads, in their order in ``in_proj``."""
