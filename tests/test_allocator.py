@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import subprocess
@@ -62,6 +63,23 @@ def test_records_say_what_becomes_of_freed_memory(monkeypatch: pytest.MonkeyPatc
     assert surroundings.surroundings(torch.device("cpu"))["freed_memory"] == "given back"
     assert keep_memory()
     assert surroundings.surroundings(torch.device("cpu"))["freed_memory"] == "kept up to 1,024 MiB"
+
+
+@needs_glibc
+@pytest.mark.parametrize(("kept", "bytes_kept"), [(3, 3 * 2**20), (None, -1)])
+def test_library_is_told_both_sizes(kept: int | None, bytes_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of a process do not tell whether freed memory is trimmed: that hangs on what lies above it."""
+    said: dict[int, int] = {}
+
+    class Library:
+        def mallopt(self, setting: int, size: int) -> int:
+            said[setting] = size
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(allocator, "_freed_memory", ["given back"])
+    assert keep_memory(kept)
+    assert said == {allocator.MMAP_THRESHOLD: bytes_kept, allocator.TRIM_THRESHOLD: bytes_kept}
 
 
 @pytest.mark.parametrize("mebibytes", [0, -1, 2048, 1.5, math.inf])

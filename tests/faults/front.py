@@ -4,7 +4,7 @@ from tests.faults.fault import LAW, Fault
 
 FAULTS = [
     Fault("memory is kept in the name only", "allocator.py", "library.mallopt(TRIM_THRESHOLD, most)", "True",
-          "tests/test_allocator.py -k given_anew"),
+          "tests/test_allocator.py -k both_sizes"),
     Fault("causal calls are one pass within batch_invariant()", "invariance.py", "    if is_causal:\n        _check",
           "    if False:\n        _check", LAW + "'same and Softmax'"),
     Fault("every sequence has the first one's outputs within batch_invariant()", "invariance.py",
