@@ -143,9 +143,9 @@ def test_a_stopped_study_goes_on(
     code, _, err = study(capsys, tmp_path / "cut", "--seeds", "1")
     assert code == 2
     assert "--resume" in err
-    code, _, err = study(capsys, tmp_path / "cut", "--seeds", "2", "--resume")
+    code, _, err = study(capsys, tmp_path / "cut", "--seeds", "1", "--lr", "0.1", "--resume")
     assert code == 2
-    assert "seeds was 1, is 2" in err
+    assert "training was" in err
     calls.clear()
     monkeypatch.setattr(run.loop, "train", train)
     code, _, _ = study(capsys, tmp_path / "cut", "--seeds", "1", "--resume")
@@ -155,6 +155,43 @@ def test_a_stopped_study_goes_on(
         for text in ((tmp_path / name / "study.json").read_text() for name in ("whole", "cut"))
     ]
     assert ends[0] == ends[1]
+
+
+def test_a_study_grows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By mechanisms and seeds: the runs that it has stay as they are, and the others are as if made at once."""
+    asked = ("--mechanisms", "LinearAttention", "--positions", "learned", "--seeds", "2")
+    assert study(capsys, tmp_path / "whole", *asked)[0] == 0
+    assert study(capsys, tmp_path / "grown", "--positions", "learned", "--seeds", "1")[0] == 0
+    before = Study.read(tmp_path / "grown" / "study.json").results
+    assert study(capsys, tmp_path / "grown", *asked, "--resume")[0] == 0
+    grown, whole = (Study.read(tmp_path / name / "study.json") for name in ("grown", "whole"))
+    assert grown.results[: len(before)] == before
+    assert {(r.mechanism, r.seed): r.value for r in grown.results} == {
+        (r.mechanism, r.seed): r.value for r in whole.results
+    }
+    assert grown.meta["seeds"] == 2
+    code, _, err = study(capsys, tmp_path / "grown", *asked[2:], "--resume")
+    assert (code, "holds runs of LinearAttention(): give these --mechanisms too" in err) == (2, True)
+    code, _, err = study(capsys, tmp_path / "grown", *asked[:4], "--seeds", "1", "--resume")
+    assert (code, "holds 2 seeds: give --seeds 2 or more, not 1" in err) == (2, True)
+
+
+def test_a_study_goes_on_with_the_same_data(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert study(capsys, tmp_path, "--seeds", "1")[0] == 0
+    monkeypatch.setattr(type(tasks.parse(TASK)), "describe", lambda task: {"training": "other texts"})
+    code, _, err = study(capsys, tmp_path, "--seeds", "2", "--resume")
+    assert code == 2
+    assert "data was" in err
+    assert "other texts" in err
+
+
+def test_a_study_keeps_models_and_no_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert study(capsys, tmp_path, "--seeds", "1")[0] == 0
+    for name in (EXACT, ALONE):
+        assert {path.name for path in (tmp_path / "cells" / folder(name, 0)).iterdir()} >= {"model", journal.LOG}
+        assert not (tmp_path / "cells" / folder(name, 0) / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
 
 from fast_attention.lab.records import Record
+from fast_attention.lab.refusals import InputError
 
 # Student's t for 95 % of two sides, by degrees of freedom.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -40,10 +43,25 @@ class Study(Record):
     """All of one study."""
 
     kind, noun = "study", "study"
-    same = ("task", "mechanisms", "seeds", "training", "model", "fast_attention")
+    same = ("task", "data", "training", "model", "fast_attention")
     data, page = "study.json", "study.html"
 
     results: list[Result] = field(default_factory=list)
+
+    @classmethod
+    def resume(cls, path: Path, meta: dict[str, Any]) -> Self:
+        """The record of a study that goes on, perhaps with more mechanisms and seeds than before.
+
+        Raises:
+            InputError: As for every record; or it holds runs that are not asked for.
+        """
+        record = super().resume(path, meta)
+        others = [name for name in dict.fromkeys(r.mechanism for r in record.results) if name not in meta["mechanisms"]]
+        if others:
+            raise InputError(f"--resume: {path} holds runs of {', '.join(others)}: give these --mechanisms too")
+        if (seeds := 1 + max((r.seed for r in record.results), default=-1)) > meta["seeds"]:
+            raise InputError(f"--resume: {path} holds {seeds} seeds: give --seeds {seeds} or more, not {meta['seeds']}")
+        return record
 
     @property
     def equal(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +25,26 @@ Watch = Callable[[str, dict[str, Any]], None]
 
 
 def study(plan: Plan, record: Study, out: Path, watch: Watch) -> str:
-    """Fill the record, and return how that ended; ``watch`` is called with a cell's name and the lines of its log."""
+    """Fill the record, and return how that ended.
+
+    Args:
+        plan: What to train.
+        record: Where results go; those that it has are not made again.
+        out: The study's folder.
+        watch: Called with a cell's name and the lines of its log; at a cell's end with its result, to be kept: the
+            cell's checkpoints are deleted then.
+    """
     done = {(r.mechanism, r.seed) for r in record.results}
     for mechanism, seed in plan.cells:
         if (mechanism, seed) in done:
             continue
-        result = _cell(plan, mechanism, seed, out / CELLS / folder(mechanism, seed), watch)
+        cell = out / CELLS / folder(mechanism, seed)
+        result = _cell(plan, mechanism, seed, cell, watch)
         if result is None:
             return "interrupted"
         record.results.append(result)
         watch(mechanism, {"result": result})
+        shutil.rmtree(cell / run_folder.CHECKPOINTS, ignore_errors=True)  # the record has it now, the folder its model
     return "complete"
 
 
