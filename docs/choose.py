@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fast_attention import catalogue, files
+from fast_attention import files
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import choose_pictures  # noqa: E402  beside this file, which tests run from elsewhere
+import choose_learned  # noqa: E402  beside this file, which tests run from elsewhere
+import choose_pictures  # noqa: E402
 import measured  # noqa: E402
 
 PAGE = HERE / "choose.md"
@@ -37,7 +38,7 @@ def gain(expression: str, is_causal: bool = False, training: bool = False, lengt
             for row in rows:
                 if row[:4] == (expression, is_causal, training, length):
                     words = f"{', causal' * is_causal}{', training' * training}"
-                    return f"{row.gain:.1f}x at {length:,} tokens{words} ({_link(record)})"
+                    return f"{row.gain:.1f}x at {length:,} tokens{words} ({measured.link(record)})"
         raise LookupError(f"no record times {expression} at {length} tokens")
 
     return figure
@@ -49,7 +50,7 @@ def converted(kind: str) -> Callable[[Path], str]:
     def figure(folder: Path) -> str:
         record = measured.records(f"convert-{kind}", folder)[-1]
         before, after = (record.held["figures"][stage]["sentence_cosine"] for stage in ("swapped", "tuned"))
-        return f"cosine {before:.3f}, trained {after:.3f} ({_link(record)})"
+        return f"cosine {before:.3f}, trained {after:.3f} ({measured.link(record)})"
 
     return figure
 
@@ -63,7 +64,7 @@ def untrained(expression: str) -> Callable[[Path], str]:
         tokens, speeds = record.held["meta"]["length"], measured.attention_gains(record, FAR)
         return (
             f"cosine {row['sentence_cosine']:.3f} at {tokens} tokens, {speeds[expression]:.1f}x at {FAR:,} "
-            f"({_link(record)})"
+            f"({measured.link(record)})"
         )
 
     return figure
@@ -77,7 +78,7 @@ def recalled(way: str) -> Callable[[Path], str]:
         found = {row["way"]: row["recall_at_1"] for row in record.held["rows"]}
         own = next(value for key, value in found.items() if way in key)
         cut = next(value for key, value in found.items() if "cut to" in key)
-        return f"the right document first in {own:.0%}, {cut:.0%} where texts are cut ({_link(record)})"
+        return f"the right document first in {own:.0%}, {cut:.0%} where texts are cut ({measured.link(record)})"
 
     return figure
 
@@ -90,7 +91,7 @@ def state(expression: str) -> Callable[[Path], str]:
         own, exact = (record.held["mechanisms"][name][-1] for name in (expression, "Softmax()"))
         return (
             f"{own['milliseconds']:.1f} ms a token for {exact['milliseconds']:.1f} at {own['position']:,}, "
-            f"{own['bytes'] / measured.MIB:.2f} MiB for {exact['bytes'] / measured.MIB:.0f} ({_link(record)})"
+            f"{own['bytes'] / measured.MIB:.2f} MiB for {exact['bytes'] / measured.MIB:.0f} ({measured.link(record)})"
         )
 
     return figure
@@ -103,8 +104,8 @@ def learned(study: str, expression: str, exact: str | None = None) -> Callable[[
         record = measured.records(f"study-{study}", folder)[-1]
         means, metric = measured.study_means(record), record.held["meta"]["metric"]
         beside = record if exact is None else measured.records(f"study-{exact}", folder)[-1]
-        best, link = measured.study_means(beside)["Softmax()"], "" if exact is None else f", {_link(beside)}"
-        return f"{means[expression]:.2f} {metric} for exact attention's {best:.2f} ({_link(record)}{link})"
+        best, link = measured.study_means(beside)["Softmax()"], "" if exact is None else f", {measured.link(beside)}"
+        return f"{means[expression]:.2f} {metric} for exact attention's {best:.2f} ({measured.link(record)}{link})"
 
     return figure
 
@@ -129,7 +130,7 @@ NEEDS = (
     Need("an encoder from scratch, long sequences (proteins)", "Local(window=64) + FavorPlus(num_features=64)",
          learned("proteins", "Local(window=64) + FavorPlus(num_features=64)"), "train"),
     Need("softmax estimated without training", "Nystrom()", gain("Nystrom()"), "swap"),
-    Need("a language model from scratch, long contexts", "WKV()", learned("byte-lm-wkv", "WKV()", "byte-lm"),
+    Need("a language model from scratch, long contexts", "WKV()", learned("byte-lm-learned", "WKV()", "byte-lm"),
          "train"),
     Need("the same with exact attention to near tokens", "Local(window=64)", learned("byte-lm", "Local(window=64)"),
          "train"),
@@ -159,7 +160,7 @@ def needs(folder: Path = measured.RECORDS) -> str:
     lines = ["| you need | take | measured |", "|---|---|---|"]
     for need in NEEDS:
         page = need.read.removeprefix("../") if need.read.startswith("../") else f"guides/{need.read}"
-        lines.append(f"| [{need.words}]({page}.md) | {_linked(need.take)} | {need.figure(folder)} |")
+        lines.append(f"| [{need.words}]({page}.md) | {measured.linked(need.take)} | {need.figure(folder)} |")
     return "\n".join(lines)
 
 
@@ -172,16 +173,18 @@ def lengths(folder: Path = measured.RECORDS) -> str:
         parts += [f"| {title} | " + " | ".join(f"{n:,}" for n in columns) + " |", "|---" * (1 + len(columns)) + "|"]
         for name, cells in _by_name(rows, is_causal).items():
             told = (measured.times(cells[n]) if n in cells else "-" for n in columns)
-            parts.append(f"| {_linked(name)} | {' | '.join(told)} |")
+            parts.append(f"| {measured.linked(name)} | {' | '.join(told)} |")
         parts.append("")
     apart: dict[str, dict[bool, str]] = {}
     for source, found in measured.speeds(folder):
         for row in found if source != record else ():
             if row.length == FAR and not row.training:
-                figure = f"{measured.times(row.gain)} ({_link(source)})"
+                figure = f"{measured.times(row.gain)} ({measured.link(source)})"
                 apart.setdefault(row.expression, {}).setdefault(row.is_causal, figure)
     parts += [f"| measured apart, at {FAR:,} tokens | not causal | causal |", "|---|---|---|"]
-    parts += [f"| {_linked(name)} | {own.get(False, '-')} | {own.get(True, '-')} |" for name, own in apart.items()]
+    parts += [
+        f"| {measured.linked(name)} | {own.get(False, '-')} | {own.get(True, '-')} |" for name, own in apart.items()
+    ]
     return "\n".join(parts)
 
 
@@ -197,17 +200,22 @@ def quality(folder: Path = measured.RECORDS) -> str:
     for upper, edge in zip((2.0, *edges), edges, strict=False):
         within = [row for row in best if edge <= row["sentence_cosine"] < upper]
         names = ", ".join(
-            f"{_linked(row['mechanism'])}{' +' * row['learned']} {row['sentence_cosine']:.3f}" for row in within
+            f"{measured.linked(row['mechanism'])}{' +' * row['learned']} {row['sentence_cosine']:.3f}" for row in within
         )
         lines.append(f"| {edge if edge > 0 else 'less'} | {names} |")
     lines += ["", "Those marked + have weights of their own, which say nothing before they are trained.", ""]
     lines += ["| trained from scratch | result, the best first | record |", "|---|---|---|"]
+    apart = [study for group in measured.together(folder) for study in group]
     for study in measured.newest_studies(folder):
+        if study in apart:
+            continue
         means, meta = measured.study_means(study), study.held["meta"]
         sign = -1 if meta["metric"] == "accuracy" else 1
         ranked = sorted(means.items(), key=lambda item, sign=sign: sign * item[1])
         told = ", ".join(f"`{name}` {mean:.3f}" for name, mean in ranked).replace("`Local(window=0)`", "no mixing")
-        lines.append(f"| `{meta['task']}`, {measured.budget(meta)}: {meta['metric']} | {told} | {_link(study)} |")
+        lines.append(
+            f"| `{meta['task']}`, {measured.budget(meta)}: {meta['metric']} | {told} | {measured.link(study)} |"
+        )
     return "\n".join(lines)
 
 
@@ -224,7 +232,7 @@ def machines(folder: Path = measured.RECORDS) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"needs": needs, "lengths": lengths, "quality": quality, "machines": machines}
+TABLES = {"needs": needs, "lengths": lengths, "quality": quality, "learned": choose_learned.table, "machines": machines}
 
 
 def page(folder: Path = measured.RECORDS) -> str:
@@ -248,16 +256,6 @@ def _by_name(rows: list[measured.Speed], is_causal: bool) -> dict[str, dict[int,
         if row.is_causal == is_causal:
             found.setdefault(row.expression, {})[row.length] = row.gain
     return dict(sorted(found.items(), key=lambda item: -item[1].get(FAR, 0.0)))
-
-
-def _linked(expression: str) -> str:
-    """An expression as a link to the page of its mechanism."""
-    name = expression.split("(")[0]
-    return f"[`{expression}`](ideas/{name}.md)" if name in catalogue.names() else f"`{expression}`"
-
-
-def _link(record: measured.Record) -> str:
-    return f"[{record.date}](../records/{record.name})"
 
 
 def _measured(record: measured.Record) -> str:

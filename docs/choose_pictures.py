@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,9 +19,10 @@ from fast_attention.lab.drawing import COLOURS, GOOD, INK, PALE, STYLE, svg
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import measured  # noqa: E402  beside this file, which tests run from elsewhere
+import choose_learned  # noqa: E402  beside this file, which tests run from elsewhere
+import measured  # noqa: E402
 
-LENGTHS, SPREAD = HERE / "choose-lengths.svg", HERE / "choose-quality.svg"
+LENGTHS, SPREAD, LEARNED = (HERE / f"choose-{what}.svg" for what in ("lengths", "quality", "learned"))
 
 
 def by_length(record: measured.Record) -> str:
@@ -53,7 +56,7 @@ def by_length(record: measured.Record) -> str:
         axes.tick_params(length=0, labeltop=True, labelbottom=False)
         for side in axes.spines.values():
             side.set_visible(False)
-        return svg(figure, alt).replace("</svg>", f"<!-- {source(record)} -->\n</svg>")
+        return svg(figure, alt)
 
 
 def spread(record: measured.Record) -> str:
@@ -82,7 +85,7 @@ def spread(record: measured.Record) -> str:
         axes.set_ylabel(f"cosine to the original, {record.held['meta']['length']} tokens, untrained")
         axes.set_title("open circles have weights to train, which say nothing yet", fontweight="normal")
         _name_points(figure, axes, points)
-        return svg(figure, alt).replace("</svg>", f"<!-- {source(record)} -->\n</svg>")
+        return svg(figure, alt)
 
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in points of the figure
@@ -124,23 +127,32 @@ def source(record: measured.Record) -> str:
     return f"records/{record.name} sha256 {hashlib.sha256((measured.RECORDS / record.name).read_bytes()).hexdigest()}"
 
 
-def drawn() -> dict[Path, tuple[str, measured.Record]]:
-    """Each picture, what draws it, and the record that it is of."""
+class Picture(NamedTuple):
+    """What draws a picture, and the records that it is of."""
+
+    draw: Callable[..., str]
+    records: tuple[measured.Record, ...]
+
+
+def drawn() -> dict[Path, Picture]:
+    """The pictures of the newest records."""
     return {
-        LENGTHS: ("by_length", measured.records("bench")[-1]),
-        SPREAD: ("spread", measured.records("costs")[-1]),
+        LENGTHS: Picture(by_length, measured.records("bench")[-1:]),
+        SPREAD: Picture(spread, measured.records("costs")[-1:]),
+        LEARNED: Picture(choose_learned.picture, tuple(group[0] for group in measured.together(measured.RECORDS))),
     }
 
 
 def stale() -> bool:
     """Whether a picture is of another record than the newest of its kind."""
     return any(
-        not path.exists() or source(record) not in path.read_text(encoding="utf-8")
-        for path, (_, record) in drawn().items()
+        not path.exists() or any(source(record) not in path.read_text(encoding="utf-8") for record in picture.records)
+        for path, picture in drawn().items()
     )
 
 
 def main() -> None:
     """Draw what is not of the newest record."""
-    for path, (name, record) in drawn().items():
-        files.write(path, globals()[name](record))
+    for path, picture in drawn().items():
+        sources = "".join(f"<!-- {source(record)} -->\n" for record in picture.records)
+        files.write(path, picture.draw(*picture.records).replace("</svg>", f"{sources}</svg>"))

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fast_attention import catalogue
+
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 MIB = 2**20
 
@@ -160,13 +162,38 @@ def newest_studies(folder: Path) -> list[Record]:
     return list(named.values())
 
 
-def study_means(record: Record) -> dict[str, float]:
-    """The mean over the seeds of what each mechanism of a study reached."""
+def study_values(record: Record) -> dict[str, list[float]]:
+    """What each mechanism of a study reached, a value for every seed."""
     values: dict[str, list[float]] = {}
     for row in record.held["results"]:
         if row["value"] is not None and row["status"] != "failed":
             values.setdefault(row["mechanism"], []).append(row["value"])
-    return {name: sum(each) / len(each) for name, each in values.items()}
+    return values
+
+
+def study_means(record: Record) -> dict[str, float]:
+    """The mean over the seeds of what each mechanism of a study reached."""
+    return {name: sum(each) / len(each) for name, each in study_values(record).items()}
+
+
+def together(folder: Path) -> list[list[Record]]:
+    """The newest studies of one task in the same time, several of each, most mechanisms first."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in newest_studies(folder):
+        meta = record.held["meta"]
+        groups.setdefault((meta["task"], time(meta)), []).append(record)
+    return [
+        sorted(group, key=lambda record: -len(record.held["meta"]["mechanisms"]))
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def subject(record: Record) -> str:
+    """A study's task without what it was made with, and its context."""
+    meta = record.held["meta"]
+    context = int(re.findall(r"context=([0-9]+)", meta["task"])[0])
+    return f"{meta['task'].split('(')[0]} at {context:,}"
 
 
 def _learned(record: Record, name: str) -> list[Quality]:
@@ -184,10 +211,20 @@ def _learned(record: Record, name: str) -> list[Quality]:
 
 def budget(meta: dict[str, Any]) -> str:
     """How long a study trained each mechanism, as its command says, and what stood around it, as far as recorded."""
-    given, model = dict(zip(meta["command"], meta["command"][1:], strict=False)), meta["model"]
-    long = next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
-    positions = {"none": ", no positions", None: ""}.get(held := model.get("positions"), f", {held} positions")
-    return long + positions + (f", a convolution of {model['conv']} tokens" if model.get("conv") else "")
+    return ", ".join([time(meta), *around(meta)])
+
+
+def time(meta: dict[str, Any]) -> str:
+    """How long a study trained each mechanism, as its command says."""
+    given = dict(zip(meta["command"], meta["command"][1:], strict=False))
+    return next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
+
+
+def around(meta: dict[str, Any]) -> list[str]:
+    """What stood around the mechanisms of a study, as far as recorded."""
+    model = meta["model"]
+    positions = {"none": ["no positions"], None: []}.get(held := model.get("positions"), [f"{held} positions"])
+    return positions + ([f"a convolution of {model['conv']} tokens"] if model.get("conv") else [])
 
 
 def decoding(name: str, folder: Path = RECORDS) -> list[tuple[Record, str, list[dict[str, Any]]]]:
@@ -216,3 +253,14 @@ def attention_gains(record: Record, length: int) -> dict[str, float]:
 def times(gain: float) -> str:
     """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
     return f"{gain:.0f}x" if gain >= 99.5 else f"{gain:.1f}x" if gain >= 0.095 else f"{gain:.2f}x"
+
+
+def linked(expression: str) -> str:
+    """An expression as a link to the page of its mechanism."""
+    name = expression.split("(")[0]
+    return f"[`{expression}`](ideas/{name}.md)" if name in catalogue.names() else f"`{expression}`"
+
+
+def link(record: Record) -> str:
+    """A record's date as a link to it."""
+    return f"[{record.date}](../records/{record.name})"

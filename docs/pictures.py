@@ -19,7 +19,8 @@ from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
-STUDIES = ("study-byte-lm", "study-byte-lm-wkv")  # of the second, what the first has not: it takes no rotary positions
+STUDIES = ("study-byte-lm", "study-byte-lm-learned")
+ALSO = ("WKV()",)  # of the second study: it takes no rotary positions
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
@@ -82,14 +83,15 @@ def times(record: Path) -> str:
 def learned(record: Path, *others: Path) -> str:
     """What language models learn of bytes in equal time, bits per byte against minutes, as SVG.
 
-    ``others`` are records of the same task and time: of each its mechanisms that no record before it has.
+    ``others`` are records of the same task and time, of which the mechanisms of ``ALSO`` are shown.
     """
     study = Study.read(record)
     meta, lines, steps = study.meta, {}, {}
     studies = [study, *map(Study.read, others)]
     for held in studies:
         assert all(held.meta[name] == meta[name] for name in ("task", "training", "seeds", "threads"))
-        for name in (name for name in held.meta["mechanisms"] if name not in lines):
+        for name in held.meta["mechanisms"] if held is study else ALSO:
+            assert len(held.of(name)) == meta["seeds"]
             lines[name], steps[name] = _line(held, name), held.summary(name).steps  # type: ignore[union-attr]
     lines = dict(sorted(lines.items(), key=lambda line: -line[1][-1][1]))
     ends = [line[-1] for line in lines.values()]

@@ -59,16 +59,28 @@ def test_results_are_the_records(script: Script, changed: Change) -> None:
 
     folder = changed("study-byte-lm", better)
     assert "0.42 bits per byte" in choose.needs(folder)
-    assert "`Local(window=64)` 0.424" in choose.quality(folder)
-    assert "0.424" not in choose.quality()
+    row, _ = (
+        line for line in choose.TABLES["learned"](folder).split("\n") if line.startswith("| [`Local(window=64)`](")
+    )
+    assert "| 0.424 (3) |" in row
+    assert "0.424" not in choose.TABLES["learned"]()
+
+
+def test_every_study_stands_in_one_table(script: Script) -> None:
+    choose, measured = script("choose"), script("measured")
+    for record in measured.newest_studies(measured.RECORDS):
+        tables = [choose.TABLES[name]() for name in ("quality", "learned")]
+        assert [f"records/{record.name})" in table for table in tables].count(True) == 1, record.name
+        best = min(value for values in measured.study_values(record).values() for value in values)
+        assert any(f"{best:.3f}" in table for table in tables) or record.held["meta"]["seeds"] > 1
 
 
 def test_pictures_are_drawn_from_the_records_they_name(script: Script) -> None:
     pictures = script("choose_pictures")
-    for path, (name, record) in pictures.drawn().items():
+    for path, picture in pictures.drawn().items():
         text = path.read_text(encoding="utf-8")
-        assert f"records/{record.name}" in text
-        assert len(re.findall(r'aria-label="([^"]{60,})"', text)) == 1, name
-    bench = pictures.drawn()[pictures.LENGTHS][1]
+        assert all(f"records/{record.name}" in text for record in picture.records)
+        assert len(re.findall(r'aria-label="([^"]{60,})"', text)) == 1, path
+    (bench,) = pictures.drawn()[pictures.LENGTHS].records
     gain = max(cell["forward_ratio"] ** -1 for cell in bench.held["cells"] if cell["mechanism"] == "AFTSimple()")
     assert f">{gain:.0f}</text>" in pictures.LENGTHS.read_text(encoding="utf-8")

@@ -87,7 +87,7 @@ class Record:
         other = [f"{key} was {before.get(key)}, is {meta[key]}" for key in cls.same if before.get(key) != meta[key]]
         if other:
             raise InputError(f"--resume: {path} is of another {cls.noun}: {'; '.join(other)}")
-        kept = {name: before[name] for name in ("started", "seconds") if name in before}
+        kept = {name: before[name] for name in ("started", "seconds", "parts") if name in before}
         record.meta = {**meta, **kept, "resumed": [*before.get("resumed", []), meta["started"]]}
         return record
 
