@@ -31,8 +31,8 @@ def table(folder: Path = measured.RECORDS) -> str:
         titles = [f"{', '.join(measured.around(study.held['meta']))} ({measured.link(study)})" for study in studies]
         parts += [
             f"`{meta['task']}`, {measured.time(meta)} of one core each, {meta['model']['layers']} layers of width "
-            f"{meta['model']['width']}: {meta['metric']} of unseen data, less is better. Means; in brackets of how many "
-            f"seeds, where of more than one, which are {widest:.3f} apart at most.",
+            f"{meta['model']['width']}: {meta['metric']} of unseen data, less is better. Means; in brackets of how "
+            f"many seeds, where of more than one, which are {widest:.3f} apart at most.",
             "",
         ]
         parts += [f"| | {' | '.join(titles)} |", "|---" * (1 + len(studies)) + "|"]

@@ -162,7 +162,9 @@ def test_a_study_grows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     asked = ("--mechanisms", "LinearAttention", "--positions", "learned", "--seeds", "2")
     assert study(capsys, tmp_path / "whole", *asked)[0] == 0
     assert study(capsys, tmp_path / "grown", "--positions", "learned", "--seeds", "1")[0] == 0
-    before = Study.read(tmp_path / "grown" / "study.json").results
+    record = Study.read(tmp_path / "grown" / "study.json")
+    before, record.meta["parts"] = record.results, [{"name": "of another day"}]
+    record.save(tmp_path / "grown" / "study.json")
     assert study(capsys, tmp_path / "grown", *asked, "--resume")[0] == 0
     grown, whole = (Study.read(tmp_path / name / "study.json") for name in ("grown", "whole"))
     assert grown.results[: len(before)] == before
@@ -170,6 +172,7 @@ def test_a_study_grows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         (r.mechanism, r.seed): r.value for r in whole.results
     }
     assert grown.meta["seeds"] == 2
+    assert grown.meta["parts"] == record.meta["parts"]
     code, _, err = study(capsys, tmp_path / "grown", *asked[2:], "--resume")
     assert (code, "holds runs of LinearAttention(): give these --mechanisms too" in err) == (2, True)
     code, _, err = study(capsys, tmp_path / "grown", *asked[:4], "--seeds", "1", "--resume")
