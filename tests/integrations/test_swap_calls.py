@@ -168,3 +168,58 @@ def test_parts_get_their_implementations_back() -> None:
     swap_back(model)
     parts = (model.config, model.config.text_config, model.config.vision_config)
     assert [part._attn_implementation for part in parts] == ["sdpa", "eager", "sdpa"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["LinearAttention", "Local(window=30)"])
+def test_parts_are_given_the_mask_that_their_model_made(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dinov2's encoder is a model of its own, inside one that makes the mask: no mask of all pairs is formed."""
+    settings = {**SMALL, "image_size": 16, "patch_size": 4}
+    del settings["vocab_size"], settings["max_position_embeddings"]
+    model = transformers.Dinov2Model(transformers.Dinov2Config(**settings)).eval()
+    images = torch.randn(2, 3, 16, 16)
+    exact = model(images).last_hidden_state
+    swap(model, mechanism)
+    monkeypatch.setattr("fast_attention.integrations.attention._run_masked", lambda *args: pytest.fail("a dense mask"))
+    found = model(images).last_hidden_state
+    assert (mechanism == "LinearAttention") != torch.allclose(found, exact, atol=1e-5, rtol=1e-4)
+
+
+def test_steps_without_a_state_are_refused_as_such() -> None:
+    model = build("Llama", "ForCausalLM")
+    swap(model, "BigBird(block_size=4)")
+    with pytest.raises(Unsupported, match=r"cannot decode 1 tokens behind 20 in a cache .* use_cache=False"):
+        model.generate(TOKENS, max_new_tokens=3)
+    assert model.generate(TOKENS, max_new_tokens=3, min_new_tokens=3, use_cache=False).shape == (2, 23)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("near", ["Local(window=4)", "BlockLocal(block_size=4)"])
+@pytest.mark.parametrize("outer", ["{}", "Adapted(mechanism={})", "ByLength(short=Softmax(), long={}, above=4)"])
+def test_near_keys_have_no_place_in_another_sequence(near: str, outer: str) -> None:
+    """A Hybrid's near keys are those beside the query, as a window's are: a decoder's cross attention stays exact."""
+    bart = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 99}
+    sizes = {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+    model = transformers.BartModel(transformers.BartConfig(**bart, **sizes)).eval()
+    report = swap(model, outer.format(f"Hybrid(near={near})"))
+    assert [layer.name for layer in report.kept] == ["decoder.layers.0.encoder_attn"]
+    mask = torch.ones_like(TOKENS)
+    mask[1, 13:] = 0
+    batch = model(TOKENS, attention_mask=mask, decoder_input_ids=TOKENS[:, :9]).last_hidden_state
+    alone = model(TOKENS[1:, :13], decoder_input_ids=TOKENS[1:, :9]).last_hidden_state
+    torch.testing.assert_close(batch[1:], alone, atol=2e-5, rtol=1e-4)
+
+
+def test_whisper_splits_the_cache_of_a_state_by_rows() -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    more = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "vocab_size": 99}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    places = {"max_source_positions": 20, "max_target_positions": 32}
+    none = {"begin_suppress_tokens": None, "suppress_tokens": None}
+    config = transformers.WhisperConfig(**sizes, **more, **ids, **places, **none)
+    model, sound = transformers.WhisperForConditionalGeneration(config).eval(), torch.randn(2, 8, 40)
+    swap(model, "LinearAttention", probe={"input_features": sound[:1], "decoder_input_ids": TOKENS[:1, :5]})
+    wanted = {"max_new_tokens": 5, "do_sample": False}
+    found = model.generate(input_features=sound, **wanted, return_dict_in_generate=True)
+    plain = model.generate(input_features=sound, **wanted)
+    assert torch.equal(found.sequences[:, -plain.shape[1] :], plain)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 Record = TypeVar("Record", bound=Any)
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
@@ -66,6 +67,16 @@ def transformed() -> bool:
         return False
     stack = get_interpreter_stack() or []
     return len(stack) > 1 or any(transform.key() != TransformType.Grad for transform in stack)
+
+
+def unrepeatable() -> bool:
+    """Whether eager code may leave nothing to a backward pass that computes again: ``torch.func`` and forward-mode
+    derivatives know of no such pass, and ``parametrize.cached()`` hands it weights that were made without a graph.
+    """
+    if symbolic():
+        return False
+    is_cached = parametrize._cache_enabled > 0
+    return is_cached or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def wrapped(tensors: Iterable[Tensor | None]) -> bool:

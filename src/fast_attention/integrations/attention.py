@@ -96,9 +96,11 @@ def mask(
         window = settings.get("local_size")
         visibility = mask_functions.declared(mask_function, positions, tokens, dense, is_causal=causal, window=window)
         return visibility if ids is not None and causal else visible.asserted(visibility)
-    visibility = mask_functions.read(mask_function, positions, tokens, dense)
+    visibility = replace(mask_functions.read(mask_function, positions, tokens, dense), borders=(*calls.packed(),))
     if q_length == 1 and not causal:  # of one query a mask says nothing of the order
         visibility = replace(visibility, is_causal=False)
+    if causal and kv_offset:  # a state may hold the keys before, which the mask is not about
+        visibility = replace(visibility, reach=mask_functions.reach(mask_function, positions))
     if visibility.sequences is None:  # transformers tells packed texts apart in causal masks without a cache only
         visibility = replace(visibility, packing=packed_rows.begun_anew(ids, batch_size, q_length))
     return visibility
@@ -203,10 +205,11 @@ def _run(
             return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
         visibility = visible.asserted(visibility)
     texts = visibility.packing
-    if changes or not visibility.complete or not visible.within_window(mechanism, visibility.back, visibility.ahead):
+    back = visibility.back if visibility.back is not None or cache is None else visibility.reach
+    if changes or not visibility.complete or not visible.within_window(mechanism, back, visibility.ahead):
         if mechanism.traits.mask and texts is not None and visibility.complete and not changes:
             return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks, windowed=True)
-        if cache is not None:
+        if cache is not None and mechanism.traits.mask:
             cache.pass_over(q.shape[-2], "tokens under a mask of every pair")
         if mechanism.traits.mask:
             return _run_masked(bound, q, k, v, visibility, changes, dropout, sinks)
@@ -214,7 +217,7 @@ def _run(
             raise mechanism.refuse(f"scores with {', '.join(changes)}", "mask")
         if not visibility.complete:
             raise mechanism.refuse("a mask of the model's own", "mask")
-        raise Unsupported(visible.window_refusal(mechanism, visibility.back, visibility.ahead))
+        raise Unsupported(visible.window_refusal(mechanism, back, visibility.ahead))
     if texts is None and visibility.sequences is not None:
         texts = packed_rows.numbered(visibility.sequences)
     if texts is not None:
@@ -222,6 +225,11 @@ def _run(
             cache.pass_over(q.shape[-2], "packed texts")
         return packed_rows.run(bound, q, k, v, visibility, texts, dropout, sinks)
     causal = visibility.is_causal
+    if causal and cache is None and k.shape[-2] != q.shape[-2] and not mechanism.traits.cross:
+        raise Unsupported(
+            f"{mechanism!r} cannot decode {q.shape[-2]} tokens behind {k.shape[-2] - q.shape[-2]} in a cache of keys "
+            "and values: pass use_cache=False, or swap in a mechanism with traits.memory, such as Hybrid()"
+        )
     if cache is not None and (causal or q.shape[-2] == 1):
         return cache.advance(q, k, v, key_mask, sinks)
     if cache is not None:

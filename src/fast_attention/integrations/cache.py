@@ -21,6 +21,11 @@ from fast_attention.mechanism import Unsupported
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound
 
+REMEDIES = {  # for what a cache began with and no state is kept of
+    "packed texts": "generate from a padded batch, one text in a row",
+    "tokens under a mask of every pair": "use_cache=False, or a window no wider than the layer's own",
+    "tokens that see later ones": "use_cache=False",
+}
 PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that keep keys and values, and nothing else
 
 
@@ -43,9 +48,9 @@ class StateLayer(CacheLayerMixin):
         self.sinks: Tensor | None = None  # of the attention module
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note dtype and device; the state comes with the first tokens."""
+        """Note dtype and device; the state comes with the first tokens. Mllama counts the keys, Whisper splits them."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)  # Mllama asks how many there are
+        self.keys, self.values = (x.new_empty((*x.shape[:2], 0, x.shape[-1])) for x in (key_states, value_states))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values unchanged: the state holds what came before.
@@ -72,7 +77,7 @@ class StateLayer(CacheLayerMixin):
         if self.stateless:
             raise Unsupported(
                 f"{self.bound.mechanism!r} keeps no state of the {self.stateless} that this cache began with, so that "
-                "they cannot be decoded. What would work: generate from a padded batch, one text in a row"
+                f"they cannot be decoded. What would work: {REMEDIES[self.stateless]}"
             )
         outputs: list[Tensor] = []
         call = rollback.Call(q, k, v, key_mask)

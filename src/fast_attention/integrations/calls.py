@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -63,8 +64,19 @@ def present(module: nn.Module) -> ActiveCall | None:
     return call if call is not None and call.module is module else None
 
 
+def is_outermost(module: nn.Module) -> bool:
+    """Whether the innermost call is one of ``module``, and none is around it."""
+    call = _thread.innermost
+    return call is not None and call.module is module and call.outer is None
+
+
 def is_argument(name: str) -> bool:
-    """Whether a call around this one was given an argument of that name, which is then not a layer's making."""
+    """Whether a call around this one was given an argument of that name, which is then not a layer's making.
+
+    Where gradient checkpointing computes a layer again, in the backward pass, the model's call is over: so it was then.
+    """
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        return True
     call = _thread.innermost
     while call is not None and name not in call.arguments:
         call = call.outer

@@ -133,9 +133,12 @@ def declared(
         window: The declared window: with the token itself if causal, without it otherwise.
     """
     back = None if window is None else window - 1 if is_causal else window
-    if back is not None and positions.first_query + positions.queries - 1 - positions.first_key <= back:
+    last = positions.first_query + positions.queries - 1
+    behind = is_causal and positions.first_key > 0  # a state may hold the keys before
+    reach = back if behind and back is not None and last > back else None
+    if back is not None and last - positions.first_key <= back:
         back = None  # the first of all keys is still in the last query's window
-    result = Visibility(dense, tokens, is_causal, back=back, ahead=None if is_causal else back)
+    result = Visibility(dense, tokens, is_causal, back=back, ahead=None if is_causal else back, reach=reach)
     batch = torch.arange(positions.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
     columns, rows = positions.columns(), positions.rows()
@@ -145,7 +148,24 @@ def declared(
         valid = valid & (row == predicted(result, columns - positions.first_query - i, i)).all()
     if positions.queries > 1 and back != 0:
         valid = valid & torch.as_tensor(sees(batch, head, rows[1:], rows[1:] - 1)).all()
+    if behind and back is None:
+        valid = valid & torch.as_tensor(sees(batch, head, rows, (rows - (reach or last)).clamp(min=0))).all()
     return replace(result, valid=valid)
+
+
+def reach(sees: Sees, positions: Positions) -> int | None:
+    """How many of all earlier tokens the first and the last query both see without a gap; None: all of them."""
+    if sees is causal_mask_function:
+        return None
+    batch = torch.arange(positions.batch, device=positions.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=positions.device)
+    reached: list[int] = []
+    for query in {positions.first_query, positions.first_query + positions.queries - 1}:
+        row = torch.tensor([query], device=positions.device)
+        earlier = torch.arange(query, device=positions.device).flip(0)
+        count = _leading(torch.as_tensor(sees(batch, head, row, earlier)).expand(positions.batch, -1).all(0))
+        reached += [] if count is None else [count]
+    return min(reached, default=None)
 
 
 def _leading(side: Tensor) -> int | None:

@@ -58,8 +58,9 @@ def declared(q: Tensor, k: Tensor, extra: Mapping[str, Any], visibility: Visibil
     if torch.compiler.is_compiling():
         _assert_one_text(q, k, extra, visibility)
         return None
-    if not borders:  # some models do not pass all arguments on
-        borders = next((each for each in calls.packed() if _length(each) == queries), {})
+    if not borders:  # some models do not pass all arguments on, and in the backward pass the model's call is over
+        noted = (*calls.packed(), *visibility.borders)
+        borders = next((each for each in noted if _length(each) == queries), {})
     if not borders:
         return None
     if cached:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from fast_attention.engine import masks
+from fast_attention.mechanisms.hybrid.adapted import Adapted
 from fast_attention.mechanisms.hybrid.by_length import ByLength
+from fast_attention.mechanisms.hybrid.hybrid import Hybrid
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.packed import Packing
@@ -31,7 +33,9 @@ class Visibility:
     sequences: Int[Tensor, "batch keys"] | None = None  # of a packed row: each key's sequence; None: one in each row
     back: int | None = None  # earlier keys that a query sees; None: all
     ahead: int | None = None  # later keys; None: all, or none if causal
+    reach: int | None = None  # earlier tokens that are seen of all so far, those in a state too; None: all
     packing: Packing | None = None  # of rows whose borders were given beside the mask; texts run on from row to row
+    borders: tuple[Mapping[str, Tensor], ...] = ()  # of packed rows, as the model was told, the innermost call first
     complete: bool = True
     valid: Bool[Tensor, ""] | None = None  # in a compiled model: whether the fields hold, computed at each call
 
@@ -159,4 +163,8 @@ def counts_from_the_query(mechanism: Any) -> bool:
     """Whether a mechanism's keys are those near the query's own position, which has no meaning in another sequence."""
     if isinstance(mechanism, ByLength):
         return counts_from_the_query(mechanism.short) or counts_from_the_query(mechanism.long)
+    if isinstance(mechanism, Hybrid):
+        return counts_from_the_query(mechanism.near)
+    if isinstance(mechanism, Adapted):
+        return counts_from_the_query(mechanism.mechanism)
     return isinstance(mechanism, Local | BlockLocal)

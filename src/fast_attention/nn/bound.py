@@ -91,6 +91,10 @@ class Bound(Spread, nn.Module):
             if not isinstance(fresh, nn.Parameter):
                 self.get_buffer(name).copy_(fresh)
 
+    def reset_parameters(self) -> None:
+        """Draw all weights again, in place, learned ones too: what ``to_empty`` left of a module on the meta device."""
+        self.adopt(self.mechanism.weights(self.shape))
+
     @torch.no_grad()
     def adopt(self, weights: Any) -> None:
         """Take the values of these weights, in place, such as ``mechanism.calibrated(q, k, bound.w)`` returns.

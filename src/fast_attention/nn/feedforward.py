@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 from fast_attention import checks
 from fast_attention.engine import blocks
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, symbolic, unrepeatable
 from fast_attention.value import at_least
 
 
@@ -21,7 +22,8 @@ class ChunkedFeedForward(nn.Module):
     """``W2 dropout(activation(W1 x + b1)) + b2`` for each token by itself, in ``chunks`` chunks of the sequence.
 
     Only one chunk of the widened tokens is held at a time: memory for them falls to 1 / ``chunks``, in training too,
-    where each chunk is computed again in the backward pass (arXiv 2001.04451). The outputs are the same.
+    where each chunk is computed again in the backward pass (arXiv 2001.04451). The outputs are the same. Under
+    ``torch.func``, forward-mode derivatives and ``parametrize.cached()`` all are held.
 
     Args:
         embed_dim: Width E of the tokens.
@@ -66,9 +68,10 @@ class ChunkedFeedForward(nn.Module):
             return self._chunk(x)
         # Chunk i holds tokens i, i + chunks, ...: each is computed alone, and these shapes export at any length.
         parts = blocks.split(x, self.chunks).unbind(-2)
-        if torch.is_grad_enabled() and not exporting():
+        if torch.is_grad_enabled() and not exporting() and not unrepeatable():
             random = self.training and self.dropout > 0.0
-            recomputed = functools.partial(checkpoint, self._chunk, use_reentrant=False, preserve_rng_state=random)
+            chunk = self._chunk if symbolic() else functools.partial(self._chunk_of, list(named_tensors(self)))
+            recomputed = functools.partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=random)
             out = [recomputed(part) for part in parts]
         else:
             out = [self._chunk(part) for part in parts]
@@ -78,6 +81,20 @@ class ChunkedFeedForward(nn.Module):
         hidden = F.dropout(self.activation(self.widen(x)), self.dropout, self.training)
         return self.narrow(hidden)
 
+    def _chunk_of(self, held: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
+        """A chunk with the weights that the forward pass had: ``functional_call`` has put back the module's own."""
+        present = named_tensors(self)
+        if all(x is kept for (_, x), (_, kept) in zip(present, held, strict=True)):
+            return self._chunk(x)
+        with _reparametrize_module(self, dict(held)):
+            return self._chunk(x)
+
     def extra_repr(self) -> str:
         """What the parameters do not show."""
         return f"chunks={self.chunks}, dropout={self.dropout}"
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a module has now, with their names."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -18,6 +18,7 @@ from fast_attention.nn.feedforward import ChunkedFeedForward
 from fast_attention.nn.positions import Positions, PositionTable
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer
+from fast_attention.nn.tying import TiedHead
 from fast_attention.parallel.collectives import all_gather
 from fast_attention.parallel.spreading import Spread
 from fast_attention.value import Value, at_least, one_of
@@ -171,7 +172,7 @@ class ModelState(NamedTuple):
     layers: tuple[Any, ...]
 
 
-class Model(Spread, nn.Module):
+class Model(Spread, TiedHead):
     """A transformer whose token mixing is any mechanism, layer by layer.
 
     Args:
@@ -198,8 +199,7 @@ class Model(Spread, nn.Module):
         else:
             self.blocks = nn.ModuleList(Block(*pair) for pair in halves)
         self.norm = nn.LayerNorm(config.width)
-        outputs = config.vocab_size if config.head == "tokens" else config.classes
-        self.out = nn.Linear(config.width, outputs)
+        self.out = nn.Linear(config.width, config.vocab_size if config.head == "tokens" else config.classes)
         self._initialise()
         if config.tied and config.head == "tokens":
             self.out.weight = self.embedding.weight

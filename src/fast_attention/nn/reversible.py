@@ -6,6 +6,7 @@ whatever its depth, and every function is evaluated once more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fast_attention.engine.precision import Precision
-from fast_attention.engine.tracing import exporting
+from fast_attention.engine.tracing import exporting, unrepeatable
+from fast_attention.mechanism import Unsupported
+from fast_attention.nn.feedforward import named_tensors
 
 
 class Reversible(nn.Module):
@@ -63,11 +66,18 @@ class ReversibleSequence(nn.Module):
     """A sequence of reversible blocks; the two streams start as copies of the tokens and end as their mean.
 
     Gradients are those of the ordinary graph. Dropout, random numbers drawn in the blocks and autocast are replayed.
-    Works under ``DistributedDataParallel``. Under ``torch.compile`` the training pass stays in eager code (a graph
-    break); passes without gradients compile, and ``torch.export`` takes the ordinary graph.
+    Works under ``DistributedDataParallel``, and under FSDP2 where the sequence is sharded as one. Under
+    ``torch.compile`` the training pass stays in eager code (a graph break); passes without gradients compile.
+
+    The ordinary graph is built, with the memory that it takes, by ``torch.export``, under ``torch.func``, forward-mode
+    derivatives and ``parametrize.cached()``, and where a block has hooks or FSDP2 shards it or a part of it by itself.
 
     Args:
         blocks: The blocks, first to last.
+
+    Raises:
+        TypeError: One of them is no ``Reversible``.
+        Unsupported: In a training pass: F or G changes its buffers, as BatchNorm and ``spectral_norm`` do.
     """
 
     def __init__(self, blocks: Iterable[Reversible]) -> None:
@@ -85,12 +95,12 @@ class ReversibleSequence(nn.Module):
         key_mask: Bool[Tensor, "*#batch2 length"] | None = None,
     ) -> Float[Tensor, "*batch length embed"]:
         """Tokens (..., L, E) to tokens (..., L, E); both keywords go to every ``f``."""
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        needs_graph = torch.is_grad_enabled() and not exporting()
-        if needs_graph and (x.requires_grad or parameters):
+        learned = [tensor for _, tensor in named_tensors(self) if tensor.requires_grad]
+        needs_graph = torch.is_grad_enabled() and (x.requires_grad or learned)
+        if needs_graph and not exporting() and not unrepeatable() and not any(map(_is_called_whole, self.blocks)):
             # Disabled here, at the call: as a decorator it would import the compiler together with this package.
             run: Any = torch.compiler.disable(_run, reason="rebuilding needs the random numbers of eager code")
-            y1, y2 = run(tuple(self.blocks), is_causal, key_mask, x, parameters)
+            y1, y2 = run(tuple(self.blocks), is_causal, key_mask, x, learned)
         else:
             y1, y2 = x, x
             for block in self.blocks:
@@ -98,10 +108,17 @@ class ReversibleSequence(nn.Module):
         return (y1 + y2) / 2
 
 
+def _is_called_whole(block: nn.Module) -> bool:
+    """Whether a block must be called as a module: it has hooks, or FSDP2 gathers weights by hooks within it."""
+    hooks = (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(hooks) or any(isinstance(module, sharded) for module in block.modules())
+
+
 def _run(
-    blocks: tuple[Any, ...], is_causal: bool, key_mask: Tensor | None, x: Tensor, parameters: list[nn.Parameter]
+    blocks: tuple[Any, ...], is_causal: bool, key_mask: Tensor | None, x: Tensor, learned: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    return _ReversibleFunction.apply(blocks, is_causal, key_mask, x, x, *parameters)  # type: ignore[return-value]
+    return _ReversibleFunction.apply(blocks, is_causal, key_mask, x, x, *learned)  # type: ignore[return-value]
 
 
 class _ReversibleFunction(torch.autograd.Function):
@@ -116,12 +133,16 @@ class _ReversibleFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.blocks, ctx.is_causal, ctx.parameters = blocks, is_causal, parameters
         ctx.precision, ctx.random_states = Precision.current((x1,)), []
+        # What functional_call has put into the modules is gone when the backward pass runs.
+        ctx.held = [(dict(named_tensors(block.f)), dict(named_tensors(block.g))) for block in blocks]
+        versions = [_versions(block) for block in blocks]
         with ctx.precision.restored():
             for block in blocks:
                 before_f = RandomState.read(x1)
                 x1 = x1 + block.f(x2, is_causal=is_causal, key_mask=key_mask)
                 ctx.random_states.append((before_f, RandomState.read(x1)))
                 x2 = x2 + block.g(x1)
+        _refuse_changes(blocks, versions)
         ctx.save_for_backward(x1, x2, key_mask, *parameters)
         return x1, x2
 
@@ -133,30 +154,49 @@ class _ReversibleFunction(torch.autograd.Function):
         y1, y2, key_mask, *_ = ctx.saved_tensors
         options, totals = {"is_causal": ctx.is_causal, "key_mask": key_mask}, dict[int, Tensor]()
         with ctx.precision.restored():
-            for block, (before_f, before_g) in zip(reversed(ctx.blocks), reversed(ctx.random_states), strict=True):
-                out, dx = _vjp(block.g, y1, {}, d2, before_g, totals)
+            replays = zip(reversed(ctx.blocks), reversed(ctx.held), reversed(ctx.random_states), strict=True)
+            for block, (held_f, held_g), (before_f, before_g) in replays:
+                out, dx = _vjp(block.g, held_g, y1, {}, d2, before_g, totals)
                 y2, d1 = y2 - out, d1 + dx
-                out, dx = _vjp(block.f, y2, options, d1, before_f, totals)
+                out, dx = _vjp(block.f, held_f, y2, options, d1, before_f, totals)
                 y1, d2 = y1 - out, d2 + dx
         return None, None, None, d1, d2, *(totals.get(id(parameter)) for parameter in ctx.parameters)
 
 
+def _versions(block: nn.Module) -> dict[str, int]:
+    """How often each buffer of a block was written to."""
+    return {name: buffer._version for name, buffer in block.named_buffers() if not buffer.is_inference()}
+
+
+def _refuse_changes(blocks: tuple[Any, ...], versions: list[dict[str, int]]) -> None:
+    """Raise ``Unsupported`` if a block has written to its buffers: the backward pass would compute with others."""
+    for i, (block, before) in enumerate(zip(blocks, versions, strict=True)):
+        after = _versions(block)
+        if name := next((name for name in before if after.get(name) != before[name]), None):
+            raise Unsupported(
+                f"blocks[{i}].{name} is changed by the training pass, and the backward pass computes again with what "
+                "it has become. What would work: LayerNorm for BatchNorm, weight_norm for spectral_norm, or .eval() "
+                "of the module that holds it"
+            )
+
+
 def _vjp(
     function: nn.Module,
+    held: dict[str, Tensor],
     x: Tensor,
     options: dict[str, Any],
     grad_out: Tensor,
     state: RandomState,
     totals: dict[int, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """``function(x)`` with the random numbers of the forward pass, and the gradient of x; those of the parameters are
-    added to ``totals``."""
-    parameters = {name: parameter for name, parameter in function.named_parameters() if parameter.requires_grad}
+    """``function(x)`` with the weights and random numbers of the forward pass, and the gradient of x; those of the
+    weights are added to ``totals``."""
+    parameters = {name: tensor for name, tensor in held.items() if tensor.requires_grad}
     # Copies, because hooks on a parameter would run here and a second time after this node.
     aliases = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
     x = x.detach().requires_grad_()
     with torch.enable_grad(), state.restored():
-        out = functional_call(function, aliases, (x,), options)
+        out = functional_call(function, held | aliases, (x,), options)
     dx, *gradients = torch.autograd.grad(out, (x, *aliases.values()), grad_out.to(out.dtype), allow_unused=True)
     for parameter, gradient in zip(parameters.values(), gradients, strict=True):
         if gradient is not None:
