@@ -15,13 +15,14 @@ from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, positions_of, rotary_for, rotate_both
+from fast_attention.nn.projections import Projections
 from fast_attention.nn.torch_masks import Masks
 from fast_attention.packed import CuSeqlens, Lengths, Packing, packing
 from fast_attention.parallel.shards import shards
 from fast_attention.parallel.spreading import Spread
 
 
-class MultiheadAttention(Spread, nn.Module):
+class MultiheadAttention(Spread, Projections):
     """A drop-in replacement of ``torch.nn.MultiheadAttention``: its arguments, masks, results and checkpoint names.
 
     With ``Softmax()`` it computes what torch's module computes, but for queries that may see nothing: those get zeros
@@ -58,14 +59,6 @@ class MultiheadAttention(Spread, nn.Module):
             missing.
     """
 
-    in_proj_weight: Tensor | None
-    q_proj_weight: Any  # a Parameter where in_proj_weight is None, and None where it is not
-    k_proj_weight: Any
-    v_proj_weight: Any
-    in_proj_bias: Tensor | None
-    bias_k: Tensor | None
-    bias_v: Tensor | None
-
     def __init__(
         self,
         embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
@@ -82,28 +75,10 @@ class MultiheadAttention(Spread, nn.Module):
         self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.appended = int(add_bias_kv) + int(add_zero_attn)
-        self._build_projections(bias, add_bias_kv, device, dtype)
+        self._build(bias, add_bias_kv, device, dtype)
         self.attention = self._bind(catalogue.parse(mechanism), max_len, rotary, compile).to(device=device, dtype=dtype)
         # torch's layers take no fused short cut around a module that has a hook.
         self.register_forward_pre_hook(_do_nothing)
-
-    def _build_projections(self, bias: bool, bias_kv: bool, device: Any, dtype: torch.dtype | None) -> None:
-        """Parameters under torch's names, drawn in torch's order, so that equal seeds give equal values."""
-        width, packed, grouped = self.embed_dim, self._qkv_same_embed_dim, self.num_kv_heads * self.head_dim
-
-        def drawn(needed: bool, *size: int, draw: Any = nn.init.xavier_uniform_) -> nn.Parameter | None:
-            return nn.Parameter(draw(torch.empty(*size, device=device, dtype=dtype))) if needed else None
-
-        self.out_proj = nn.Linear(width, width, bias=bias, device=device, dtype=dtype)
-        self.in_proj_weight = drawn(packed, width + 2 * grouped, width)
-        self.q_proj_weight = drawn(not packed, width, width)
-        self.k_proj_weight = drawn(not packed, grouped, self.kdim)
-        self.v_proj_weight = drawn(not packed, grouped, self.vdim)
-        self.in_proj_bias = drawn(bias, width + 2 * grouped, draw=nn.init.zeros_)
-        if bias:
-            nn.init.zeros_(self.out_proj.bias)
-        self.bias_k = drawn(bias_kv, 1, 1, grouped, draw=nn.init.xavier_normal_)
-        self.bias_v = drawn(bias_kv, 1, 1, grouped, draw=nn.init.xavier_normal_)
 
     def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, rotary: bool | Rotary, compile: Fusion) -> Bound:
         if not isinstance(mechanism, Attention):
