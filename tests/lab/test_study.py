@@ -195,6 +195,10 @@ def test_a_study_keeps_models_and_no_checkpoints(capsys: pytest.CaptureFixture[s
     for name in (EXACT, ALONE):
         assert {path.name for path in (tmp_path / "cells" / folder(name, 0)).iterdir()} >= {"model", journal.LOG}
         assert not (tmp_path / "cells" / folder(name, 0) / "checkpoints").exists()
+    left = tmp_path / "cells" / folder(EXACT, 0) / "checkpoints" / "step-6"  # killed before they were deleted
+    left.mkdir(parents=True)
+    assert study(capsys, tmp_path, "--seeds", "1", "--resume")[0] == 0
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,13 @@ def study(plan: Plan, record: Study, out: Path, watch: Watch) -> str:
     """
     done = {(r.mechanism, r.seed) for r in record.results}
     for mechanism, seed in plan.cells:
-        if (mechanism, seed) in done:
-            continue
         cell = out / CELLS / folder(mechanism, seed)
-        result = _cell(plan, mechanism, seed, cell, watch)
-        if result is None:
-            return "interrupted"
-        record.results.append(result)
-        watch(mechanism, {"result": result})
+        if (mechanism, seed) not in done:
+            result = _cell(plan, mechanism, seed, cell, watch)
+            if result is None:
+                return "interrupted"
+            record.results.append(result)
+            watch(mechanism, {"result": result})
         shutil.rmtree(cell / run_folder.CHECKPOINTS, ignore_errors=True)  # the record has it now, the folder its model
     return "complete"
 
