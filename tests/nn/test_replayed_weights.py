@@ -115,7 +115,7 @@ def test_buffers_that_training_changes_are_refused(change: Any, device: torch.de
     g = nn.Sequential(change(nn.Linear(8, 8)))
     layer = ReversibleSequence([Reversible(TokenMixer(8, 2), g)]).to(device, torch.float64)
     x = tokens(device)
-    with pytest.raises(Unsupported, match=r"blocks\[0\].g.0.* is changed by the training pass.*\.eval\(\)"):
+    with pytest.raises(Unsupported, match=r"blocks\.0\.g\.0.* is changed by the training pass.*\.eval\(\)"):
         layer(x)
     g.eval()
     layer(x).sum().backward()
@@ -149,3 +149,19 @@ def test_blocks_sharded_by_fsdp2() -> None:
     for mine in gradients:
         for one, parameter in zip(mine, layer.parameters(), strict=True):
             torch.testing.assert_close(one, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_chunked_layer_refuses_what_changes_its_weights() -> None:
+    layer = ChunkedFeedForward(8, 12, chunks=3).double()
+    parametrizations.spectral_norm(layer.widen)
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    with pytest.raises(Unsupported, match=r"widen\.parametrizations.* is changed by the training pass.*weight_norm"):
+        layer(x)
+    with torch.no_grad():
+        layer(x)
+    layer.eval()
+    expected = layer.narrow(layer.activation(layer.widen(x)))
+    torch.testing.assert_close(layer(x), expected)
+    weight = layer.widen.parametrizations.weight.original  # type: ignore[union-attr]
+    mine, whole_graph = (torch.autograd.grad(y.square().sum(), weight)[0] for y in (layer(x), expected))
+    torch.testing.assert_close(mine, whole_graph)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fast_attention import checks
 from fast_attention.engine import blocks
 from fast_attention.engine.tracing import exporting, symbolic, unrepeatable
+from fast_attention.nn.replay import named_tensors, unchanged
 from fast_attention.value import at_least
 
 
@@ -34,6 +36,9 @@ class ChunkedFeedForward(nn.Module):
         bias: Whether both maps have biases.
         device: Where the parameters are made.
         dtype: Type of the parameters.
+
+    Raises:
+        Unsupported: In a training pass in chunks: the layer changes its buffers, as ``spectral_norm`` does.
     """
 
     def __init__(
@@ -72,7 +77,8 @@ class ChunkedFeedForward(nn.Module):
             random = self.training and self.dropout > 0.0
             chunk = self._chunk if symbolic() else functools.partial(self._chunk_of, list(named_tensors(self)))
             recomputed = functools.partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=random)
-            out = [recomputed(part) for part in parts]
+            with nullcontext() if symbolic() else unchanged(self):
+                out = [recomputed(part) for part in parts]
         else:
             out = [self._chunk(part) for part in parts]
         return blocks.join(torch.stack(out, -2), x.shape[-2])
@@ -92,9 +98,3 @@ class ChunkedFeedForward(nn.Module):
     def extra_repr(self) -> str:
         """What the parameters do not show."""
         return f"chunks={self.chunks}, dropout={self.dropout}"
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a module has now, with their names."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()

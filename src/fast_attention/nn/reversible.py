@@ -18,8 +18,7 @@ from torch.func import functional_call
 
 from fast_attention.engine.precision import Precision
 from fast_attention.engine.tracing import exporting, unrepeatable
-from fast_attention.mechanism import Unsupported
-from fast_attention.nn.feedforward import named_tensors
+from fast_attention.nn.replay import named_tensors, unchanged
 
 
 class Reversible(nn.Module):
@@ -100,7 +99,7 @@ class ReversibleSequence(nn.Module):
         if needs_graph and not exporting() and not unrepeatable() and not any(map(_is_called_whole, self.blocks)):
             # Disabled here, at the call: as a decorator it would import the compiler together with this package.
             run: Any = torch.compiler.disable(_run, reason="rebuilding needs the random numbers of eager code")
-            y1, y2 = run(tuple(self.blocks), is_causal, key_mask, x, learned)
+            y1, y2 = run(self, is_causal, key_mask, x, learned)
         else:
             y1, y2 = x, x
             for block in self.blocks:
@@ -116,9 +115,10 @@ def _is_called_whole(block: nn.Module) -> bool:
 
 
 def _run(
-    blocks: tuple[Any, ...], is_causal: bool, key_mask: Tensor | None, x: Tensor, learned: list[Tensor]
+    sequence: ReversibleSequence, is_causal: bool, key_mask: Tensor | None, x: Tensor, learned: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    return _ReversibleFunction.apply(blocks, is_causal, key_mask, x, x, *learned)  # type: ignore[return-value]
+    with unchanged(sequence):
+        return _ReversibleFunction.apply(tuple(sequence.blocks), is_causal, key_mask, x, x, *learned)  # type: ignore[return-value]
 
 
 class _ReversibleFunction(torch.autograd.Function):
@@ -135,14 +135,12 @@ class _ReversibleFunction(torch.autograd.Function):
         ctx.precision, ctx.random_states = Precision.current((x1,)), []
         # What functional_call has put into the modules is gone when the backward pass runs.
         ctx.held = [(dict(named_tensors(block.f)), dict(named_tensors(block.g))) for block in blocks]
-        versions = [_versions(block) for block in blocks]
         with ctx.precision.restored():
             for block in blocks:
                 before_f = RandomState.read(x1)
                 x1 = x1 + block.f(x2, is_causal=is_causal, key_mask=key_mask)
                 ctx.random_states.append((before_f, RandomState.read(x1)))
                 x2 = x2 + block.g(x1)
-        _refuse_changes(blocks, versions)
         ctx.save_for_backward(x1, x2, key_mask, *parameters)
         return x1, x2
 
@@ -161,23 +159,6 @@ class _ReversibleFunction(torch.autograd.Function):
                 out, dx = _vjp(block.f, held_f, y2, options, d1, before_f, totals)
                 y1, d2 = y1 - out, d2 + dx
         return None, None, None, d1, d2, *(totals.get(id(parameter)) for parameter in ctx.parameters)
-
-
-def _versions(block: nn.Module) -> dict[str, int]:
-    """How often each buffer of a block was written to."""
-    return {name: buffer._version for name, buffer in block.named_buffers() if not buffer.is_inference()}
-
-
-def _refuse_changes(blocks: tuple[Any, ...], versions: list[dict[str, int]]) -> None:
-    """Raise ``Unsupported`` if a block has written to its buffers: the backward pass would compute with others."""
-    for i, (block, before) in enumerate(zip(blocks, versions, strict=True)):
-        after = _versions(block)
-        if name := next((name for name in before if after.get(name) != before[name]), None):
-            raise Unsupported(
-                f"blocks[{i}].{name} is changed by the training pass, and the backward pass computes again with what "
-                "it has become. What would work: LayerNorm for BatchNorm, weight_norm for spectral_norm, or .eval() "
-                "of the module that holds it"
-            )
 
 
 def _vjp(
