@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import cache_argument, swap, swap_back
+from fast_attention.integrations import calls
 from fast_attention.mechanism import Unsupported
 
 transformers = pytest.importorskip("transformers")
@@ -101,11 +102,13 @@ def test_tensors_that_no_mechanism_takes_are_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("window", [6, 64])
 def test_layers_with_windows_take_a_cache_of_a_fixed_size(window: int) -> None:
+    calls.begin(other := nn.Linear(1, 1))  # an interrupt left it open
     model = build("Mistral", "ForCausalLM", **GROUPED, sliding_window=window)
     wanted = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     exact = model.generate(TOKENS, **wanted)
     swap(model, "Softmax")
     assert torch.equal(model.generate(TOKENS, **wanted, cache_implementation="static"), exact)
+    calls.end(other)
 
 
 @torch.no_grad()

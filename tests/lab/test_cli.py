@@ -55,6 +55,7 @@ BAD = {
         ["compare", "--model", "gaussian", "--out", "link"],
         "link is a link to nowhere, which is not",
     ),
+    "out is no text": (["compare", "--model", "gaussian", "--out", "caf\udce9"], "--out 'caf\\udce9': the name is not"),
     "out is in a file": (["compare", "--model", "gaussian", "--out", "file/a"], "--out file/a"),
     "export to a folder": (["export", "nowhere", "--out", "folder.pt2"], "--out folder.pt2: a folder has that name"),
     "unknown option": (["compare", "--lenghts", "3"], "No such option"),

@@ -157,6 +157,37 @@ def test_a_stopped_study_goes_on(
     assert ends[0] == ends[1]
 
 
+def test_a_study_killed_in_its_first_run_goes_on_with_its_own_settings_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints would be gone on from with another learning rate."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.loop, "train", killed)
+        with pytest.raises(Killed):
+            study(capsys, tmp_path, "--seeds", "1")
+    code, _, err = study(capsys, tmp_path, "--seeds", "1", "--lr", "0.1")
+    assert (code, "add --resume" in err) == (2, True)
+    code, _, err = study(capsys, tmp_path, "--seeds", "1", "--lr", "0.1", "--resume")
+    assert (code, "training was" in err) == (2, True)
+    assert study(capsys, tmp_path, "--seeds", "1", "--resume")[0] == 0
+
+
+def test_folders_differ_and_fit_into_a_file_system() -> None:
+    mixture = " + ".join(["Hybrid(far=LearnedFeatures(num_features=32, scale=0.5))"] * 6)
+    others = [folder(mixture, 0), folder(f"{mixture} + FNet()", 0), folder(mixture, 1)]
+    assert len({*others}) == 3
+    assert max(map(len, others)) < 200
+    assert folder("Local(window=64)", 2) == "Local-window-64-seed2"
+    assert folder("Softmax(scale=-0.5)", 0) != folder("Softmax(scale=0.5)", 0)
+
+
 def test_a_study_grows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By mechanisms and seeds: the runs that it has stay as they are, and the others are as if made at once."""
     asked = ("--mechanisms", "LinearAttention", "--positions", "learned", "--seeds", "2")
@@ -270,6 +301,17 @@ def test_rows_stand_best_first_and_say_what_diverged() -> None:
     assert [row[0].split("  ")[0] for row in rows] == [EXACT, "baseline: counts", ALONE, "AFTSimple()"]
     assert rows[1][2] == "+0.5000"
     assert rows[3][1] == "diverged"
+
+
+@pytest.mark.parametrize("status", ["complete", "stopped early"])
+@pytest.mark.parametrize("equal", ["steps", "minutes", "steps or minutes"])
+def test_the_table_says_at_most_where_patience_ended_a_run(status: str, equal: str) -> None:
+    results = [Result(EXACT, 0, "complete", 2.0, 2.0, 5, 0.01, 10, 20, 4)]
+    results.append(Result(ALONE, 0, status, 2.0, 2.0, 3, 0.01, 10, 20, 4))
+    meta = {"metric": "nats", "mechanisms": [EXACT, ALONE], "baselines": {}, "equal": equal, "model": {}}
+    title = page.table(Study(meta, results)).title
+    assert title is not None
+    assert title.count("at most") == (equal == "steps or minutes" or status == "stopped early")
 
 
 @pytest.mark.parametrize("price", [(0.003, 10_000), (1e-6, 1_000), (0.0, 0)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from fast_attention import tasks
 from fast_attention.lab import commands
 from fast_attention.tasks import ByteLM, Needle, ProteinMLM, Sequences, Tags, sequences, tags
+from fast_attention.tasks import bytes as bytes_task
 from fast_attention.tasks.task import IGNORED
 
 SMALL = ["--width", "16", "--heads", "2", "--layers", "1", "--steps", "4", "--batch-size", "4"]
@@ -71,6 +74,43 @@ def test_lengths_are_taken_once(tmp_path: Path) -> None:
         known = module._lengths.cache_info().misses
         task.batch("train", 1, 2)
         assert module._lengths.cache_info().misses == known
+
+
+@pytest.mark.parametrize("size", [4, 8, 32])
+@pytest.mark.parametrize("count", [6, 30, 60, 64])
+def test_few_sequences_are_weighed_alike(size: int, count: int, tmp_path: Path) -> None:
+    """Of a validation side smaller than two batches each is read as often as any other, to one, in any number."""
+    lines = [f"sequence number {i},{'xy'[i % 2]}" for i in range(count)]
+    task = Sequences(kept(tmp_path / "x.csv", "text,label\n" + "\n".join(lines)), share=0.5)
+    rows = [tuple(row.tolist()) for i in range(8) for row in task.batch("valid", i, size).tokens]
+    times = Counter(tuple(x for x in row if x) for row in rows)
+    held_out = len(sequences.sides(task).valid.labels)
+    if held_out < 2 * size:
+        assert len(times) == held_out
+        assert max(times.values()) - min(times.values()) <= 1
+    assert [task.batch("valid", i, size).targets.tolist() for i in range(8)] == [
+        task.batch("valid", i, size).targets.tolist() for i in range(8)
+    ]
+
+
+def test_validation_passages_of_bytes_differ(tmp_path: Path) -> None:
+    """Where the side is twice a passage long, they once all began at its first byte."""
+    text = bytes(range(256)) * 10
+    task = ByteLM(kept(tmp_path / "x.bin", text[:2560]), context=64, share=0.05)
+    held_out = len(bytes_task.sides(task)[1])
+    assert held_out == 2 * task.context
+    tokens = torch.cat([task.batch("valid", i, 8).tokens for i in range(8)])
+    assert len({*map(tuple, tokens.tolist())}) == held_out - task.context
+
+
+def test_gzip_is_unpacked(tmp_path: Path) -> None:
+    content = "\n".join(f"sequence number {i}" for i in range(90)).encode()
+    plain = ByteLM(kept(tmp_path / "x.txt", content), context=16)
+    packed = ByteLM(kept(tmp_path / "x.txt.gz", gzip.compress(content)), context=16)
+    assert packed.describe() == plain.describe()
+    torn = ByteLM(kept(tmp_path / "torn.txt.gz", gzip.compress(content)[:-9]), context=16)
+    with pytest.raises(ValueError, match=r"torn\.txt\.gz: the gzip data are damaged or cut off"):
+        torn.describe()
 
 
 def test_what_is_left_out_is_said_at_the_terminal_and_recorded(
@@ -231,7 +271,7 @@ TAG_MISTAKES: list[tuple[str, Any, str]] = [
     ("j.csv", "text,other\na,x\n", "no column is called labels or tags or structure"),
     ("k.csv", "text,tags\n,x\n", "line 2: the sequence is empty"),
     ("l.fasta", b">a\n\xff\nH\n", "not UTF-8 text"),
-    ("m.fasta", b"\x1f\x8b\x08\x00\x00", "not UTF-8 text"),
+    ("m.fasta", b"\x1f\x8b\x08\x00\x00", "the gzip data are damaged or cut off"),
     ("n.csv", "", "the file has no sequences"),
     ("missing.fasta", None, "No such file"),
     ("", None, "Is a directory"),

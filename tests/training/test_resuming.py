@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,34 @@ def test_beginning_anew_needs_restart(out: Path, lost: str) -> None:
     assert run(out, restart=True, steps=4).step == 4
     assert [path.name for path in checkpoints.find_all(out / "checkpoints")] == ["step_4", "step_2"]
     assert max(line["step"] for line in journal.read(out)) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--device", "cuda:99"), "not available"), (("--mechanism", "Linformer(rank=2)"), "causal"), ((), "in use")],
+)
+def test_a_refused_restart_takes_nothing_away(
+    out: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    assert commands.run(["train", "--out", str(out), "--resume", "--steps", "8"]) == 0
+    before, asked = contents(out), ["train", repr(TASK), *WORDS, "--steps", "2", "--out", str(out), "--restart"]
+    with nullcontext() if options else files.locked(out):
+        assert commands.run([*asked, *options]) == 2
+    assert words in capsys.readouterr().err
+    assert contents(out) == before
+    assert commands.run(asked) == 0
+    assert json.loads((out / "result.json").read_text())["outcome"]["step"] == 2
+
+
+def test_a_restart_that_is_stopped_leaves_no_result_of_the_run_before(out: Path) -> None:
+    assert commands.run(["train", "--out", str(out), "--resume", "--steps", "8"]) == 0
+
+    def kill(line: dict[str, Any]) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        train(TASK, CONFIG, SETTINGS, out, restart=True, watch=kill)
+    assert not {"result.json", "curve.svg"} & {path.name for path in out.iterdir()}
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins(tmp_path: Path) -> None:

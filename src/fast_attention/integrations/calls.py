@@ -64,10 +64,14 @@ def present(module: nn.Module) -> ActiveCall | None:
     return call if call is not None and call.module is module else None
 
 
-def is_outermost(module: nn.Module) -> bool:
-    """Whether the innermost call is one of ``module``, and none is around it."""
+def is_part(module: nn.Module) -> bool:
+    """Whether a call around the innermost one is of a model that ``module`` is a part of."""
     call = _thread.innermost
-    return call is not None and call.module is module and call.outer is None
+    while call is not None:  # another model's may stand here, which an interrupt left open
+        if call.module is not module and any(part is module for part in call.module.modules()):
+            return True
+        call = call.outer
+    return False
 
 
 def is_argument(name: str) -> bool:

@@ -48,7 +48,7 @@ def _enter(arguments: tuple[str, ...], model: Any, args: Any, kwargs: Any) -> An
         arguments=frozenset(given),
     )  # fmt: skip
     mask = kwargs.get("attention_mask")
-    if not (isinstance(mask, Visibility) and calls.is_outermost(model)):  # a part takes what its model made for it
+    if not isinstance(mask, Visibility) or calls.is_part(model):  # a part takes what its model made for it
         return None
     return args, {**kwargs, "attention_mask": mask.dense()}  # which generate made: the model takes tensors
 

@@ -157,6 +157,10 @@ def folder(path: Path) -> None:
         InputError: It cannot.
     """
     try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"--out {str(path)!a}: the name is not UTF-8: name another folder") from error
+    try:
         with files.prepared(path):
             (path / ".writable").touch()
             (path / ".writable").unlink()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import lzma
+import math
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ class ByteLM(Task):
     """Predict the next byte.
 
     Args:
-        path: A file, or a folder whose files are joined in order of their names; ``"python"`` for the standard
-            library's sources, which are always there. They differ between versions of Python: see ``describe``.
+        path: A file, plain or gzipped, or a folder of such, joined in order of their names; ``"python"`` for the
+            standard library's sources, which are always there. They differ between versions of Python (``describe``).
         pattern: Which files of a folder; empty for all (of Python's library: ``*.py``). Hidden ones are left out.
         context: Bytes in a sequence.
         share: The fraction of the files (of a single file: of its end) held out for validation.
@@ -70,7 +72,10 @@ class ByteLM(Task):
         if split == "train":
             starts = torch.randint(last_start, (size,), generator=random_for(self, split, index))
         else:
-            starts = ((torch.arange(size) + index * size) * STRIDE * self.context) % last_start
+            step = STRIDE * self.context
+            while math.gcd(step, last_start) > 1:  # or some passages come again before others come at all
+                step += 1
+            starts = ((torch.arange(size) + index * size) * step) % last_start
         rows = text[starts[:, None] + torch.arange(self.context + 1)].long()
         return Batch(rows[:, :-1], rows[:, 1:])
 
@@ -87,13 +92,15 @@ class ByteLM(Task):
 
 
 def read(path: Path) -> bytes:
-    """A file's bytes.
+    """A file's bytes, unpacked where it is gzip.
 
     Raises:
-        ValueError: It cannot be read, or is longer than ``reading.LIMIT``.
+        ValueError: It cannot be read, its gzip data are damaged, or it is longer than ``reading.LIMIT``.
     """
     try:
-        return reading.raw(path)
+        return reading.unpacked(path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: the gzip data are damaged or cut off ({error})") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
 

@@ -20,14 +20,13 @@ def order(task: Task, split: Split, size: int, epoch: int, lengths: tuple[int, .
     Args:
         task: Its seed decides, with ``split`` and ``epoch``.
         split: Training or validation.
-        size: Sequences in a batch; if there are fewer, some come twice.
+        size: Sequences in a batch.
         epoch: The number of the epoch.
-        lengths: The lengths of the split's sequences.
+        lengths: The lengths of the split's sequences, at least ``size``.
     """
     generator = random_for(task, split, "epoch", epoch)
-    count = max(1, len(lengths) // size)
-    rounds = -(-size // len(lengths))
-    indices = torch.cat([torch.randperm(len(lengths), generator=generator) for _ in range(rounds)])[: count * size]
+    count = len(lengths) // size
+    indices = torch.randperm(len(lengths), generator=generator)[: count * size]
     pool_of = torch.arange(len(indices)) // (POOL * size)
     keys = pool_of * (max(lengths) + 1) + torch.tensor(lengths)[indices]
     batches = indices[keys.argsort(stable=True)].view(count, size)
@@ -35,9 +34,20 @@ def order(task: Task, split: Split, size: int, epoch: int, lengths: tuple[int, .
 
 
 def chosen(task: Task, split: Split, index: int, size: int, lengths: tuple[int, ...]) -> list[int]:
-    """The indices of the sequences of batch number ``index``."""
-    epoch, batch = divmod(index, max(1, len(lengths) // size))
-    return order(task, split, size, epoch, lengths)[batch].tolist()
+    """The indices of the sequences of batch number ``index``.
+
+    Where there are fewer than two batches of them, one order follows the other without a rest: a mean over any number
+    of batches weighs all sequences alike, to one.
+    """
+    few = len(lengths)
+    if few >= 2 * size:
+        epoch, batch = divmod(index, few // size)
+        return order(task, split, size, epoch, lengths)[batch].tolist()
+    first, last = index * size, (index + 1) * size
+    epochs = range(first // few, -(-last // few))
+    orders = [torch.randperm(few, generator=random_for(task, split, "epoch", epoch)) for epoch in epochs]
+    start = first - epochs[0] * few
+    return torch.cat(orders)[start : start + size].tolist()
 
 
 def padded(rows: list[Tensor], filler: int) -> tuple[Int[Tensor, "rows longest"], Bool[Tensor, "rows longest"]]:

@@ -16,6 +16,7 @@ from fast_attention.training import checkpoints, journal
 from fast_attention.training.settings import TrainingSettings
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
+CURVE, RESULT = "curve.svg", "result.json"  # of a run that came to its end, by the command line
 FIXED = ("batch_size", "accumulate", "seed", "order")  # settings that fix the data's order: a resumed run keeps them
 
 
@@ -58,8 +59,8 @@ def begin(
         raise ValueError(f"{out} holds a run ({results}): resume it (--resume); {hint}")
     for name in (CHECKPOINTS, MODEL) if results else ():
         shutil.rmtree(out / name, ignore_errors=True)
-    if results:
-        (out / journal.LOG).unlink(missing_ok=True)
+    for name in (journal.LOG, CURVE, RESULT) if restart else ():
+        (out / name).unlink(missing_ok=True)
     return None
 
 

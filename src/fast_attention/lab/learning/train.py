@@ -28,9 +28,8 @@ if TYPE_CHECKING or at_work():
     from fast_attention.training import journal, run_folder, steps
     from fast_attention.training.loop import Diverged, Outcome, train
     from fast_attention.training.processes import LostProcess
+    from fast_attention.training.run_folder import CURVE, RESULT
     from fast_attention.training.settings import TrainingSettings
-
-CURVE, RESULT = "curve.svg", "result.json"
 
 
 def train_command(
@@ -106,8 +105,6 @@ def train_command(
         first = os.environ.get("RANK", "0") == "0"
         if first:
             inputs.folder(out)
-            for name in (CURVE, RESULT) if restart and not resume else ():
-                (out / name).unlink(missing_ok=True)
         try:
             outcome = _carry_out(goal, chosen, settings, out, resume, restart)
         except LostProcess as error:

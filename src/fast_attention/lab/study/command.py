@@ -106,6 +106,8 @@ def _carry_out(plan: Plan, record: Study, out: Path) -> str:
                 done = min(plan.settings.done(line["step"], line["seconds"]), 1.0)
                 update(f"{cell}  step {line['step']:,}", len(record.results) + done)
 
+        if not (out / Study.data).exists():
+            record.leave(out, page.html)  # a run that is stopped is resumed with the settings that stand there only
         status = progress.until_stopped(lambda: run.study(plan, record, out, watch))
     record.finish(status)
     record.leave(out, page.html)

@@ -43,12 +43,18 @@ def rows(record: Study) -> list[list[str]]:
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0], reverse=rising)]
 
 
+def had(record: Study) -> str:
+    """What every run had as much of, in words; at most that, where ``patience`` ended one early."""
+    words, early = EQUAL[record.equal], any(result.status == "stopped early" for result in record.results)
+    return f"at most {words}" if early and not words.startswith("at most") else words
+
+
 def table(record: Study) -> Table:
     """The study in rows."""
     metric = str(record.meta["metric"])
     heads = ["mechanism", metric, "against exact", "seeds", "steps", "a step", "peak of a step", "parameters"]
     body = [Row(row, "pale" if row[0].startswith("baseline") else "") for row in rows(record)]
-    return Table(heads, body, title=f"Every run had {EQUAL[record.equal]}{shared_positions(record)}")
+    return Table(heads, body, title=f"Every run had {had(record)}{shared_positions(record)}")
 
 
 def shared_positions(record: Study) -> str:
@@ -103,7 +109,7 @@ def html(record: Study) -> str:
     facts = {
         "Task": meta["task"],
         "Matched": f"task, data and their order, and number of parameters (by the width of the feed-forward layers); "
-        f"every run had {EQUAL[record.equal]}{shared_positions(record)}",
+        f"every run had {had(record)}{shared_positions(record)}",
         "Training": meta["training"],
         "Model": ", ".join(f"{name}={value!r}" for name, value in meta["model"].items()) or "as by default",
     }

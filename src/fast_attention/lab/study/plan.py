@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from fast_attention.training.steps import config_for, loss_of
 
 BESIDE = " + "  # separates the mechanisms of layers that alternate
 EXACT, ALONE = "Softmax()", "Local(window=0)"
+LONGEST = 120  # characters of a name in that of a folder
 EQUAL = ("steps", "minutes")  # what every run may have as much of
 CONTROLS = {EXACT: "exact attention", ALONE: "no mixing: every token attends to itself only"}
 
@@ -76,8 +78,10 @@ def budget(asked: str | None, settings: TrainingSettings) -> str:
 
 
 def folder(name: str, seed: int) -> str:
-    """The folder of a cell."""
+    """The folder of a cell; with a digest where a minus would be lost, or the name is longer than file systems take."""
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
+    if len(plain) > LONGEST or "-" in name:
+        plain = f"{plain[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
     return f"{plain}-seed{seed}"
 
 
