@@ -97,7 +97,7 @@ def train_command(
         if held is not None and repr(goal) != held.task:
             raise InputError(f"{out} holds a run with task {held.task}, not {goal!r}: it cannot be resumed so")
         chosen = steps.config_for(goal, **model)
-        goal.batch("valid", 0, 1)  # data that will not do are refused before results are cleared away
+        goal.batch("valid", 0, 1)  # data that will not do are refused before a folder is made
         for words in goal.remarks():
             print(f"{goal.name}: {words}", file=sys.stderr)
         if any((out / name).exists() for name in (CHECKPOINT, Converted.data)):
