@@ -77,7 +77,7 @@ def test_lengths_are_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8, 32])
-@pytest.mark.parametrize("count", [6, 30, 60, 64])
+@pytest.mark.parametrize("count", [10, 14, 30, 60, 64])
 def test_few_sequences_are_weighed_alike(size: int, count: int, tmp_path: Path) -> None:
     """Of a validation side smaller than two batches each is read as often as any other, to one, in any number."""
     lines = [f"sequence number {i},{'xy'[i % 2]}" for i in range(count)]
