@@ -2,12 +2,12 @@
 
 from tests.faults.fault import Fault
 
+HYBRID = "tests/gpu/test_hybrid.py -k "
 TESTS = "tests/gpu/test_linear.py -k "
 DECAYED = "tests/gpu/test_decayed.py -k "
 POOLING = "tests/gpu/test_pooling.py -k "
 PACKED = "tests/gpu/test_packed.py -k "
 FLEX = "tests/gpu/test_flex.py -k "
-SIGNED = "tests/gpu/test_signed.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
@@ -292,20 +292,6 @@ FAULTS = [
         PACKED + "end_with",
     ),
     Fault(
-        "sums of sines and cosines do not fade as larger keys come",
-        "mechanisms/linear/signed_gpu.py",
-        "logs = (before - scale).clamp_min(decayed_gpu.NOTHING)",
-        "logs = (before - scale).clamp_min(0.0)",
-        SIGNED + "signs",
-    ),
-    Fault(
-        "the largest scale is that of the packed sequence before",
-        "mechanisms/linear/signed_gpu.py",
-        "earlier.masked_fill(since < step, FLOOR)",
-        "earlier",
-        SIGNED + "packed",
-    ),
-    Fault(
         "a kernel of exponentials adds chunks at different scales",
         "gpu/exponential/sums.py",
         "products * a[:, None] + more * b[:, None], sums * a + further * b, larger",
@@ -381,5 +367,26 @@ FAULTS = [
         "k = tl.where(exists & is_visible, ",
         "k = tl.where(exists, ",
         TESTS + "decoding",
+    ),
+    Fault(
+        "far keys of a span are near ones too",
+        "mechanisms/hybrid/gpu.py",
+        "hidden = sight.near[:, columns] | ",
+        "hidden = ",
+        HYBRID + "plain_form",
+    ),
+    Fault(
+        "a sink token that is near counts twice",
+        "mechanisms/hybrid/gpu.py",
+        "(apart <= sides[1])",
+        "(apart < 0 * sides[1])",
+        HYBRID + "plain_form",
+    ),
+    Fault(
+        "far sums are read at another scale",
+        "mechanisms/hybrid/gpu.py",
+        "log() + outside.log_scale[..., None, None]",
+        "log()",
+        HYBRID + "plain_form",
     ),
 ]

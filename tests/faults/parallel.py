@@ -34,7 +34,7 @@ FAULTS = [
           "tests/parallel/test_agreeing.py"),
     Fault("the nearest of later shards decays most", "parallel/decayed.py", "others[before:][::-1]", "others[before:]",
           "tests/parallel/test_parallel.py -k 'one_process and 4'"),
-    Fault("a token's own Manhattan term is that of a masked one", "mechanisms/log_manhattan/manhattan_forms.py",
+    Fault("a token's own Manhattan term is that of a masked one", "mechanisms/log_manhattan/manhattan.py",
           "l, *_, diagonal, _ = self._terms(k, v, key_mask)",
           "l, *_, diagonal, _ = self._terms(k, 0.0 * v, key_mask)", "tests/conformance/test_contract.py -k Manhattan"),
     Fault("channel 0 of a spread Fourier transform mirrors itself", "parallel/channels.py",

@@ -23,7 +23,6 @@ from fast_attention.gpu import cases, configurations
 from fast_attention.gpu.cases import LARGEST, Case
 from fast_attention.gpu.configurations import EXPONENTIAL, Exponential
 from fast_attention.gpu.exponential.launching import Launch
-from fast_attention.gpu.summing.plain import SCORES
 from tests.gpu.conftest import INTERPRETED, tf32_cut_off
 
 WIDTH, BLOCK = 64, 32
@@ -34,7 +33,7 @@ def known() -> list[Case]:
     """Every kernel of its own kind; FlexAttention, which the interpreter has not, on a GPU alone."""
     made = [
         cases.elementwise(EluPlusOne()), cases.decayed(EluPlusOne(), normalized=True), cases.exponential(256, WIDTH),
-        cases.pools(), cases.sums(SCORES), cases.windows(20),
+        cases.pools(),
     ]  # fmt: skip
     return made if INTERPRETED else [*made, cases.flex_attention(), cases.flex_logs()]
 

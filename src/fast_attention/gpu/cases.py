@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,6 @@ from fast_attention.gpu.exponential import plain as plain_exponentials
 from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.pooling import operations as pooling
 from fast_attention.gpu.pooling import plain as plain_pooling
-from fast_attention.gpu.summing import operations as summing
-from fast_attention.gpu.summing import plain as plain_summing
-from fast_attention.gpu.windowed import operations as windowed
-from fast_attention.gpu.windowed import plain as plain_windowed
 
 TOKENS = 300  # more than a chunk, and no multiple of a block
 LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
@@ -60,38 +56,6 @@ def decayed(phi: Elementwise, *, normalized: bool) -> Case:
 def pools() -> Case:
     """The kernels of pools."""
     return Case.of("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
-
-
-def sums(divisor: int) -> Case:
-    """The kernels of scores that are sums."""
-    return Case.of(f"sums {divisor}", lambda device: (summing.forms(divisor), plain_summing.forms(divisor)))
-
-
-def windows(reach: int) -> Case:
-    """The kernels of pools with biases for keys up to ``reach`` positions away."""
-    size = next(size for size in (5, 20, 70) if reach <= size or size == 70)
-    return Case(f"windows {size}", partial(_unlike_window, size))
-
-
-def _unlike_window(reach: int, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
-    q, k, v, grad = _heads(width, values, dtype, device)
-    at = torch.arange(TOKENS, device=device)
-    band = (at[:, None] * at[: 2 * reach + 1] % 7)[None] / 7.0
-    mask = (at % 5 != 1).expand(1, 2, -1) if masked else None
-    for is_causal in (True, False):
-        results = []
-        forms: list[Any] = [(windowed.window_scan, dtype), (plain_windowed.scan, torch.float64)]
-        for form, kind in forms:
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                x = [t.to(kind).requires_grad_() for t in (q, k, v)]
-                w = band.to(torch.promote_types(kind, torch.float32)).requires_grad_()
-                out = form(*x, mask, w, is_causal, False, True)
-                out = out if isinstance(out, Tensor) else out[0]
-                results.append([out, *(y.to(kind) for y in torch.autograd.grad(out, (*x, w), grad.to(kind)))])
-        parts, name = ("output", "dq", "dk", "dv", "dw"), "causal window's" if is_causal else "window's"
-        if why := _unlike(name, parts, *results, of=f"{width} in {dtype}"):
-            return why
-    return ""
 
 
 def flex_attention() -> Case:

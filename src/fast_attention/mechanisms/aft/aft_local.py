@@ -10,17 +10,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks
+from fast_attention.engine import masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import fast_window, gpu, reference
+from fast_attention.mechanisms.aft import fast_window, reference
 from fast_attention.mechanisms.aft.reference import same_width
 from fast_attention.mechanisms.aft.window_state import WindowState, advanced
 from fast_attention.value import at_least
 
 
+@in_float32
 def aft_local(
     q: Float[Tensor, "*batch heads length width"],
     k: Float[Tensor, "*batch heads length width"],
@@ -39,17 +40,6 @@ def aft_local(
     """
     if band.shape[-1] % 2 == 0:
         raise ValueError(f"band has shape {tuple(band.shape)}: its last size, the taps, must be odd")
-    if why := gpu.window_obstacle(q, k, v, key_mask, band):
-        dispatch.unserved(q, why)
-        return _attend(q, k, v, band, key_mask, is_causal=is_causal, strict=strict)
-    return gpu.attend_window(q, k, v, key_mask, band, is_causal=is_causal, strict=strict)
-
-
-@in_float32
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, *, is_causal: bool, strict: bool
-) -> Tensor:
-    """``aft_local`` without kernels for GPUs."""
     k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
     any_masked = key_mask is not None
     return fast_window.windowed(q, k, v, band, is_causal=is_causal, strict=strict, any_masked=any_masked)

@@ -1,4 +1,4 @@
-"""AFT-simple, and AFT with biases in a window, by Triton kernels: pools of keys, chunk beside chunk."""
+"""AFT-simple by Triton kernels: pools of keys, chunk beside chunk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fast_attention.engine import dispatch
 from fast_attention.gpu import cases, self_check, walking
 from fast_attention.gpu.packing import Chunks
 from fast_attention.gpu.pooling import operations
-from fast_attention.gpu.windowed import operations as windowed
 from fast_attention.mechanisms.aft.reference import Pool
 
 TOKENS = 64  # of a chunk of packed sequences
@@ -22,23 +21,10 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     return why or self_check.obstacle(cases.pools(), q, v, masked=key_mask is not None)
 
 
-def window_obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, band: Tensor) -> str:
-    """The same of a call with biases in a window."""
-    why = dispatch.gpu_obstacle(q, k, v, widest=WIDEST)
-    return why or self_check.obstacle(cases.windows(band.shape[-1] // 2), q, v, masked=key_mask is not None)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
     """Outputs (..., L, C): see ``aft_simple``."""
     forms = operations.forms(gated=True, keep=walking.trains(q, k, v))
     return walking.walk(forms, q, k, v, key_mask, is_causal=is_causal)
-
-
-def attend_window(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, band: Tensor, *, is_causal: bool, strict: bool
-) -> Tensor:
-    """Outputs (..., H, L, C): see ``aft_local``."""
-    return windowed.attend(q, k, v, key_mask, band, is_causal=is_causal, strict=strict)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None) -> Tensor:
