@@ -15,10 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from fast_attention.gpu import channels, gradients, launching, reading, steps, sums
+from fast_attention.gpu import gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
 from fast_attention.gpu.decays import Decays
-from fast_attention.gpu.exponential import decoding
 from fast_attention.gpu.exponential import gradients as exponential_gradients
 from fast_attention.gpu.exponential import launching as exponential_launching
 from fast_attention.gpu.exponential import reading as exponential_reading
@@ -160,7 +159,7 @@ def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     run.of_queries(*given, before, is_causal=is_causal)
     run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
     weights = exponential_launching.Weights(rows, rows, bias, trained=False)
-    decoding.step(q[..., :1, :], q, q, mask, last, weights)
+    exponential_launching.step(q[..., :1, :], q, q, mask, last, weights)
 
 
 def pooling(q: Tensor, mask: Tensor) -> None:
@@ -185,6 +184,6 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
                 exponential(q, mask, is_causal=is_causal)
         if width in DECAYED:
             decayed(q, mask)
-        if width == channels.CHANNELS:
+        if width == pools.CHANNELS:
             pooling(q, mask)
     yield from kept
