@@ -34,7 +34,7 @@ FLOORS = [
     ["dense"],
     ["sparse"],
     ["sinkhorn", "lsh", "linear"],
-    ["aft", "landmarks"],
+    ["aft"],
     ["log_manhattan"],
     ["mixers"],
     ["hybrid"],

@@ -19,7 +19,7 @@ from fast_attention.mechanisms import Favor as Favor, FavorPlus as FavorPlus
 from fast_attention.mechanisms import FavorPlusPlus as FavorPlusPlus, LearnedFeatures as LearnedFeatures
 from fast_attention.mechanisms import T2R as T2R, CosFormer as CosFormer
 from fast_attention.mechanisms import Linformer as Linformer
-from fast_attention.mechanisms import Nystrom as Nystrom, LARA as LARA, Agent as Agent, ABC as ABC
+from fast_attention.mechanisms import Nystrom as Nystrom
 from fast_attention.mechanisms.dense import projections as projections
 from fast_attention.mechanisms import Local as Local, BlockLocal as BlockLocal, BigBird as BigBird, LSH as LSH
 from fast_attention.mechanisms import ALiBi as ALiBi, T5Buckets as T5Buckets, TransformerXL as TransformerXL

@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.gpu.configurations import exponential
 from fast_attention.gpu.exponential import plain
 from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
+from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 TOKENS, ROWS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask", "Tensor query_rows, Tensor key_rows, Tensor? bias"

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fast_attention import Nystrom, Softmax, Unsupported
-from fast_attention.mechanisms.landmarks.means import segment_means
-from fast_attention.mechanisms.landmarks.nystrom import iterated_inverse
+from fast_attention.mechanisms.dense.nystrom import iterated_inverse, segment_means
 from tests.cases import qkv
 from tests.oracles.softmax import softmax
 
