@@ -113,6 +113,14 @@ class Attention(Mechanism[W, S]):
         keys, values = (q.new_zeros(*q.shape[:-1], x.shape[-1]) for x in (k, v))
         return self.advance(q, keys, values, w, state, key_mask=nothing)[0]
 
+    def parts_by_states(self, is_causal: bool) -> bool:
+        """Whether parts of a sequence need only states of one another: then ``parallel`` sends these between processes.
+
+        Causal, a part advances from the state of all earlier ones, which passes gradients on; else every part reads
+        from the state of all, wherever it stands.
+        """
+        return self.traits.memory == "constant" and not self.traits.bounded
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False,
         key_mask: Tensor | None = None, attn_mask: Tensor | None = None, dropout: float = 0.0,

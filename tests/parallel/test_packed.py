@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fast_attention.parallel.packing import packed_over
+from fast_attention.parallel.strategy import Call, Sizes
 
 from fast_attention import BigBird, ByLength, Unsupported, packed
 from fast_attention.parallel import attend, collectives, decode, shards, strategy
-from fast_attention.parallel.packing import packed_over
 from fast_attention.parallel.states import leaves
-from fast_attention.parallel.strategy import Call, Sizes
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.parallel import leave, spread, wrong
 from tests.parallel.test_parallel import HEADS, LENGTHS, cut

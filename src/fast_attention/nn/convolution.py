@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fast_attention import checks
 from fast_attention.engine import masks
 from fast_attention.engine.precision import in_float32
-from fast_attention.parallel.fetching import fetch
 from fast_attention.parallel.shards import Shards
 from fast_attention.parallel.spreading import Spread
+from fast_attention.parallel.windows import fetch
 
 
 class ConvolutionState(NamedTuple):
@@ -57,7 +57,7 @@ class CausalConvolution(Spread, nn.Module):
         """Tokens of this process, and what follows them all needs, after ``recent`` before the first process's."""
         before = len(self.weight) - 1
         earlier = x.new_zeros(*x.shape[:-2], before, x.shape[-1]) if recent is None else recent
-        starts = shards.starts()
+        starts = [0, *(end for _, end in shards.borders())]
 
         def up_to(end: int, ends: list[int]) -> Tensor:
             tokens = fetch(x, [(max(each - before, 0), each) for each in ends], shards)

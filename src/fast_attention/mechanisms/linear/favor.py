@@ -119,6 +119,10 @@ class Favor(Kernelised[TrigonometricWeights]):
         if self.clamp is not None:
             at_least(self, "clamp", self.clamp, 0.0)
 
+    def parts_by_states(self, is_causal: bool) -> bool:
+        """Not with a clamp: a state holds its unit without a gradient."""
+        return self.clamp is None
+
     def weights(self, shape: Shape) -> TrigonometricWeights:
         """Draw the projection of every head, and its phases."""
         projection = draw(shape.heads, self.num_features, shape.head_dim, orthogonal=self.orthogonal)
