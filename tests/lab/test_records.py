@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.bench import Benchmark, PeakMemory, Row, Step
 
 from fast_attention.lab import records
-from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.converting.record import Converted
 from fast_attention.lab.inputs import InputError
