@@ -1,22 +1,27 @@
-"""Reads a text or proteins, from the user's file or the samples shipped with the package, as token numbers."""
+"""Reads a text or proteins from the user's file as token numbers; without a file, Python's language reference."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
+import io
+import os
+import re
+import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from pydoc_data.topics import topics
+from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
 
-from fast_attention import data
-from fast_attention.data import reading
 from fast_attention.lab.inputs import InputError
 
-SAMPLE = "sample"
+LIMIT = 1 << 30  # bytes of a file, unpacked: a device has no end, and gzip may unpack to a thousand times its size
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,27 +64,19 @@ class Corpus:
         """A document as tokens; proteins with or without a space between residues, as the tokenizer knows better.
 
         Raises:
-            InputError: It knows none of its words.
+            InputError: All its tokens mean "unknown": every word would be the same.
         """
         layouts = [text] if self.kind == "text" else [text, " ".join(text)]
         read = [tokenizer(each, **options)["input_ids"] for each in layouts]
-        best = max(read, key=lambda ids: sum(number != tokenizer.unk_token_id for number in ids) / max(len(ids), 1))
-        self._known(tokenizer, best, name)
-        return best
-
-    def _known(self, tokenizer: Any, ids: list[int], name: str) -> None:
-        """Refuse tokens of a document that all mean "unknown": every word would be the same.
-
-        Raises:
-            InputError: They do.
-        """
         unknown = tokenizer.unk_token_id
-        if unknown is not None and unknown in ids and {*ids} <= {unknown, *tokenizer.all_special_ids}:
+        best = max(read, key=lambda ids: sum(number != unknown for number in ids) / max(len(ids), 1))
+        if unknown is not None and unknown in best and {*best} <= {unknown, *tokenizer.all_special_ids}:
             raise InputError(f"{self.name}: the tokenizer knows no word of {name}, so that all tokens are the same")
+        return best
 
 
 def read(text: str | None = None, fasta: str | None = None, *, option: str = "--text") -> Corpus:
-    """The corpus of ``--text`` or ``--fasta`` (``"sample"``: the shipped proteins); the shipped prose without either.
+    """The corpus of ``--text`` or ``--fasta``; Python's language reference without either.
 
     Args:
         text: A file of text.
@@ -87,44 +84,71 @@ def read(text: str | None = None, fasta: str | None = None, *, option: str = "--
         option: What the user gave the text with, for messages.
 
     Raises:
-        InputError: Both are given, or the file is missing, empty or broken; the message names file and line.
+        InputError: Both are given, or the file is missing, empty or damaged; the message names file and line.
     """
     if text and fasta:
         raise InputError("give --text or --fasta, not both")
     if fasta:
-        return _proteins(fasta)
+        return Corpus("proteins", fasta, tuple(_proteins(fasta)))
     if text is None:
-        return Corpus("text", "the Jargon File 4.4.7 (public domain, shipped)", (("the Jargon File", data.text()),))
-    return Corpus("text", text, ((Path(text).name, _text(Path(text), option)),))
+        name, pages = "Python's language reference", (topics[title] for title in sorted(topics))
+        return Corpus("text", f"{name} (PSF licence, installed)", ((name, "\n\n".join(pages)),))
+    return Corpus("text", text, ((Path(text).name, _text(text, option)),))
 
 
-def _proteins(path: str) -> Corpus:
-    if path == SAMPLE and not Path(path).exists():
-        proteins, name = data.proteins(), "421 UniProt proteins (CC BY 4.0, shipped)"
-    else:
-        try:
-            proteins, name = list(data.read_fasta(path)), path
-        except data.FastaError as error:
-            raise InputError(str(error)) from error
-        except OSError as error:
-            raise InputError(f"--fasta {path}: {error.strerror or error}") from error
-    return Corpus("proteins", name, tuple((protein.name, protein.sequence) for protein in proteins))
+def _proteins(path: str) -> list[tuple[str, str]]:
+    """Name and residues of every record of a FASTA file."""
+    records: list[tuple[str, list[str]]] = []
+    for number, line in enumerate(_text(path, "--fasta").splitlines(), 1):
+        residues = line.strip().upper().removesuffix("*")
+        if line.startswith(">"):
+            records.append(((line[1:].split() or ["unnamed"])[0], []))
+        elif wrong := re.search("[^A-Z]", residues):
+            what = f"{residues[wrong.start()]!r} in column {wrong.start() + 1} is not a residue letter"
+            raise InputError(f"{path}, line {number}: {what}")
+        elif residues and not records:
+            raise InputError(f"{path}, line {number}: residues before the first header (a line that starts with '>')")
+        elif residues:
+            records[-1][1].append(residues)
+    if none := [name for name, residues in records if not residues]:
+        raise InputError(f"{path}: the header '>{none[0][:40]}' has no residues below it")
+    return [(name, "".join(residues)) for name, residues in records]
 
 
-def _text(path: Path, option: str) -> str:
+def _text(path: str, option: str) -> str:
+    """A file's text, unpacked where its first two bytes say that it is gzip."""
     raw = b""
     try:
-        raw = reading.unpacked(path)
+        with _opened(path) as file:
+            raw = _all(file, f"{option} {path}")
+        if raw.startswith(b"\x1f\x8b"):
+            raw = _all(gzip.GzipFile(fileobj=io.BytesIO(raw)), f"{option} {path}")
         text = raw.decode("utf-8-sig")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{option} {path}: the gzip data are cut off or damaged") from error
     except OSError as error:
         raise InputError(f"{option} {path}: {error.strerror or error}") from error
-    except reading.TooLong as error:
-        raise InputError(f"{option} {error}") from error
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise InputError(f"{option} {path}, line {line}: not UTF-8 text") from error
     if not text.strip():
         raise InputError(f"{option} {path}: the file is empty")
     return text
+
+
+def _opened(path: str) -> IO[bytes]:
+    """A file, or a pipe that a shell gives (``<(command)``); no named pipe, to which nobody may ever write."""
+    is_shells = os.path.realpath(path).startswith(("/dev/", "/proc/"))  # its other end is open already
+    if not is_shells and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "a named pipe, on which one may wait for ever: give a file")
+    return open(path, "rb")
+
+
+def _all(file: IO[bytes] | Any, what: str) -> bytes:
+    """All bytes of a file that holds no more than ``LIMIT``."""
+    content = bytearray()
+    while chunk := file.read(CHUNK):
+        content += chunk
+        if len(content) > LIMIT:
+            raise InputError(f"{what}: more than {LIMIT:,} bytes, unpacked: give a part of it")
+    return bytes(content)

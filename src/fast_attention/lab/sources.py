@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fast_attention.lab import capture, corpus, library_source, loading
+from fast_attention.lab import capture, corpus, loading
 from fast_attention.lab.inputs import InputError
 
 _SHAPES = re.compile(r"(\d+)x(\d+)")
@@ -34,6 +34,4 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int, lo
         raise InputError(
             f"{error}. For a model of another kind give its heads and their width, such as 8x64"
         ) from error
-    if location.ours:
-        return library_source.LibrarySource(location.folder, location.name, text, fasta)
     return capture.HuggingFace(location.name, corpus.read(text, fasta), longest)
