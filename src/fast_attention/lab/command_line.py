@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -20,47 +20,20 @@ IMPORT = "--import"
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-class Command(NamedTuple):
-    """A command: the module of its function, which is called ``NAME_command``, and its docstring's first line."""
-
-    module: str
-    words: str
-
-
-COMMANDS = {
-    "list": Command("listing", "List the mechanisms with what they can do, or show all about one."),
-    "advise": Command(
-        "advise",
-        "Advise what to use at one length: error on a model's real tensors, time and memory here, ranked; or keep "
-        "exact.",
-    ),
-    "compare": Command(
-        "commands",
-        "Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.",
-    ),
-    "check": Command(
-        "check",
-        "Test an attention or a whole model against the laws: causality, padding, decoding. Exit code 1: one is "
-        "broken.",
-    ),
-    "convert": Command(
-        "convert",
-        "Make a trained model's attention fast and win its quality back: swap, transfer, choose layers, fine-tune.",
-    ),
-    "export": Command(
-        "export",
-        "Export a model with an open batch and length; the file is run at other lengths before it gets its name.",
-    ),
-}
+COMMANDS = {  # and the module of each, in which its function is called ``NAME_command``
+    "list": "listing", "advise": "advise", "compare": "commands", "check": "check", "convert": "convert",
+    "export": "export",
+}  # fmt: skip
 _CHECKOUT = "in a checkout of the repository"
-GONE = {  # commands of before, and what took their place
-    "train": f"{_CHECKOUT}, python -m experiments.train",
-    "study": f"{_CHECKOUT}, python -m experiments.study",
-    "generate": f"{_CHECKOUT}, python -m experiments.generate",
-    "tasks": f"{_CHECKOUT}, experiments/tasks.py has the tasks of python -m experiments.train",
-    "reproduce": f"{_CHECKOUT}, python -m experiments.reproductions.NAME",
-    "bench": f"{_CHECKOUT}, python -m benchmarks.bench",
+GONE = {  # commands and options of before, and what took their place
+    "train": f"use python -m experiments.train {_CHECKOUT}",
+    "study": f"use python -m experiments.study {_CHECKOUT}",
+    "generate": f"use python -m experiments.generate {_CHECKOUT}",
+    "tasks": f"experiments/tasks.py has those of python -m experiments.train, {_CHECKOUT}",
+    "reproduce": f"use python -m experiments.reproductions.NAME {_CHECKOUT}",
+    "bench": f"use python -m benchmarks.bench {_CHECKOUT}",
     "maps": 'the gallery page "attention maps" draws them by fast_attention.attention_rows',
+    "--fasta": "proteins are read by the tasks of experiments/; --text takes a file of residues too",
     "--max-bytes": "files of up to 1 GiB are read, unpacked",
     "--transfer-minutes": "fast-attention convert trains a mechanism into a model",
 }
@@ -69,16 +42,14 @@ GONE = {  # commands of before, and what took their place
 def run(arguments: list[str]) -> int:
     """Run one command; the exit code. What cannot be carried out is one line on stderr."""
     first, rest = _split(arguments)
-    name = next((word for word in rest if not word.startswith("-")), "")
-    gone = name if name in GONE else next((word for word in (w.split("=")[0] for w in rest) if word in GONE), "")
-    if gone:
-        return refusals.refuse(2, f"{gone} is gone: {GONE[gone]}")
+    command = [word for word in rest if not word.startswith("-")][:1]
+    if gone := [word for word in (*command, *(word.split("=")[0] for word in rest if word[:1] == "-")) if word in GONE]:
+        return refusals.refuse(2, f"{gone[0]} is gone: {GONE[gone[0]]}")
     try:
-        app = _app(name or _completed())
-        return app(args=[*first, *_repeat(rest)], prog_name="fast-attention", standalone_mode=False) or 0
+        return _app()(args=[*first, *_repeat(rest)], prog_name="fast-attention", standalone_mode=False) or 0
     except _UsageError as error:
-        command = error.ctx.command_path if error.ctx else "fast-attention"
-        return refusals.refuse(2, f"{error.format_message()} (see {command} --help)")
+        command_path = error.ctx.command_path if error.ctx else "fast-attention"
+        return refusals.refuse(2, f"{error.format_message()} (see {command_path} --help)")
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except Exception as error:
@@ -88,8 +59,8 @@ def run(arguments: list[str]) -> int:
         return refusals.refuse(*known)
 
 
-def _app(asked: str) -> typer.Typer:
-    """Build the application: all commands by name and first sentence, the one to run or complete with its options."""
+def _app() -> typer.Typer:
+    """Build the application of all commands; none of their libraries is imported for that."""
     app = typer.Typer(
         help="Every fast attention mechanism: what it costs, how far it is from exact attention, and what it can do.",
         no_args_is_help=True,
@@ -98,19 +69,9 @@ def _app(asked: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_any_command)
-    for name, command in COMMANDS.items():
-        if name == asked:
-            app.command(name)(options.taken(f"fast_attention.lab.{command.module}", f"{name}_command"))
-        else:
-            app.command(name, help=command.words)(lambda: None)
+    for name, module in COMMANDS.items():
+        app.command(name)(options.taken(f"fast_attention.lab.{module}", f"{name}_command"))
     return app
-
-
-def _completed() -> str:
-    """The command on the line that a shell asks to complete; its script puts the words into variables."""
-    words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
-    asks = "_FAST_ATTENTION_COMPLETE" in os.environ
-    return next((word for word in words.split()[1:] if asks and word in COMMANDS), "")
 
 
 def _version(asked: bool) -> None:

@@ -22,7 +22,6 @@ def compare_command(
         str | None, typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
     ] = None,
     text: options.Text = None,
-    fasta: options.Fasta = None,
     mechanisms: options.Mechanisms = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 128 to 4096.")] = None,
     causal: options.Direction = None,
@@ -45,7 +44,7 @@ def compare_command(
     chosen = inputs.mechanisms(mechanisms) if mechanisms else compare.default_mechanisms()
     sizes, drawn = inputs.lengths(lengths or list(compare.LENGTHS)), inputs.head(head)
     inputs.folder(out)
-    source = sources.source(model, text, fasta, seed, min(max(sizes), compare.LONGEST_ERROR))
+    source = sources.source(model, text, seed, min(max(sizes), compare.LONGEST_ERROR))
     is_causal = source.is_causal if causal is None else causal
     setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
     plan = compare.Plan(source, chosen, sizes, setting, budget, drawn)

@@ -67,7 +67,9 @@ def find(name: str | Path) -> ModelFolder:
     if Path(name).is_file():
         raise InputError(f"{name} is a file; give {KINDS}. A module of torch takes swap(model, ...) in Python")
     if name == "protein-mini":
-        raise InputError("protein-mini is in experiments/data of a checkout of the repository: experiments.models reads it")
+        raise InputError(
+            "protein-mini is in experiments/data of a checkout of the repository: experiments.models reads it"
+        )
     if name.replace("-", "_") == DEFAULT_PACKAGE:
         return ModelFolder(name, Path(default_model()))
     return ModelFolder(name, _downloaded(name))

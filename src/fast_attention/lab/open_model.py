@@ -37,7 +37,8 @@ class _OfTokens(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, decoder_input_ids: Tensor | None = None
     ) -> Tensor:
         rest = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
-        return self.model(input_ids, **{name: x for name, x in rest.items() if x is not None}, **self.options)[0]
+        chosen = {name: x for name, x in rest.items() if x is not None}
+        return self.model(input_ids=input_ids, **chosen, **self.options)[0]
 
 
 class _OfPixels(nn.Module):
@@ -48,7 +49,7 @@ class _OfPixels(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.model(pixel_values)[0]
+        return self.model(pixel_values=pixel_values)[0]
 
 
 def opened(model: Any) -> OpenModel:

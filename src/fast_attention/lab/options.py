@@ -24,7 +24,6 @@ MODEL: Any = typer.Argument(help=f"What to open: {KINDS}.", metavar="MODEL")
 Text = Annotated[
     str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: Python's language reference.")
 ]
-Fasta = Annotated[str | None, typer.Option(help="Protein file to read, plain or .gz.")]
 Mechanisms = Annotated[
     list[str] | None, typer.Option(help="Names or expressions, e.g. Local(window=64). Default: all.")
 ]

@@ -64,12 +64,12 @@ def _one(name: str, option: str) -> Corpus:
 def python() -> Corpus:
     """The language reference that ``help`` prints, and the docstrings of the standard library."""
     documents = _bounded(chain(sorted(topics.items()), _docstrings(Path(sysconfig.get_paths()["stdlib"]))))
-    return Corpus("text", "Python's topics and docstrings (PSF licence, installed)", documents)
+    return Corpus("Python's topics and docstrings (PSF licence, installed)", documents)
 
 
 def packages() -> Corpus:
     """Descriptions and documentation of the installed packages, in an order that mixes them."""
-    return Corpus("text", "documentation of installed packages (their own licences)", _bounded(_installed()))
+    return Corpus("documentation of installed packages (their own licences)", _bounded(_installed()))
 
 
 SOURCES: dict[str, Callable[[], Corpus]] = {"python": python, "packages": packages}
