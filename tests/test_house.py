@@ -29,7 +29,7 @@ FLOORS = [
     ["feature_maps"],
     ["gpu"],
     ["checks", "decoding", "traits"],
-    ["biases", "invariance", "refusals"],
+    ["biases", "refusals"],
     ["mechanism"],
     ["dense"],
     ["sparse"],

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fast_attention import import_hook
+from fast_attention.known_names import gone
 
 if TYPE_CHECKING:
     from fast_attention.contents import *  # noqa: F403
@@ -30,6 +31,8 @@ def __getattr__(name: str) -> Any:
         if name in (public := _contents()):
             globals().update(public)
             return public[name]
+        if place := gone(name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r} any more: {place}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fast_attention import checks, invariance, packed
+from fast_attention import checks, packed
 from fast_attention.decoding import State
 from fast_attention.engine import dispatch
 from fast_attention.mechanism import Attention, Mechanism, Mixer, Unsupported
@@ -159,7 +159,6 @@ def _call(
     key_mask: Tensor | None, error: Exception | None, sequences: Described | None, state: State | None = None,
 ) -> tuple[Call, tuple[Tensor, ...]]:  # fmt: skip
     """The call and its inputs as every process knows them; raises on all processes what is wrong on any."""
-    invariance.refuse_group(mechanism)
     call = Call(mechanism, w, group, is_causal, key_mask)
     if not isinstance(group, Shards):
         call, inputs = agreed(call, inputs, error, sequences, state)
