@@ -47,7 +47,7 @@ FLOORS = [
     ["training"],
     ["conversion"],
     ["lab"],
-    ["cli", "contents", "import_hook"],
+    ["cli", "contents"],
     ["__main__"],
 ]
 

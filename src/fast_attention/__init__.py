@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fast_attention import import_hook
 from fast_attention.known_names import gone
 
 if TYPE_CHECKING:
@@ -43,6 +42,3 @@ def __dir__() -> list[str]:
 def _contents() -> dict[str, Any]:
     names = vars(import_module(f"{__name__}.contents"))
     return {name: value for name, value in names.items() if not name.startswith("_")}
-
-
-import_hook.install()
