@@ -32,7 +32,7 @@ FLOORS = [
     ["feature_maps"],
     ["gpu"],
     ["checks", "decoding", "traits"],
-    ["biases", "invariance", "refusals"],
+    ["biases", "refusals"],
     ["mechanism"],
     ["dense"],
     ["sparse"],
@@ -50,7 +50,7 @@ FLOORS = [
     ["training"],
     ["conversion"],
     ["lab"],
-    ["cli", "contents", "import_hook"],
+    ["cli", "contents"],
     ["__main__"],
 ]
 

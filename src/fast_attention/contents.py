@@ -5,7 +5,6 @@ from fast_attention.mechanism import Attention as Attention, Mixer as Mixer
 from fast_attention.mechanism import Shape as Shape, Traits as Traits, Unsupported as Unsupported
 
 from fast_attention.engine.dispatch import implementation as implementation
-from fast_attention.invariance import batch_invariant as batch_invariant
 from fast_attention.allocator import keep_memory as keep_memory
 
 from fast_attention.mechanisms import Softmax as Softmax, ReLUAttention as ReLUAttention

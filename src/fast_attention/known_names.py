@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -133,3 +134,23 @@ def known(text: str) -> Known | None:
     name = simple(text.split("(")[0])
     short = re.sub(r"(attention|transformers?|s)$", "", name)
     return _BY_NAME.get(name) or _BY_NAME.get(short)
+
+
+GONE = {  # public names and keywords of earlier versions
+    "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
+    "compile=": "torch.compile(model) takes its place",
+}
+
+
+def gone(name: str) -> str:
+    """What took the place of a public name of earlier versions; empty for any other name."""
+    if name in ("LARA", "Agent", "ABC"):
+        return str(known(name))
+    return GONE.get(name, "")
+
+
+def refuse_keywords(owner: str, names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for keywords that ``owner`` does not take; of one that is gone, say what took its place."""
+    for name in names:
+        place = GONE.get(f"{name}=", "")
+        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {place}" if place else ""))

@@ -12,7 +12,7 @@ import torch
 from fast_attention import Shape, Unsupported, catalogue, conformance
 from tests.cases import ATTENTIONS, CASES, bind, qkv, uncached
 
-COSTLY = {"declared order", "threads", "same bits in any batch and split"}
+COSTLY = {"declared order", "threads"}
 TRACED = {"torch.compile(fullgraph=True)", "torch.export, dynamic length"}
 
 

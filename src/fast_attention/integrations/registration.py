@@ -1,4 +1,4 @@
-"""An import hook that lets transformers load swapped models, whenever it is imported; here it never is."""
+"""Registers swapped models with transformers, now or as soon as it is imported; here it never is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MODELS = "transformers.modeling_utils"  # whatever loads a model has imported it
 
 
 class ModelsFinder(MetaPathFinder):
-    """Has ``register`` called after transformers' models were imported."""
+    """Has ``_register`` called after transformers' models were imported."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The ordinary spec of the module, whose loader also calls ``register``.
+        """The ordinary spec of the module, whose loader also calls ``_register``.
 
         Packages without an ``__init__`` have a ``path`` that is iterated but no sequence.
         """
@@ -26,7 +26,7 @@ class ModelsFinder(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             load(module)
-            register()
+            _register()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -35,11 +35,11 @@ class ModelsFinder(MetaPathFinder):
 def install() -> None:
     """Register now if transformers' models have been imported, else as soon as they are."""
     if MODELS in sys.modules:
-        register()
+        _register()
     elif not any(isinstance(finder, ModelsFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ModelsFinder())
 
 
-def register() -> None:
+def _register() -> None:
     """Make swapped models known to transformers."""
     import_module("fast_attention.integrations.loading")
