@@ -67,7 +67,7 @@ class Undone(nn.Module):
         ])  # fmt: skip
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.cat(self.blocks(x, x, is_causal=True, key_mask=mask), -1)
+        return self.blocks(x, is_causal=True, key_mask=mask)
 
 
 class Grouped(nn.Module):
