@@ -272,8 +272,6 @@ def test_generated_tables_are_fresh() -> None:
     assert not runpy.run_path(str(ROOT / "docs" / "costs.py"))["stale"](), "run `python docs/costs.py`: newer records"
     pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
     assert not pictures["stale"](), "run `python docs/pictures.py`: README's picture is of an older benchmark"
-    costs = runpy.run_path(str(ROOT / "docs" / "parallel_costs.py"))
-    assert not costs["stale"](), "run `python docs/parallel_costs.py`: a newer benchmark"
 
 
 def test_every_folder_says_what_it_is_for() -> None:
