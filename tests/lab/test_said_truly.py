@@ -10,17 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_attention import catalogue, conformance, exporting, swap, tasks
+from fast_attention import catalogue, conformance, exporting, swap
 from fast_attention.data.fasta import parse_fasta
 from fast_attention.lab import command_line, corpus, inputs, library_source, refusals, verdicts
 from fast_attention.lab.advice.ranking import Question, advice, ranked
 from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import EXACT, Cell
-from fast_attention.lab.study.plan import Plan
 from fast_attention.nn import saving
 from fast_attention.nn.models import Model, ModelConfig
-from fast_attention.training.settings import TrainingSettings
 
 resource = pytest.importorskip("resource")
 LATE = Cell("Local()", 512, "over budget", "the time was spent")
@@ -63,16 +61,6 @@ def test_exact_attention_is_no_other_function(capsys: pytest.CaptureFixture[str]
     assert command_line.run(["list", "Softmax"]) == 0
     assert "error:    exact attention\n" in capsys.readouterr().out
     assert "another function" in verdicts.kind(catalogue.parse("Softmax(scale=2.0)"))
-
-
-def test_a_study_refuses_before_anything_is_trained(tmp_path: Path) -> None:
-    """Padding shows in the data only: a mechanism that takes none was refused after the controls had been trained."""
-    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"{'ab' * i},{i % 2}\n" for i in range(1, 20)))
-    task = tasks.parse(f"Sequences(path={str(tmp_path / 'a.csv')!r})")
-    before = torch.random.get_rng_state()
-    with pytest.raises(InputError, match=r"^FNet\(\): .*key_mask"):
-        Plan.of(task, ["FNet()"], 1, TrainingSettings(steps=2), {"width": 8, "heads": 2, "layers": 1})
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 @pytest.mark.parametrize("name", ["BigBird()", "Local()"])
