@@ -71,7 +71,9 @@ def competitors(length: int) -> dict[str, Callable[[], Any]]:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, BATCH, HEADS, length, HEAD_DIM)
     runs: dict[str, Callable[[], Any]] = {FUSED: lambda: F.scaled_dot_product_attention(q, k, v)}
-    if 2.2 * 4 * HEADS * length**2 < memory_at_hand(torch.device("cpu")):  # bytes of the scores; the weights are as many again
+    if 2.2 * 4 * HEADS * length**2 < memory_at_hand(
+        torch.device("cpu")
+    ):  # bytes of the scores; the weights are as many again
         runs = {UNFUSED: lambda: unfused(q, k, v), **runs}
     for name in (each for each in (*THEIRS, *OURS) if each.split("(")[0] in catalogue.names()):
         bound = Bound(catalogue.parse(name), Shape(HEADS, HEAD_DIM, length))

@@ -1,7 +1,7 @@
 """Performer, Fig. 4 (Choromanski et al. 2020): the error of attention from random features against their number.
 
-Records: records/*-reproduce-performer.json. Again: ``python -m experiments.reproductions.performer --out out/performer``
-(5 minutes; with the same version of torch the same numbers).
+Records: records/*-reproduce-performer.json. Again: ``python -m experiments.reproductions.performer --out
+out/performer`` (5 minutes; with the same version of torch the same numbers).
 """
 
 from __future__ import annotations
