@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
@@ -520,6 +521,13 @@ def given(options: argparse.Namespace, kind: type) -> dict[str, Any]:
     return {each.name: getattr(options, each.name) for each in fields(kind) if hasattr(options, each.name)}
 
 
+def settings_from(options: argparse.Namespace, held: Mapping[str, Any] = MappingProxyType({})) -> TrainingSettings:
+    """The settings that were given, beside a resumed run's; minutes without steps mean as many steps as they hold."""
+    own = given(options, TrainingSettings)
+    own = {"steps": 0, **own} if "minutes" in own and not held else own
+    return TrainingSettings(**{**held, **own})
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train, and print the best model beside the baselines; 130 where a signal ended it."""
     about = argparse.RawDescriptionHelpFormatter
@@ -538,7 +546,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("name a task, such as copy, or --resume a run")
         task = tasks.parse(options.task or held["task"])
         config = config_for(task, **held.get("model", {}) | given(options, ModelConfig))
-        settings = TrainingSettings(**held.get("settings", {}) | given(options, TrainingSettings))
+        settings = settings_from(options, held.get("settings", {}))
         outcome = train(
             task, config, settings, options.out, resume=options.resume, restart=options.restart,
             watch=lambda line: print(json.dumps(line), file=sys.stderr, flush=True),
