@@ -141,6 +141,7 @@ def draw(record: Reproduced) -> tuple[Figure, str]:
     figure, panels = common.figure(4.8, 2, sharey=True)
     names = [name for name in (*THEIRS, *OURS) if record.of(competitor=name)]
     for axes, baseline in zip(panels, (UNFUSED, FUSED), strict=True):
+        common.logarithmic(axes, 2)
         exact = times(record, baseline)
         axes.set_title(f"time over that of {baseline}")
         axes.axhline(1.0, color=INK, linewidth=1.2)
@@ -148,7 +149,6 @@ def draw(record: Reproduced) -> tuple[Figure, str]:
             seconds = times(record, name)
             points = {length: seconds[length] / exact[length] for length in sorted(seconds.keys() & exact.keys())}
             common.line(axes, points, "-" if at < 7 else "--", color=(*COLOURS, PALE)[at % 7], label=name)
-        common.logarithmic(axes, 2)
         common.labelled(axes, "tokens")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     return figure, f"Time of a forward pass over that of exact attention, {len(names)} mechanisms against length."
@@ -169,7 +169,8 @@ def tables(record: Reproduced) -> list[Table]:
         text = milliseconds(None if seconds is None else 1000 * seconds)
         return f"**{text}**" if seconds is not None and seconds < exact else text
 
-    every = [[name, *(time(name, length) for length in LENGTHS)] for name in (UNFUSED, FUSED, *measured)]
+    shown = {UNFUSED: UNFUSED, FUSED: FUSED, **{name: f"`{name}`" for name in measured}}
+    every = [[words, *(time(name, length) for length in LENGTHS)] for name, words in shown.items()]
     heads = ["mechanism", "the paper calls it", "published", "against unfused", "against fused"]
     return [
         Table("Efficiency length: tokens from which it is faster", heads, rows),

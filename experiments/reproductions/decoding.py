@@ -159,10 +159,10 @@ def draw(record: Reproduced) -> tuple[Figure, str]:
     alone = f"attention alone: {HEADS} heads of {WIDTH // HEADS}"
     titles = {"model": f"a whole model: {LAYERS} layers of {WIDTH}", "attention": alone}
     for axes, (part, title) in zip(panels, titles.items(), strict=True):
+        common.logarithmic(axes, 2)
         for name, colour in zip(MECHANISMS, (COLOURS[0], INK, COLOURS[1]), strict=True):
             points = {position: 1000 * seconds for position, seconds in sorted(times(record, part, name).items())}
             common.line(axes, points, color=colour, label=name)
-        common.logarithmic(axes, 2)
         axes.set_title(title)
         common.labelled(axes, "position of the token", "milliseconds for a token")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
