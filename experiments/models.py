@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from fast_attention import Unsupported, __version__, catalogue, files
 from fast_attention.nn.feedforward import ChunkedFeedForward
-from fast_attention.nn.positions import Positions, PositionTable
 from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.nn.token_mixer import TokenMixer
 from fast_attention.value import Value, at_least, one_of
 
+Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
 FORMAT = "fast-attention model 1"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MODELS = Path(__file__).parent / "data"  # with protein-mini, a trained encoder
@@ -104,6 +104,38 @@ class ModelConfig(Value):
         """The longest sequence that the model reads; None: any."""
         bounded = any(catalogue.parse(name).traits.bounded for name in self.mechanisms)
         return self.max_len if bounded or self.positions == "learned" else None
+
+
+def sinusoids(length: int, width: int, start: int = 0, device: torch.device | None = None) -> Tensor:
+    """Sines of the even and cosines of the odd channels (arXiv 1706.03762, section 3.5), from position ``start`` on."""
+    exact = torch.device("cpu") if device is not None and device.type == "mps" else device  # which knows no float64
+    fractions = torch.arange(0, width, 2, device=exact, dtype=torch.float64) / width
+    angles = (torch.arange(length, device=exact) + start)[:, None] * torch.exp(-fractions * math.log(10_000.0))
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :width]
+
+
+class PositionTable(nn.Module):
+    """Learned or sinusoidal positions, added to the tokens.
+
+    Args:
+        kind: ``"learned"`` (drawn with deviation 0.02) or ``"sinusoidal"`` (any length).
+        width: Width of the tokens.
+        max_len: Longest sequence of the learned table.
+    """
+
+    def __init__(self, kind: Positions, width: int, max_len: int) -> None:
+        super().__init__()
+        self.kind, self.max_len = kind, max_len
+        self.table = nn.Parameter(torch.randn(max_len, width) * 0.02) if kind == "learned" else None
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Tokens (B, L, E) with their positions from ``start`` on."""
+        length = x.shape[-2]
+        if self.table is None:
+            return x + sinusoids(length, x.shape[-1], start, x.device).to(x)
+        if start + length > self.max_len:
+            raise ValueError(f"the model has learned positions for {self.max_len} tokens and got {start + length}")
+        return x + self.table[start : start + length]
 
 
 class CausalConvolution(nn.Module):

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments import models, tasks
-from experiments.models import Model, ModelConfig
+from experiments.models import Model, ModelConfig, PositionTable
 from experiments.tasks import IGNORED, Batch, Task
 from fast_attention import __version__, catalogue, files
-from fast_attention.nn.positions import PositionTable
 from fast_attention.value import Value, at_least, is_seed
 
 RUN, LOG, MODEL, CHECKPOINTS = "run.json", "log.jsonl", "model", "checkpoints"  # in a run's folder
