@@ -23,7 +23,6 @@ from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduc
 from fast_attention import Bound, Shape, catalogue
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.lab.drawing import COLOURS, INK, PALE, PAPER
-from fast_attention.lab.numbers import amount
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 
 BATCH, RATE = 32, 1e-3
@@ -353,7 +352,7 @@ def draw(record: Reproduced) -> tuple[Figure, str]:
     left.set_xticks(SIZES, [str(n) for n in SIZES])
     common.labelled(left, "associations in a sequence of one layer; dotted: the paper", "loss (0.5: nothing retrieved)")
     right.set_xscale("log")
-    right.xaxis.set_major_formatter(lambda value, _: amount(int(value)))
+    right.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     common.labelled(right, f"numbers in the state, {size} associations", "recall: share of queries answered right")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     words = "loss against associations, dotted the paper's, hollow where time ended the training; recall against state"
@@ -374,8 +373,8 @@ def tables(record: Reproduced) -> list[Table]:
         rows.append([each.label, *cells])
         held = {size: record.of(contender=each.label, associations=size) for size in sizes}
         right = [f"{100 * statistics.fmean(r['recall'] for r in own):.0f} %" if own else "-" for own in held.values()]
-        state = next(amount(own[0]["state"]) for own in reversed(held.values()) if own)
-        recall.append([each.label, *right, state, f"`{each.mechanism}`"])
+        state = next(own[0]["state"] for own in reversed(held.values()) if own)
+        recall.append([each.label, *right, f"{state:,}", f"`{each.mechanism}`"])
     heads = ["", *(f"{size} associations" for size in sizes)]
     return [
         Table("Loss here, and in brackets the paper's; *: time ended the training", heads, rows),

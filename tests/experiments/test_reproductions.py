@@ -72,7 +72,7 @@ def test_each_runs_from_end_to_end_and_has_nothing_to_resume(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if script is spectra:
-        pytest.importorskip(spectra.DEFAULT_PACKAGE)
+        pytest.importorskip(spectra.MODEL)
     chosen, record = script.REPRODUCTION, ran(script, tmp_path, monkeypatch)
     assert (record.meta["status"], record.meta["command"][2]) == (
         "complete",
