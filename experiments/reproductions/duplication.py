@@ -1,4 +1,8 @@
-"""Reformer, Table 2 (Kitaev et al. 2020): models trained with some rounds of hashing, each read with other numbers."""
+"""Reformer, Table 2 (Kitaev et al. 2020): models trained with some rounds of hashing, each read with other numbers.
+
+Records: records/*-reproduce-duplication.json. Again: ``python -m experiments.reproductions.duplication --out
+out/duplication`` (6 minutes of processor time).
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, picture
-from fast_attention.lab.hover import Series
-from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
-from fast_attention.lab.reproducing.runs import Training, equal_steps
-from fast_attention.lab.tables import Table, Value
-from fast_attention.mechanisms import LSH
-from fast_attention.nn import saving
-from fast_attention.nn.bound import Bound
-from fast_attention.nn.models import Model, ModelConfig
-from fast_attention.tasks.recall import Duplicate
-from fast_attention.training import loop, run_folder, steps
-from fast_attention.training.processes import Group
-from fast_attention.training.settings import TrainingSettings
+from experiments import models
+from experiments.models import Model, ModelConfig
+from experiments.reproductions import common
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table, Training
+from experiments.tasks import Duplicate
+from experiments.train import TrainingSettings, config_for, evaluate
+from fast_attention import LSH, Bound
+from fast_attention.lab.drawing import COLOURS, INK
 
 FULL = 0  # rounds of hashing: none, all tokens in one bucket
 TRAINED = (FULL, 8, 4, 2, 1)
@@ -39,28 +38,30 @@ TABLE = {  # Table 2: accuracy, by the rounds in training and when read
 }
 TASK = Duplicate(words=63)
 MODEL = {"width": 64, "heads": 4, "layers": 1, "hidden": 64, "positions": "learned"}
-SETTINGS = TrainingSettings(batch_size=16, lr=3e-3, evaluation_batches=8, save_seconds=0.0)
+SETTINGS = TrainingSettings(batch_size=16, lr=3e-3, evaluation_batches=8)
 BUCKETS, BUCKET_SIZE = 16, 8
 LEARNT = 0.75  # accuracy with the rounds of training, from which on a model counts
 MOST, DRAWS = 500, 4  # steps that are enough; draws of the rotations that a model is read with
 
 
-def run(budget: Budget) -> Iterator[Row]:
+# Measuring
+
+
+def measure(budget: Budget) -> Iterator[Row]:
     """Train with each number of rounds in turn, and read each model with all."""
-    configs = {rounds: config_for(rounds) for rounds in TRAINED}
-    number = equal_steps(budget, [Training(TASK, each, SETTINGS) for each in configs.values()], MOST)
-    settings = replace(SETTINGS, steps=number, evaluate_every=number)
-    for rounds, config in configs.items():
+    runs = {rounds: Training(TASK, config(rounds), SETTINGS) for rounds in TRAINED}
+    steps = common.equal_steps(budget, runs.values(), MOST)
+    settings = replace(SETTINGS, steps=steps, evaluate_every=steps)
+    for rounds, each in runs.items():
         if budget.has(trained=rounds):
             continue
-        budget.watch(f"{name(rounds)}, {number} steps")
+        budget.say(f"{name(rounds)}, {steps} steps")
         with tempfile.TemporaryDirectory() as folder:
             with drawing_rotations(rounds):
-                outcome = loop.train(TASK, config, settings, folder)
-            if outcome.status == "interrupted":
-                raise KeyboardInterrupt
-            read = [_read(Path(folder) / run_folder.MODEL, other) for other in READ]
-        yield {"trained": rounds, "steps": number, "seconds": round(outcome.seconds, 1), "read": read}
+                outcome, _ = each._replace(settings=settings).run(0, Path(folder))
+            weights = models.load(Path(folder) / "model").state_dict()
+        read = [accuracy_with(weights, other) for other in READ]
+        yield {"trained": rounds, "steps": steps, "seconds": round(outcome.seconds, 1), "read": read}
 
 
 def name(rounds: int) -> str:
@@ -68,40 +69,42 @@ def name(rounds: int) -> str:
     return f"LSH-{rounds}" if rounds else "full attention"
 
 
-def config_for(rounds: int) -> ModelConfig:
+def config(rounds: int) -> ModelConfig:
     """A model of one layer. Full attention of shared queries and keys is a bucket that holds every token."""
     whole = LSH(num_hashes=1, num_buckets=2, bucket_size=TASK.length)
     hashed = replace(whole, num_hashes=rounds, num_buckets=BUCKETS, bucket_size=BUCKET_SIZE) if rounds else whole
-    return steps.config_for(TASK, mechanism=repr(hashed), **MODEL)
+    return config_for(TASK, mechanism=repr(hashed), **MODEL)
 
 
 @contextmanager
 def drawing_rotations(rounds: int) -> Iterator[None]:
     """Draw rotations anew at every pass in the block, as the paper does; zeros put all tokens into one bucket."""
 
-    def draw(module: nn.Module, _: Any) -> None:
+    def redraw(module: nn.Module, _: Any) -> None:
         if isinstance(module, Bound) and isinstance(module.mechanism, LSH):
             module.redraw() if rounds else module.get_buffer("rotations").zero_()
 
-    handle = nn.modules.module.register_module_forward_pre_hook(draw)
+    handle = nn.modules.module.register_module_forward_pre_hook(redraw)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _read(folder: Path, rounds: int) -> Row:
+def accuracy_with(weights: dict[str, Any], rounds: int) -> Row:
     """The accuracy of a trained model with another number of rounds: the mean over some draws, lowest and highest."""
-    _, tensors = saving.read(folder)
-    model, accuracies = Model(config_for(rounds)).eval(), []
-    tensors |= {key: x for key, x in model.state_dict().items() if key.endswith("rotations")}
-    model.load_state_dict(tensors)
+    model, accuracies = Model(config(rounds)).eval(), []
+    own = {key: x for key, x in model.state_dict().items() if key.endswith("rotations")}
+    model.load_state_dict({**weights, **own})
     with torch.random.fork_rng(devices=[]), drawing_rotations(rounds):
-        for draw in range(DRAWS if rounds else 1):
-            torch.manual_seed(draw)
-            accuracies.append(steps.evaluate(model, TASK, SETTINGS, Group(0, 1, torch.device("cpu"))).value)
+        for number in range(DRAWS if rounds else 1):
+            torch.manual_seed(number)
+            accuracies.append(evaluate(model, TASK, SETTINGS).value)
     of = {"mean": statistics.fmean(accuracies), "low": min(accuracies), "high": max(accuracies)}
     return {"rounds": rounds, **{key: round(value, 5) for key, value in of.items()}}
+
+
+# What it says
 
 
 def accuracy(record: Reproduced, trained: int, read: int, which: str = "mean") -> float:
@@ -124,6 +127,7 @@ def claims(record: Reproduced) -> list[Claim]:
     wholes = ", ".join(f"{at[a, FULL]:.1%} for {name(a)}" for a in learnt)
     drop = [at[FULL, b] for b in READ if b]
     failed = ", ".join(f"{name(a)} has {at[a, a]:.1%}" for a in hashed if a not in learnt)
+    steps = record.rows[0]["steps"]
     return [
         Claim(
             "a model trained with hashing and read with full attention is at chance (0.8 %)",
@@ -132,8 +136,7 @@ def claims(record: Reproduced) -> list[Claim]:
         ),
         Claim(
             "models with any number of rounds learn the task",
-            f"{len(learnt)} of {len(hashed)} did in {record.rows[0]['steps']} steps"
-            + (f", {failed}" if failed else ""),
+            f"{len(learnt)} of {len(hashed)} did in {steps} steps" + (f", {failed}" if failed else ""),
             len(learnt) == len(hashed),
         ),
         Claim(
@@ -149,46 +152,32 @@ def claims(record: Reproduced) -> list[Claim]:
     ]
 
 
-@picture
-def drawing(record: Reproduced) -> tuple[Figure, str]:
-    """Accuracy against the rounds a model is read with: ours, and the paper's dashed."""
-    figure, panels = figure_grid(3.8, 1, 2, sharey=True)
-    places, words = range(len(READ)), [name(rounds) for rounds in READ]
+def draw(record: Reproduced) -> tuple[Figure, str]:
+    """Accuracy against the rounds a model is read with: ours, and the paper's beside it."""
+    figure, panels = common.figure(3.8, 2, sharey=True)
     for axes, title in zip(panels, ("here", "published"), strict=True):
         for at, rounds in enumerate(rounds_of(record)):
-            values = [accuracy(record, rounds, b) for b in READ] if title == "here" else TABLE.get(rounds)
-            if values is not None:
-                colour = COLOURS[at - 1] if rounds else INK
-                says = Series(f"trained with {name(rounds)}", lambda at: f"reading with {words[at]}", "{:.1%}".format)
-                line(axes, dict(zip(places, values, strict=True)), "-", says, color=colour, label=says.name)
-        axes.set_xticks(places, words)
+            values = [accuracy(record, rounds, b) for b in READ] if title == "here" else TABLE.get(rounds, ())
+            colour = COLOURS[at - 1] if rounds else INK
+            common.line(axes, dict(enumerate(values)), color=colour, label=f"trained with {name(rounds)}")
+        axes.set_xticks(range(len(READ)), [name(rounds) for rounds in READ])
         axes.set_title(title)
-        labelled(axes, "read with", "accuracy" if axes is panels[0] else "")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+        common.labelled(axes, "read with", "accuracy" if axes is panels[0] else "")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure, f"Accuracy of {len(rounds_of(record))} models against the rounds of hashing they are read with."
 
 
 def tables(record: Reproduced) -> list[Table]:
-    """Table 2 in its own shape, every cell above the paper's."""
+    """Table 2 in its own shape, the paper's numbers beside ours."""
     rows = []
     for rounds in rounds_of(record):
-        published = TABLE.get(rounds, (None,) * len(READ))
         cells = []
-        for other, value in zip(READ, published, strict=True):
-            low, high = (accuracy(record, rounds, other, which) for which in ("low", "high"))
-            below = "not published" if value is None else f"published {100 * value:.1f}"
-            words = f"{100 * accuracy(record, rounds, other):.1f}"
-            cells.append(Value(words, title=f"{100 * low:.1f} to {100 * high:.1f} over the draws", small=below))
+        for other, value in zip(READ, TABLE.get(rounds, (None,) * len(READ)), strict=True):
+            published = "not published" if value is None else f"published {100 * value:.1f}"
+            cells.append(f"{100 * accuracy(record, rounds, other):.1f} ({published})")
         rows.append([f"trained with {name(rounds)}", *cells])
-    steps_each = record.rows[0]["steps"]
-    return [
-        Table(["", *(f"read with {name(b)}" for b in READ)], rows, title=f"Accuracy in %, {steps_each} steps each"),
-        Table(
-            ["published, Table 2", *(name(b) for b in READ)],
-            [[f"trained with {name(a)}", *(f"{100 * value:.1f}" for value in values)] for a, values in TABLE.items()],
-            title="Accuracy in %, published",
-        ),
-    ]
+    title = f"Accuracy in %, {record.rows[0]['steps']} steps each"
+    return [Table(title, ["", *(f"read with {name(b)}" for b in READ)], rows)]
 
 
 def why(record: Reproduced) -> list[str]:
@@ -207,21 +196,11 @@ def why(record: Reproduced) -> list[str]:
     ]
 
 
-DUPLICATION = Reproduction(
-    name="duplication",
-    title="Duplication with 1, 2, 4 and 8 rounds of hashing, in training and when read",
-    paper="Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451, Table 2",
-    minutes=6,
-    seeds=0,
-    published=tuple(
-        Published(f"trained with {name(a)}, read with {name(b)}, in %", round(100 * value, 1), "Table 2")
-        for a, values in TABLE.items()
-        for b, value in zip(READ, values, strict=True)
-    ),
-    run=run,
-    claims=claims,
-    drawing=drawing,
-    tables=tables,
-    why=why,
-    trains=True,
-)
+REPRODUCTION = Reproduction(
+    "duplication", "Duplication with 1, 2, 4 and 8 rounds of hashing, in training and when read",
+    "Kitaev, Kaiser and Levskaya 2020, arXiv 2001.04451, Table 2", minutes=6, seeds=0,
+    measure=measure, claims=claims, draw=draw, tables=tables, why=why, trains=True,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    common.start(REPRODUCTION)

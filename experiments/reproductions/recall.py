@@ -1,4 +1,8 @@
-"""Zoology and Based (Arora et al. 2023, 2024): recall against the size of the state: windows, linear, both."""
+"""Zoology and Based (Arora et al. 2023, 2024): recall against the size of the state: windows, linear, both.
+
+Records: records/*-reproduce-recall.json. Again: ``python -m experiments.reproductions.recall --out out/recall``
+(30 minutes of processor time).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fast_attention.lab import hover
-from fast_attention.lab.drawing import COLOURS, INK, PALE, baselines, figure_grid, labelled, line, number, picture
-from fast_attention.lab.hover import Series
-from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
-from fast_attention.lab.reproducing.runs import Training, equal_steps, trained
-from fast_attention.lab.study.plan import EXACT, matched
-from fast_attention.lab.tables import Table
-from fast_attention.nn.models import Model
-from fast_attention.tasks.recall import MQAR
-from fast_attention.training.settings import TrainingSettings
+from experiments.models import Model
+from experiments.reproductions import common
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table, Training
+from experiments.study import matched
+from experiments.tasks import MQAR
+from experiments.train import TrainingSettings
+from fast_attention.lab.drawing import COLOURS, INK, PALE
 
 WINDOW, LINEAR, BOTH, ALL = "window", "linear", "window and linear", "exact attention"
 FAMILIES = {
@@ -31,10 +32,9 @@ FAMILIES = {
         *(f"Hybrid(near=Local(window={w}), far=LinearAttention())" for w in (4, 8)),
         "Hybrid(near=Local(window=4), far=LinearAttention(feature_map=DPFP()))",
     ),
-    ALL: (EXACT,),
+    ALL: ("Softmax()",),
 }
-STYLES = dict(zip(FAMILIES, (*COLOURS[:3], INK), strict=True))
-CURVES = {  # numbers of state: accuracy
+CURVES = {  # Based, Fig. 2, read off: numbers of state, accuracy
     "sliding window": {
         9_700: 0.08, 17_900: 0.145, 34_000: 0.31, 67_000: 0.515, 133_000: 0.655, 263_000: 0.797, 523_000: 0.937,
         1_050_000: 1.0,
@@ -43,41 +43,50 @@ CURVES = {  # numbers of state: accuracy
 }  # fmt: skip
 TASK = MQAR(vocab=32, pairs=8, context=32)
 MODEL = {"width": 32, "heads": 2, "layers": 2, "conv": 4, "positions": "none", "tied": False}
-SETTINGS = TrainingSettings(batch_size=64, lr=1e-2, evaluation_batches=16, save_seconds=0.0)
+SETTINGS = TrainingSettings(batch_size=64, lr=1e-2, evaluation_batches=16)
 MOST = 2000  # steps that are enough
 
 
-def run(budget: Budget) -> Iterator[Row]:
-    """All mechanisms with one seed before the next."""
-    pairs = [(family, name) for family, names in FAMILIES.items() for name in names]
-    trainings = [Training(TASK, matched(TASK, name, MODEL), SETTINGS) for _, name in pairs]
-    count = equal_steps(replace(budget, seconds=budget.seconds / budget.seeds), trainings, MOST)
-    settings = replace(SETTINGS, steps=count, evaluate_every=count)
-    for seed, (family, name) in itertools.product(range(budget.seeds), pairs):
+# Measuring
+
+
+def measure(budget: Budget) -> Iterator[Row]:
+    """Train all mechanisms with one seed before the next, all with equal steps and parameters."""
+    runs = {
+        (family, name): Training(TASK, matched(TASK, name, MODEL), SETTINGS)
+        for family, names in FAMILIES.items() for name in names
+    }  # fmt: skip
+    steps = common.equal_steps(replace(budget, seconds=budget.seconds / budget.seeds), runs.values(), MOST)
+    settings = replace(SETTINGS, steps=steps, evaluate_every=steps)
+    for seed, ((family, name), each) in itertools.product(range(budget.seeds), runs.items()):
         if budget.has(mechanism=name, seed=seed):
             continue
         if seed and not budget.left:
             return
-        budget.watch(f"{name}, seed {seed}, {count} steps")
-        result = trained(TASK, name, seed, settings, MODEL)
+        budget.say(f"{name}, seed {seed}, {steps} steps")
+        outcome, _ = each._replace(settings=settings).run(seed)
         yield {
-            "family": family, "mechanism": name, "seed": seed, "steps": count, "state": state_size(name),
-            "accuracy": result.value, "parameters": result.parameters, "step_seconds": result.step_seconds,
+            "family": family, "mechanism": name, "seed": seed, "steps": steps, "state": state_size(each),
+            "accuracy": outcome.valid, "parameters": outcome.parameters, "step_seconds": outcome.seconds / steps,
         }  # fmt: skip
 
 
 @torch.no_grad()
-def state_size(mechanism: str) -> int:
+def state_size(training: Training) -> int:
     """The numbers that a model's decoding state holds at the end of a sequence: of all layers, convolutions too."""
     with torch.random.fork_rng(devices=[]):
-        model = Model(matched(TASK, mechanism, MODEL)).eval()
-    return _numbers(model.decode(TASK.batch("valid", 0, 1).tokens)[1].layers)
+        model = Model(training.config).eval()
+    return numbers(model.decode(TASK.batch("valid", 0, 1).tokens)[1].layers)
 
 
-def _numbers(state: Any) -> int:
+def numbers(state: Any) -> int:
+    """The numbers in a state, without positions and counts."""
     if isinstance(state, Tensor):
         return state.numel() if state.is_floating_point() else 0
-    return sum(map(_numbers, state)) if isinstance(state, tuple | list) else 0
+    return sum(map(numbers, state)) if isinstance(state, tuple | list) else 0
+
+
+# What it says
 
 
 def points(record: Reproduced, family: str) -> dict[int, float]:
@@ -119,46 +128,41 @@ def claims(record: Reproduced) -> list[Claim]:
     ]
 
 
-@picture
-def drawing(record: Reproduced) -> tuple[Figure, str]:
+def draw(record: Reproduced) -> tuple[Figure, str]:
     """Accuracy against numbers of state: ours at the left, read off the papers' figure at the right."""
-    figure, (measured, published) = figure_grid(4.0, 1, 2, sharey=True)
-    for family, colour in STYLES.items():
-        held = points(record, family)
-        line(measured, held, "-", Series(family, "{:,} numbers".format), color=colour, label=family)
-        for row in record.of(family=family):
-            measured.scatter(row["state"], row["accuracy"], s=6, color=colour, alpha=0.5)
-            text = f"{row['mechanism']}, seed {row['seed']}: {row['accuracy']:.3f}, {row['state']:,} numbers"
-            hover.point(measured, row["state"], row["accuracy"], text)
+    figure, (measured, published) = common.figure(4.0, 2, sharey=True)
+    for family, colour in zip(FAMILIES, (*COLOURS[:3], INK), strict=True):
+        common.line(measured, points(record, family), color=colour, label=family)
+        rows = record.of(family=family)
+        states, accuracies = [row["state"] for row in rows], [row["accuracy"] for row in rows]
+        measured.scatter(states, accuracies, s=6, color=colour, alpha=0.5)
     for (words, held), colour in zip(CURVES.items(), (COLOURS[0], COLOURS[2]), strict=True):
-        line(published, held, "-", Series(words, "{:,} numbers".format), color=colour, label=words)
-    for axes, title in ((measured, "here"), (published, "published")):
+        common.line(published, held, color=colour, label=words)
+    for axes, title in ((measured, "here; dotted: guesses"), (published, "published")):
         axes.set_xscale("log")
         axes.set_title(title)
-        axes.xaxis.set_major_formatter(number)
-        labelled(axes, "numbers of state", "accuracy" if axes is measured else "")
-        axes.legend(fontsize=7, loc="upper left" if axes is measured else "lower right")
-    baselines(measured, TASK.baselines(), 0.5)
-    published.axhline(1.0, color=PALE, linewidth=0.8, linestyle=":")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        common.labelled(axes, "numbers of state", "accuracy" if axes is measured else "")
+        axes.legend(loc="upper left" if axes is measured else "lower right")
+    for value in TASK.baselines().values():
+        measured.axhline(value, color=PALE, linewidth=0.8, linestyle=":")
     return figure, "Accuracy of associative recall against the numbers that a decoder keeps, by family of mechanism."
 
 
 def tables(record: Reproduced) -> list[Table]:
     """Ours and the papers', by numbers of state."""
     rows = []
-    for family, names in FAMILIES.items():
-        for name in names:
-            held = record.of(mechanism=name)
-            if held:
-                values = [row["accuracy"] for row in held]
-                spread = "" if len(values) < 2 else f"{min(values):.3f} to {max(values):.3f}"
-                mean = f"{statistics.fmean(values):.3f}"
-                rows.append([name, family, f"{held[0]['state']:,}", mean, spread, str(len(values))])
+    for family, name in ((family, name) for family, names in FAMILIES.items() for name in names):
+        if held := record.of(mechanism=name):
+            values = [row["accuracy"] for row in held]
+            spread = "" if len(values) < 2 else f"{min(values):.3f} to {max(values):.3f}"
+            mean = f"{statistics.fmean(values):.3f}"
+            rows.append([f"`{name}`", family, f"{held[0]['state']:,}", mean, spread, str(len(values))])
     printed = [[words, f"{size:,}", f"{value:g}"] for words, held in CURVES.items() for size, value in held.items()]
     heads = ["mechanism of both layers", "family", "numbers of state", "accuracy", "range", "seeds"]
     return [
-        Table(heads, rows, left=(1,), title=f"Recall after {record.rows[0]['steps']} steps"),
-        Table(["published", "numbers of state", "accuracy"], printed, title="Published, read off the figure"),
+        Table(f"Recall after {record.rows[0]['steps']} steps", heads, rows),
+        Table("Published, read off the figure", ["published", "numbers of state", "accuracy"], printed),
     ]
 
 
@@ -181,21 +185,11 @@ def why(record: Reproduced) -> list[str]:
     ]
 
 
-RECALL = Reproduction(
-    name="recall",
-    title="Associative recall against numbers of state: windows, linear attention, both",
-    paper="Arora et al. 2023, arXiv 2312.04927, and 2024, arXiv 2402.18668, Fig. 2",
-    minutes=30,
-    seeds=3,
-    published=tuple(
-        Published(f"{words}, {size:,} numbers of state", value, "Based, Fig. 2, read off")
-        for words, held in CURVES.items()
-        for size, value in held.items()
-    ),
-    run=run,
-    claims=claims,
-    drawing=drawing,
-    tables=tables,
-    why=why,
-    trains=True,
-)
+REPRODUCTION = Reproduction(
+    "recall", "Associative recall against numbers of state: windows, linear attention, both",
+    "Arora et al. 2023, arXiv 2312.04927, and 2024, arXiv 2402.18668, Fig. 2", minutes=30, seeds=3,
+    measure=measure, claims=claims, draw=draw, tables=tables, why=why, trains=True,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    common.start(REPRODUCTION)

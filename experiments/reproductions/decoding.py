@@ -1,4 +1,8 @@
-"""Transformers are RNNs (Katharopoulos et al. 2020): time of a token after many, with and without a cache."""
+"""Transformers are RNNs (Katharopoulos et al. 2020): time of a token after many, with and without a cache.
+
+Records: records/*-reproduce-decoding.json. Again: ``python -m experiments.reproductions.decoding --out out/decoding``
+(10 minutes on a quiet machine).
+"""
 
 from __future__ import annotations
 
@@ -9,85 +13,104 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from fast_attention import clock
-from fast_attention.catalogue import parse
-from fast_attention.lab.bench import decoding
-from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, logarithmic, picture
-from fast_attention.lab.hover import Series
-from fast_attention.lab.measure import Setting
+from experiments.models import Model, ModelConfig
+from experiments.reproductions import common
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
+from fast_attention import Bound, Shape, clock
+from fast_attention.lab.drawing import COLOURS, INK
 from fast_attention.lab.numbers import bytes_of, digits, milliseconds
-from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
-from fast_attention.lab.tables import Table
-from fast_attention.nn.models import Model, ModelConfig
 
 WIDTH, LAYERS, HEADS, LEVELS = 256, 16, 8, 256  # pixels of 256 levels are the tokens
-IMAGES = {784: ("MNIST", 317.0), 3072: ("CIFAR-10", 4462.0)}
+IMAGES = {784: ("MNIST", 317.0), 3072: ("CIFAR-10", 4462.0)}  # Tables 1 and 2: images a second over those without cache
 POSITIONS = (1, 196, 392, 784, 1536, 3072)
 ROUNDS, FEWEST = 7, 3
 LINEAR, CACHED, PLAIN = "linear attention, its state", "exact attention, cached", "exact attention, no cache"
 MECHANISMS = {LINEAR: "LinearAttention()", CACHED: "Softmax()", PLAIN: "Softmax()"}
 FAR = tuple(2**power for power in range(8, 21, 2))
 CACHE = 1 << 16  # tokens that exact attention is given to read at most, all pairs of them
+PREFILL, TOKENS = 4096, 25  # tokens read at a time; tokens timed at each position
 LIKE = 2.0  # a gain within this factor of the paper's, or above, bears it out
-PUBLISHED = tuple(
-    Published(
-        f"images a second, {name} ({tokens} tokens), over exact attention without a cache", gain, "Tables 1 and 2"
-    )
-    for tokens, (name, gain) in IMAGES.items()
-)
+CPU = torch.device("cpu")
+
+
+# Measuring
 
 
 @torch.no_grad()
-def run(budget: Budget) -> Iterator[Row]:
+def measure(budget: Budget) -> Iterator[Row]:
     """Time of a token of a whole model, position by position; then of attention alone, to a million tokens."""
-    models = {name: _model(mechanism) for name, mechanism in MECHANISMS.items()}
+    models = {name: untrained(mechanism) for name, mechanism in MECHANISMS.items()}
     for position in POSITIONS:
         if budget.has(part="model", position=position):
             continue
         if not budget.left and position > POSITIONS[1]:
             return
-        budget.watch(f"a token at position {position:,}")
-        for name, seconds in _tokens(models, position, budget).items():
+        budget.say(f"a token at position {position:,}")
+        for name, seconds in of_models(models, position, budget).items():
             yield {"part": "model", "name": name, "position": position, "seconds": seconds}
-    setting = Setting(HEADS, WIDTH // HEADS, torch.device("cpu"), torch.float32, True, False)
-    for name, mechanism in (item for item in MECHANISMS.items() if item[0] != PLAIN):
+    for name in (LINEAR, CACHED):
         if not budget.has(part="attention", name=name):
-            positions = [n for n in FAR if name == LINEAR or n <= CACHE]
-            steps = decoding.decoding(
-                parse(mechanism), 1, setting, positions, patience=budget.left / 2, watch=budget.watch
-            )
-            yield from (
-                {"part": "attention", "name": name, "position": step.position, "seconds": step.seconds,
-                 "state_bytes": step.state_bytes} for step in steps if step.seconds is not None
-            )  # fmt: skip
+            yield from of_attention(name, [n for n in FAR if name == LINEAR or n <= CACHE], budget)
 
 
-def _model(mechanism: str) -> Model:
-    """The paper's model, untrained; positions that need no table, so that it reads any length."""
+def untrained(mechanism: str) -> Model:
+    """The paper's model; positions that need no table, so that it reads any length."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        LEVELS, mechanism, width=WIDTH, layers=LAYERS, heads=HEADS, positions="sinusoidal", causal=True,
-        max_len=2 * POSITIONS[-1],
-    )  # fmt: skip
-    return Model(config).eval()
+    return Model(
+        ModelConfig(
+            LEVELS, mechanism, width=WIDTH, layers=LAYERS, heads=HEADS, positions="sinusoidal", causal=True,
+            max_len=2 * POSITIONS[-1],
+        )
+    ).eval()  # fmt: skip
 
 
-def _tokens(models: dict[str, Model], position: int, budget: Budget) -> dict[str, float]:
+def of_models(models: dict[str, Model], position: int, budget: Budget) -> dict[str, float]:
     """Seconds of the next token behind so many, the median of some rounds in turns."""
     pixels = torch.randint(LEVELS, (1, position), generator=torch.Generator().manual_seed(0))
-    states: dict[str, Any] = {}
+    runs: dict[str, Callable[[], Any]] = {PLAIN: lambda: models[PLAIN](pixels)}
     for name in (LINEAR, CACHED):
-        states[name] = models[name].decode(pixels[:, :-1])[1] if position > 1 else None
-    runs: dict[str, Callable[[], Any]] = {
-        name: lambda name=name: models[name].decode(pixels[:, -1:], states[name]) for name in states
-    }
-    runs[PLAIN] = lambda: models[PLAIN](pixels)
-    device, part = torch.device("cpu"), budget.left / len(POSITIONS)
-    clock.in_turns(runs, device, 1)
-    samples = clock.in_turns(runs, device, FEWEST)
-    more = clock.in_turns(runs, device, ROUNDS - FEWEST, part) if sum(map(sum, samples.values())) < part else {}
-    return {name: statistics.median([*times, *more.get(name, [])]) for name, times in samples.items()}
+        state = models[name].decode(pixels[:, :-1])[1] if position > 1 else None
+        runs[name] = lambda model=models[name], state=state: model.decode(pixels[:, -1:], state)
+    part = budget.left / len(POSITIONS)
+    clock.in_turns(runs, CPU, 1)
+    samples = clock.in_turns(runs, CPU, FEWEST)
+    more = clock.in_turns(runs, CPU, ROUNDS - FEWEST, part) if sum(map(sum, samples.values())) < part else {}
+    return {name: statistics.median([*samples[name], *more.get(name, [])]) for name in MECHANISMS}
+
+
+def of_attention(name: str, positions: list[int], budget: Budget) -> Iterator[Row]:
+    """The median time of a token at every position, in turns, from a state that has read that many tokens."""
+    torch.manual_seed(0)
+    bound = Bound(MECHANISMS[name], Shape(HEADS, WIDTH // HEADS, max(positions) + 2 * TOKENS))
+
+    def tokens(count: int) -> tuple[Tensor, ...]:
+        return torch.randn(3, 1, HEADS, count, WIDTH // HEADS).unbind()
+
+    states: dict[int, Any] = {}
+    state, read, patience = None, 0, budget.left / 2
+    began = budget.clock()
+    for position in positions:
+        if read and (budget.clock() - began) * position / read > patience:
+            break  # reading so far would take too long
+        budget.say(f"{name}: reads {position:,} tokens")
+        while read < position:
+            count = min(PREFILL, position - read)
+            state, read = bound.decode(*tokens(count), state)[1], read + count
+        states[position] = state
+    token, sizes = tokens(1), {position: common.state_bytes(state) for position, state in states.items()}
+
+    def advance(position: int) -> None:
+        states[position] = bound.decode(*token, states[position])[1]
+
+    samples = clock.in_turns({n: lambda n=n: advance(n) for n in states}, CPU, TOKENS + 2)
+    for position, seconds in samples.items():
+        row = {"part": "attention", "name": name, "position": position}
+        yield {**row, "seconds": statistics.median(seconds[2:]), "state_bytes": sizes[position]}
+
+
+# What it says
 
 
 def times(record: Reproduced, part: str, name: str) -> dict[int, float]:
@@ -96,7 +119,7 @@ def times(record: Reproduced, part: str, name: str) -> dict[int, float]:
 
 
 def whole(record: Reproduced, name: str, tokens: int) -> float | None:
-    """Seconds of generating so many tokens: between the positions that were timed, a line; None: not so far."""
+    """Seconds of so many tokens: the sum over them, on lines between those that were timed."""
     points = {position: seconds for position, seconds in times(record, "model", name).items() if position <= tokens}
     if not points or max(points) < tokens:
         return None
@@ -130,23 +153,19 @@ def claims(record: Reproduced) -> list[Claim]:
     return [*listed, Claim("the time of a token does not grow with its position", words, holds)]
 
 
-@picture
-def drawing(record: Reproduced) -> tuple[Figure, str]:
+def draw(record: Reproduced) -> tuple[Figure, str]:
     """Time of a token against its position: of the whole model, and of one layer's attention to a million tokens."""
-    figure, panels = figure_grid(4.4, 1, 2)
+    figure, panels = common.figure(4.4, 2)
     alone = f"attention alone: {HEADS} heads of {WIDTH // HEADS}"
     titles = {"model": f"a whole model: {LAYERS} layers of {WIDTH}", "attention": alone}
     for axes, (part, title) in zip(panels, titles.items(), strict=True):
-        logarithmic(axes, 2)
+        common.logarithmic(axes, 2)
         for name, colour in zip(MECHANISMS, (COLOURS[0], INK, COLOURS[1]), strict=True):
             points = {position: 1000 * seconds for position, seconds in sorted(times(record, part, name).items())}
-            if points:
-                line(axes, points, "-", Series(name, up=milliseconds), color=colour, label=name)
+            common.line(axes, points, color=colour, label=name)
         axes.set_title(title)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        labelled(axes, "position of the token", "milliseconds for a token")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        common.labelled(axes, "position of the token", "milliseconds for a token")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure, "Milliseconds of a token against its position, with a constant state, with a cache, and without."
 
 
@@ -161,12 +180,12 @@ def tables(record: Reproduced) -> list[Table]:
         rows.append([f"{name}, {tokens:,} tokens", f"{published:,.0f}x", *shown, *spent])
     heads = ["image", "published, no cache", "here, no cache", "here, cached", *MECHANISMS]
     far = [
-        [f"{row['name']}", f"{row['position']:,}", milliseconds(1000 * row["seconds"]), bytes_of(row["state_bytes"])]
+        [row["name"], f"{row['position']:,}", milliseconds(1000 * row["seconds"]), bytes_of(row["state_bytes"])]
         for row in record.of(part="attention")
-    ]  # fmt: skip
+    ]
     return [
-        Table(heads, rows, title="Linear attention against exact attention, and the time of one image"),
-        Table(["one layer's attention", "position", "a token", "state"], far, title="Attention alone"),
+        Table("Linear attention against exact attention, and the time of one image", heads, rows),
+        Table("Attention alone", ["one layer's attention", "position", "a token", "state"], far),
     ]
 
 
@@ -183,16 +202,11 @@ def why(record: Reproduced) -> list[str]:
     ]
 
 
-DECODING = Reproduction(
-    name="decoding",
-    title="Time of a generated token against its position",
-    paper="Katharopoulos et al. 2020, arXiv 2006.16236, Tables 1 and 2",
-    minutes=10,
-    seeds=0,
-    published=PUBLISHED,
-    run=run,
-    claims=claims,
-    drawing=drawing,
-    tables=tables,
-    why=why,
-)
+REPRODUCTION = Reproduction(
+    "decoding", "Time of a generated token against its position",
+    "Katharopoulos et al. 2020, arXiv 2006.16236, Tables 1 and 2", minutes=10, seeds=0,
+    measure=measure, claims=claims, draw=draw, tables=tables, why=why,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    common.start(REPRODUCTION)

@@ -1,4 +1,8 @@
-"""Performer, Fig. 4 (Choromanski et al. 2020): the error of attention from random features against their number."""
+"""Performer, Fig. 4 (Choromanski et al. 2020): the error of attention from random features against their number.
+
+Records: records/*-reproduce-performer.json. Again: ``python -m experiments.reproductions.performer --out
+out/performer`` (5 minutes; with the same version of torch the same numbers).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.lab.drawing import COLOURS, INK, figure_grid, labelled, line, logarithmic, number, picture
-from fast_attention.lab.hover import Series
+from experiments.reproductions import common
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
+from fast_attention import Bound, Favor, FavorPlus, Shape
+from fast_attention.lab.drawing import COLOURS, INK
 from fast_attention.lab.numbers import digits
-from fast_attention.lab.reproducing.reproduction import Budget, Claim, Published, Reproduced, Reproduction, Row
-from fast_attention.lab.tables import Table, Value
-from fast_attention.mechanism import Shape
-from fast_attention.mechanisms import Favor, FavorPlus
-from fast_attention.nn.bound import Bound
 
 LENGTH, WIDTH = 4096, 16
 FEATURES = (16, 32, 64, 128, 256, 512)
@@ -47,18 +48,25 @@ class Estimator(NamedTuple):
         return kind(num_features=num_features, orthogonal=self.orthogonal)
 
 
-ESTIMATORS = tuple(Estimator(*each) for each in itertools.product(("positive", "trigonometric"), (True, False)))
+POSITIVE, TRIGONOMETRIC = Estimator("positive", True), Estimator("trigonometric", True)
+PUBLISHED = {  # Fig. 4 prints curves, no numbers
+    POSITIVE: "least of all, falling", POSITIVE._replace(orthogonal=False): "above orthogonal",
+    TRIGONOMETRIC: "above positive", TRIGONOMETRIC._replace(orthogonal=False): "most of all",
+}  # fmt: skip
+
+
+# Measuring
 
 
 @torch.no_grad()
-def run(budget: Budget) -> Iterator[Row]:
+def measure(budget: Budget) -> Iterator[Row]:
     """Mean squared errors of outputs, draw by draw: queries, keys, values and features are drawn anew."""
     for draw, scale in itertools.product(range(budget.seeds), SCALES):
         if budget.has(draw=draw, scale=scale):
             continue
         if draw and not budget.left:
             return
-        budget.watch(f"draw {draw + 1} of {budget.seeds}, scale {scale:g}")
+        budget.say(f"draw {draw + 1} of {budget.seeds}, scale {scale:g}")
         yield {"draw": draw, "scale": scale, "errors": errors(draw, scale)}
 
 
@@ -73,10 +81,13 @@ def errors(draw: int, scale: float) -> list[Row]:
         return (out.double() - exact).square().mean().item()
 
     rows: list[Row] = [{"estimator": UNIFORM, "features": 0, "mse": error(v.mean(-2, keepdim=True))}]
-    for estimator, m in itertools.product(ESTIMATORS, FEATURES):
+    for estimator, m in itertools.product(PUBLISHED, FEATURES):
         bound = Bound(estimator.mechanism(m), Shape(1, WIDTH, LENGTH))
         rows.append({"estimator": estimator.label, "features": m, "mse": error(bound(q, k, v))})
     return rows
+
+
+# What it says
 
 
 def medians(record: Reproduced, scale: float, estimator: str) -> dict[int, float]:
@@ -95,17 +106,53 @@ def slope(points: dict[int, float]) -> float:
     return statistics.linear_regression(across, up).slope
 
 
+def measured_scales(record: Reproduced) -> list[float]:
+    """The standard deviations that the record has."""
+    return [scale for scale in SCALES if record.of(scale=scale)]
+
+
+def trigonometric_ratio(record: Reproduced, scale: float) -> float:
+    """The error of orthogonal trigonometric features over that of positive ones, at the most features."""
+    most = max(FEATURES)
+    return medians(record, scale, TRIGONOMETRIC.label)[most] / medians(record, scale, POSITIVE.label)[most]
+
+
+def uniform_ratio(record: Reproduced, scale: float) -> float:
+    """The error of positive features over that of uniform weights."""
+    return medians(record, scale, POSITIVE.label)[COMPARED] / medians(record, scale, UNIFORM)[0]
+
+
 def claims(record: Reproduced) -> list[Claim]:
     """What Fig. 4 shows."""
-    scales = [scale for scale in SCALES if record.of(scale=scale)]
-    lines = {(scale, each): medians(record, scale, each.label) for scale in scales for each in ESTIMATORS}
+    scales = measured_scales(record)
+    lines = {(scale, each): medians(record, scale, each.label) for scale in scales for each in PUBLISHED}
+    won = [s for s in scales if all(lines[s, POSITIVE][m] < x for m, x in lines[s, TRIGONOMETRIC].items())]
+    lost = [scale for scale in scales if scale not in won]
+    ours = f"so for queries and keys of standard deviation {_listed(won)}" if won else "never so"
+    if lost:
+        ratios = [trigonometric_ratio(record, scale) for scale in lost]
+        ours += (
+            f", and not at {_listed(lost)}, where trigonometric ones have {_listed(ratios)} times their error "
+            f"at {max(FEATURES)} features"
+        )
+    slopes = {scale: slope(lines[scale, POSITIVE]) for scale in scales}
+    falls = ", ".join(f"m^{value:.2f} at {scale:g}" for scale, value in slopes.items())
+    ratios = {scale: uniform_ratio(record, scale) for scale in scales}
+    beside = ", ".join(f"{digits(ratio)} at {scale:g}" for scale, ratio in ratios.items())
     return [
         _orthogonal(lines, "positive"),
         _orthogonal(lines, "trigonometric"),
-        _positive_wins(lines, scales),
-        _falls(lines, scales),
-        _beats_uniform(record, lines, scales),
-    ]
+        Claim("positive features err less than trigonometric ones", ours, not lost),
+        Claim(
+            "the error falls with the number of features m", f"that of positive orthogonal ones as {falls}",
+            all(value < -0.5 for value in slopes.values()),
+        ),
+        Claim(
+            "positive features estimate attention accurately",
+            f"the error of {COMPARED} of them over that of uniform weights is {beside}",
+            all(ratio < 1 for ratio in ratios.values()),
+        ),
+    ]  # fmt: skip
 
 
 def _orthogonal(lines: dict[tuple[float, Estimator], dict[int, float]], features: str) -> Claim:
@@ -119,73 +166,24 @@ def _orthogonal(lines: dict[tuple[float, Estimator], dict[int, float]], features
     return Claim(paper, f"in {won} of {len(pairs)} medians", won > MOSTLY * len(pairs))
 
 
-def _positive_wins(lines: dict[tuple[float, Estimator], dict[int, float]], scales: list[float]) -> Claim:
-    positive, trigonometric = (Estimator(name, True) for name in ("positive", "trigonometric"))
-    won = [
-        scale for scale in scales
-        if all(lines[scale, positive][m] < value for m, value in lines[scale, trigonometric].items())
-    ]  # fmt: skip
-    lost = [scale for scale in scales if scale not in won]
-    ours = f"so for queries and keys of standard deviation {_listed(won)}" if won else "never so"
-    if lost:
-        ratios = [trigonometric_ratio(lines, scale) for scale in lost]
-        ours += (
-            f", and not at {_listed(lost)}, where trigonometric ones have {_listed(ratios)} times their error "
-            f"at {max(FEATURES)} features"
-        )
-    return Claim("positive features err less than trigonometric ones", ours, not lost)
-
-
-def trigonometric_ratio(lines: dict[tuple[float, Estimator], dict[int, float]], scale: float) -> float:
-    """The error of orthogonal trigonometric features over that of positive ones, at the most features."""
-    most = max(FEATURES)
-    return lines[scale, Estimator("trigonometric", True)][most] / lines[scale, Estimator("positive", True)][most]
-
-
-def _falls(lines: dict[tuple[float, Estimator], dict[int, float]], scales: list[float]) -> Claim:
-    slopes = {scale: slope(lines[scale, Estimator("positive", True)]) for scale in scales}
-    words = ", ".join(f"m^{value:.2f} at {scale:g}" for scale, value in slopes.items())
-    falling = all(value < -0.5 for value in slopes.values())
-    return Claim(
-        "the error falls with the number of features m", f"that of positive orthogonal ones as {words}", falling
-    )
-
-
-def _beats_uniform(
-    record: Reproduced, lines: dict[tuple[float, Estimator], dict[int, float]], scales: list[float]
-) -> Claim:
-    ratios = {scale: _beside_uniform(record, lines, scale) for scale in scales}
-    lost = [scale for scale, ratio in ratios.items() if ratio >= 1]
-    words = ", ".join(f"{digits(ratio)} at {scale:g}" for scale, ratio in ratios.items())
-    ours = f"the error of {COMPARED} of them over that of uniform weights is {words}"
-    return Claim("positive features estimate attention accurately", ours, not lost)
-
-
-def _beside_uniform(record: Reproduced, lines: dict[tuple[float, Estimator], dict[int, float]], scale: float) -> float:
-    return lines[scale, Estimator("positive", True)][COMPARED] / medians(record, scale, UNIFORM)[0]
-
-
 def _listed(values: Iterable[float]) -> str:
     *others, last = [digits(value) for value in values]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-@picture
-def drawing(record: Reproduced) -> tuple[Figure, str]:
+def draw(record: Reproduced) -> tuple[Figure, str]:
     """Error against features, a panel for each scale; dotted: uniform weights."""
-    scales = [scale for scale in SCALES if record.of(scale=scale)]
-    figure, panels = figure_grid(4.2, 1, len(scales))
+    scales = measured_scales(record)
+    figure, panels = common.figure(4.2, len(scales))
     for axes, scale in zip(panels, scales, strict=True):
-        logarithmic(axes, 2)
-        for each in ESTIMATORS:
-            points = medians(record, scale, each.label)
+        common.logarithmic(axes, 2)
+        for each in PUBLISHED:
             colour, dash = COLOURS[each.features == "trigonometric"], "-" if each.orthogonal else "--"
-            line(axes, points, dash, Series(each.label, "{} rows".format), color=colour, label=each.label)
+            common.line(axes, medians(record, scale, each.label), dash, color=colour, label=each.label)
         axes.axhline(medians(record, scale, UNIFORM)[0], color=INK, linestyle=":", label=UNIFORM)
         axes.set_title(f"standard deviation {scale:g}")
-        axes.xaxis.set_major_formatter(number)
-        labelled(axes, "rows of the projection", "mean squared error of the output" if axes is panels[0] else "")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+        common.labelled(axes, "rows of the projection", "mean squared error of the output" * (axes is panels[0]))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     draws = len(record.of(scale=scales[0]))
     words = f"medians of {draws} draws, L = {LENGTH}, d = {WIDTH}, by the standard deviation of queries and keys"
     return figure, f"Mean squared error of the output against features: {words}"
@@ -195,25 +193,23 @@ def tables(record: Reproduced) -> list[Table]:
     """The medians, beside what the paper says in words, since it prints no numbers."""
     heads = ["estimator", *(f"{m} features" for m in FEATURES), "slope", "published"]
     shown = []
-    for scale in (scale for scale in SCALES if record.of(scale=scale)):
+    for scale in measured_scales(record):
         uniform = medians(record, scale, UNIFORM)[0]
         rows = []
-        for each, published in zip(ESTIMATORS, PUBLISHED, strict=True):
+        for each, published in PUBLISHED.items():
             points = medians(record, scale, each.label)
-            cells = [Value(f"{points[m]:.1e}", "fast" if points[m] < uniform else "slow") for m in FEATURES]
-            rows.append([each.label, *cells, f"{slope(points):.2f}", str(published.value)])
+            cells = [f"**{points[m]:.1e}**" if points[m] < uniform else f"{points[m]:.1e}" for m in FEATURES]
+            rows.append([each.label, *cells, f"{slope(points):.2f}", published])
         rows.append([UNIFORM, *[f"{uniform:.1e}"] * len(FEATURES), "0", "not shown"])
-        title = f"Mean squared error, queries and keys of standard deviation {scale:g}; marked: below uniform weights"
-        shown.append(Table(heads, rows, title=title, left=(len(heads) - 1,)))
+        title = f"Mean squared error, queries and keys of standard deviation {scale:g}; bold: below uniform weights"
+        shown.append(Table(title, heads, rows))
     return shown
 
 
 def why(record: Reproduced) -> list[str]:
     """The reasons."""
-    scales = [scale for scale in SCALES if record.of(scale=scale)]
-    lines = {(scale, each): medians(record, scale, each.label) for scale in scales for each in ESTIMATORS}
-    useful = [scale for scale in scales if _beside_uniform(record, lines, scale) < 1]
-    won = [scale for scale in useful if trigonometric_ratio(lines, scale) > 1]
+    useful = [scale for scale in measured_scales(record) if uniform_ratio(record, scale) < 1]
+    won = [scale for scale in useful if trigonometric_ratio(record, scale) > 1]
     both = f"at {_listed(won)}" if won else "at none of these scales"
     return [
         f"Positive features beat uniform weights and trigonometric features {both}: {COMPARED} of them beat uniform "
@@ -231,22 +227,10 @@ def why(record: Reproduced) -> list[str]:
     ]
 
 
-PUBLISHED = (
-    Published("positive, orthogonal", "least of all, falling", "Fig. 4, a curve"),
-    Published("positive, independent", "above orthogonal", "Fig. 4, a curve"),
-    Published("trigonometric, orthogonal", "above positive", "Fig. 4, a curve"),
-    Published("trigonometric, independent", "most of all", "Fig. 4, a curve"),
-)
-PERFORMER = Reproduction(
-    name="performer",
-    title="Error of random features against their number",
-    paper="Choromanski et al. 2020, arXiv 2009.14794, Fig. 4",
-    minutes=5,
-    seeds=15,
-    published=PUBLISHED,
-    run=run,
-    claims=claims,
-    drawing=drawing,
-    tables=tables,
-    why=why,
-)
+REPRODUCTION = Reproduction(
+    "performer", "Error of random features against their number", "Choromanski et al. 2020, arXiv 2009.14794, Fig. 4",
+    minutes=5, seeds=15, measure=measure, claims=claims, draw=draw, tables=tables, why=why,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    common.start(REPRODUCTION)
