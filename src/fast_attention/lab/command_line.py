@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 MODULES = {
     "compare": "commands", "bench": "bench.command", "train": "learning.train", "tasks": "learning.listing",
-    "generate": "learning.generate", "study": "study.command", "convert": "converting.command",
+    "generate": "learning.generate", "study": "study.command", "convert": "convert",
     "maps": "maps.command", "export": "export", "advise": "advice.command", "list": "commands", "check": "check",
     "reproduce": "reproducing.command",
 }  # fmt: skip

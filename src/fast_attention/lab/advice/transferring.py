@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fast_attention import catalogue
-from fast_attention.conversion import ConversionSettings, convert
+from fast_attention.conversion import ConversionSettings, Diverged, convert
 from fast_attention.lab.advice.ranking import FASTER, Row
 from fast_attention.lab.capture import HuggingFace
 from fast_attention.lab.comparison import Comparison
-from fast_attention.lab.converting.reading import Reading
+from fast_attention.lab.passages import Reading
 from fast_attention.lab.refusals import first_line
 from fast_attention.mechanism import Attention, Unsupported
-from fast_attention.training.loop import Diverged
 
 MOST = 3  # mechanisms that are tried
 BATCH = 4  # passages
