@@ -129,7 +129,7 @@ def _groups(held_out: Sequence[Batch] | Groups) -> Groups:
 
 @contextmanager
 def _accelerator(device: torch.device, settings: ConversionSettings) -> Iterator[Any]:
-    """An ``Accelerator`` for the block. The program's own, with which it would share its settings, is left as it was."""
+    """An ``Accelerator`` for the block. The program's own, with which it would share settings, is left as it was."""
     try:
         from accelerate import Accelerator, state
     except ModuleNotFoundError as error:
@@ -190,6 +190,7 @@ class _Run:
                 held = {name: self.goal.prepare(self.original, batches) for name, batches in prepared.items()}
                 if "original" not in self.result.figures:
                     self._measure(self.result, "original", self.original, held)
+                    self.watch({"measured": "original", **self.result.figures["original"]})
                     self._find_exact_up_to()
                 for stage in left:
                     result, state = self._carried_out(stage, held)
@@ -197,6 +198,7 @@ class _Run:
                     if path is not None:
                         checkpoints.save(path, of, result, state, best)
                     self.result, self.finished, self.best = result, state, best
+                    self.watch({"measured": stage, **result.figures[stage]})
             self._leave(self.result.best, self.best, "complete")
         except KeyboardInterrupt:
             if not self.finished:
@@ -314,7 +316,6 @@ class _Run:
         result.figures[when], groups = goals.measure(self.goal, model, held)
         if [*groups] != [""]:
             result.by_group[when] = groups
-        self.watch({"measured": when, **result.figures[when]})
 
     def _find_exact_up_to(self) -> None:
         """Measure up to which length exact attention is faster, if that was asked for.

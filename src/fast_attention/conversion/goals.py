@@ -215,7 +215,7 @@ class HiddenStates:
     name: ClassVar[str] = "likeness to the original"
 
     def __init__(self, teacher: Teacher = "original") -> None:
-        self.teacher = teacher
+        self.teacher: Teacher = teacher
 
     def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
         """Batches with the teacher's last hidden states and embeddings."""
