@@ -41,9 +41,9 @@ class Command(NamedTuple):
 
 
 MODULES = {
-    "compare": "commands", "bench": "bench.command", "train": "learning.train", "tasks": "learning.listing",
+    "compare": "compare", "bench": "bench.command", "train": "learning.train", "tasks": "learning.listing",
     "generate": "learning.generate", "study": "study.command", "convert": "converting.command",
-    "maps": "maps.command", "export": "export", "advise": "advice.command", "list": "commands", "check": "check",
+    "export": "export", "advise": "advice.command", "list": "commands", "check": "check",
     "reproduce": "reproducing.command",
 }  # fmt: skip
 COMMANDS = {name: Command(module, f"{name}_command") for name, module in MODULES.items()}

@@ -12,9 +12,9 @@ from fast_attention.lab.advice.ranking import Row
 from fast_attention.lab.advice.record import Advised
 from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
+from fast_attention.lab.pictures import Point, Tradeoff
 from fast_attention.lab.tables import Row as Line
 from fast_attention.lab.tables import Table, Value
-from fast_attention.lab.tradeoff import Point, Tradeoff
 
 STAND_INS = "Gaussian stand-ins"
 UNRANKED = {"unknown": "No error is known of", "cannot": "Not measured"}
