@@ -146,12 +146,12 @@ def _shares(lengths: list[int], until: float) -> Iterator[tuple[int, float]]:
 
 
 def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until: float) -> None:
-    """Errors at every length the model can read, the greatest first; what the time does not allow says so."""
+    """Errors at every length the model can read; what the time does not allow says so."""
     read: dict[int, str] = {}
     record.meta["error_tensors"] = read
     if plan.source.extension:
         record.meta["extension"] = plan.source.extension
-    for length, seconds in _shares(plan.error_lengths[::-1], until):
+    for length, seconds in _shares(plan.error_lengths, until):
         end = time.perf_counter() + seconds
         layers, what = plan.source.layers(length)
         scene = Scene(layers, plan.setting)

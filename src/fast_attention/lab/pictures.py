@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -12,11 +12,13 @@ from matplotlib.transforms import Bbox
 
 from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.drawing import COLOURS, GOOD, INK, PALE, SOFT, figure_grid, labelled, picture
-from fast_attention.lab.numbers import digits, factor, percent
+from fast_attention.lab.numbers import factor, percent
 from fast_attention.lab.records import EXACT
 
-FLOOR, TOP = 1e-3, 10.0  # of the errors that are drawn apart: 0.1 % to 1,000 %
+FLOOR, TOP = 1e-3, 3.0  # of the errors that are drawn apart: 0.1 % to 300 %
 TICKS = [scale * 10.0**power for power in range(-4, 4) for scale in (1, 2, 5)]
+HIGH = 6  # half of a name's height, in points
+PLACES = [(far, rise) for far in (9, 24, 45, 70) for rise in (0, 9, -9, 18, -18, 27, -27, 38, -38, 50, -50)]
 
 
 class Point(NamedTuple):
@@ -73,18 +75,18 @@ def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> tuple[Figure, s
         axes.axhline(allowed, color=COLOURS[1], linewidth=0.9, linestyle=":")
     for point in shown:
         axes.plot(point.speed, _height(point), "o", color=GOOD if point in best else PALE, markersize=6, zorder=2)
-    for axis, (low, high), form in (
-        (axes.xaxis, axes.get_xlim(), lambda value: f"{digits(value)}x"),
-        (axes.yaxis, axes.get_ylim(), lambda value: f"{digits(100 * value)} %"),
-    ):
-        ticks = [tick for tick in TICKS if low < tick < high]
-        axis.set_ticks(ticks, [form(tick) for tick in ticks], fontsize=9)
+    ticks = [tick for tick in TICKS if axes.get_xlim()[0] < tick < axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=9)
+    ticks = [tick for tick in (*TICKS, TOP) if axes.get_ylim()[0] < tick < axes.get_ylim()[1] and tick <= TOP]
+    words = [f"{100 * tick:g} %{' or more' if tick == TOP else ''}" for tick in ticks]
+    axes.set_yticks(ticks, words, fontsize=9)
     axes.minorticks_off()
     labelled(axes, "speed (exact attention: 1x, the line)", "error of the median head", 9)
-    notes = [("exact attention", 1.0, axes.get_ylim()[0], INK)]
-    notes += [(f"allowed: {percent(allowed)}", axes.get_xlim()[0], allowed, COLOURS[1])] if allowed else []
+    notes = [("exact attention", 1.0, 1.25 * axes.get_ylim()[0], INK)]
+    if allowed:
+        notes.append((f"allowed: {percent(allowed)}", axes.get_xlim()[0], 1.15 * allowed, COLOURS[1]))
     ranked = sorted(shown, key=lambda point: (point not in best, point.error))
-    _label(axes, notes + [(p.name, p.speed, _height(p), INK if p in best else SOFT) for p in ranked])
+    _label(axes, [*notes, *((p.name, p.speed, _height(p), INK if p in best else SOFT) for p in ranked)])
     return figure, f"Error against speed at {tradeoff.length:,} tokens. Pareto front: " + "; ".join(
         f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best
     )
@@ -95,35 +97,33 @@ def _height(point: Point) -> float:
 
 
 def _label(axes: Axes, labels: list[tuple[str, float, float, str]]) -> None:
-    """Names beside their points, at the nearest place that is free of points and of other names."""
-    figure = axes.figure
-    FigureCanvasAgg(figure).draw()  # type: ignore[arg-type]
-    renderer, inside = figure.canvas.get_renderer(), axes.get_window_extent()  # type: ignore[union-attr]
-    places = axes.transData.transform([(x, y) for _, x, y, _ in labels])
+    """Names beside their points, at the nearest place that is free of points, of other names and of the line at 1."""
+    figure: Any = axes.figure
+    figure.set_dpi(72)  # an SVG's: a pixel is a point
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    inside, places = axes.get_window_extent(), axes.transData.transform([(x, y) for _, x, y, _ in labels])
+    middle = axes.transData.transform((1.0, 1.0))[0]
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
-    for (name, x, y, colour), (left, low) in zip(labels, places, strict=True):
-        text = axes.annotate(name, (x, y), (0, 0), textcoords="offset pixels", fontsize=7, color=colour, va="center")
-        wide = text.get_window_extent(renderer).width
-        tries = [
-            (distance * side - (wide if side < 0 else 0), rise)
-            for distance in (9, 24, 45, 70)
-            for rise in (0, 9, -9, 18, -18, 27, -27, 38, -38, 50, -50)
-            for side in (1, -1)
+    taken.append(Bbox.from_extents(middle - 1, inside.y0, middle + 1, inside.y1))
+    for (name, x, y, colour), (across, up) in zip(labels, places, strict=True):
+        text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=7, color=colour, va="center")
+        wide = text.get_window_extent(canvas.get_renderer()).width
+        tried = [
+            (move, rise, Bbox.from_extents(across + move, up + rise - HIGH, across + move + wide, up + rise + HIGH))
+            for far, rise in PLACES
+            for move in (far, -far - wide)
         ]
+        free = (each for each in tried if _is_free(each[2], inside, taken))
+        move, rise, box = next(free, tried[0])
+        text.set_position((move, rise))
+        taken.append(box)
+        if abs(rise) > 9 or move not in (tried[0][0], tried[1][0]):
+            end = (move if move > 0 else move + wide, rise)
+            arrow = {"arrowstyle": "-", "color": PALE, "linewidth": 0.6}
+            axes.annotate("", (x, y), end, textcoords="offset points", arrowprops=arrow)
 
-        def box(place: tuple[float, float], left: float = left, low: float = low, wide: float = wide) -> Bbox:
-            return Bbox.from_extents(left + place[0], low + place[1] - 6, left + place[0] + wide, low + place[1] + 6)
 
-        def free(place: tuple[float, float], box=box) -> bool:  # type: ignore[no-untyped-def]
-            here = box(place)
-            within = inside.x0 <= here.x0 and here.x1 <= inside.x1 and inside.y0 <= here.y0 and here.y1 <= inside.y1
-            return within and not any(here.overlaps(other) for other in taken)
-
-        place = next((each for each in tries if free(each)), tries[0])
-        text.set_position(place)
-        taken.append(box(place))
-        if abs(place[1]) > 12 or place[0] > 12 or place[0] < -wide - 12:
-            axes.annotate(
-                "", (x, y), (place[0] if place[0] > 0 else place[0] + wide, place[1]), textcoords="offset pixels",
-                arrowprops={"arrowstyle": "-", "color": PALE, "linewidth": 0.6},
-            )  # fmt: skip
+def _is_free(box: Bbox, inside: Bbox, taken: list[Bbox]) -> bool:
+    within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+    return within and not any(box.overlaps(other) for other in taken)

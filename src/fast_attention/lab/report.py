@@ -16,9 +16,9 @@ from fast_attention.lab.tables import Row, Table, Value
 _READING = """What estimates exact attention stands first, then what must be trained, then other functions; the fastest
 first. Speed is exact attention's time divided by the mechanism's, forward pass, median over interleaved rounds, and
 below it the middle half of the rounds: green is faster, red slower, grey about equal, within noise. Errors are relative
-RMS against exact attention on the model's own tensors. "Pairs read" are the visible pairs of a query and a key that it
-weighs: where nearly all are read, a small error says little. A mixer has no queries and keys: it is timed on whole
-tokens of the same width, against exact attention without its projections."""
+RMS against exact attention on the model's own tensors, of the median head and of the worst. "Pairs read" are the
+visible pairs of a query and a key that it weighs: where nearly all are read, a small error says little. The state is
+what decoding keeps. A mixer has no queries and keys: it is timed on whole tokens of the same width."""
 _CAPTION = """a forward pass: right is faster, down is more exact, green is what nothing beats in both. What must be
 trained first has no error to show."""
 
@@ -81,12 +81,14 @@ def table(record: Comparison) -> Table:
     rows = []
     for name in order(record):
         cells = [record.cell(name, length) or Cell(name, length) for length in lengths]
-        wins = [Value("" if name == EXACT else verdicts.wins(record, name, which), "words") for which in passes]
+        wins = ["" if name == EXACT else verdicts.wins(record, name, which) for which in passes]
+        error, worst, pairs = _error(record, name)
         memory = [bytes_of(cells[-1].peak_bytes), bytes_of(cells[-1].state_bytes)]
-        rows.append(Row([name, *_error(record, name), *map(_speed, cells), *wins, *memory], "exact" * (name == EXACT)))
-    heads = ["mechanism", f"error{at}, median head", "worst head", "pairs read", *(f"speed at {n:,}" for n in lengths)]
-    faster = ["faster", "faster in training"][: len(passes)]
-    return Table([*heads, *faster, f"memory at {last:,}", "decoding state"], rows)
+        row = [name, error, *map(_speed, cells), *wins, worst, pairs, *memory]
+        rows.append(Row(row, "exact" if name == EXACT else ""))
+    faster, speeds = ["faster", "faster in training"][: len(passes)], [f"speed at {length:,}" for length in lengths]
+    heads = ["mechanism", f"error{at}", *speeds, *faster, "worst head", "pairs read", f"memory at {last:,}", "state"]
+    return Table(heads, rows, left=[2 + len(lengths) + number for number in range(len(passes))])
 
 
 def _error(record: Comparison, name: str) -> list[Value]:
@@ -94,15 +96,17 @@ def _error(record: Comparison, name: str) -> list[Value]:
     error = record.error(name)
     summary = error.summary() if error else None
     if error is None or summary is None:
-        words = "the reference" if name == EXACT else verdicts.kind(catalogue.parse(name))
-        return [
-            Value("error not measured" if words.startswith("approximates") else words, "none"),
-            Value("-"),
-            Value("-"),
-        ]
+        return [Value(_unmeasured(name), "none"), Value("-"), Value("-")]
     share = error.visible_fraction
     pairs = "-" if share is None else "all" if share == 1.0 else percent(share)
     return [Value(percent(summary[0])), Value(percent(summary[1])), Value(pairs)]
+
+
+def _unmeasured(name: str) -> str:
+    mechanism: Any = None if name == EXACT else catalogue.parse(name)
+    if mechanism is None or mechanism.traits.approximates is not None:
+        return "not measured" if mechanism else "reference"
+    return "train it" if mechanism.traits.learned else "another function"
 
 
 def _speed(cell: Cell) -> Value:
