@@ -21,7 +21,7 @@ from fast_attention.lab.records import EXACT, Cell
 from tests.lab.reading_pages import assert_one_file, values
 from tests.lab.small_models import WORDS, saved
 
-TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "20"]
+TINY = ["advise", "2x8", "--length", "24", "--threads", "1", "--seconds", "60"]
 
 
 def record(
@@ -199,7 +199,7 @@ def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture
     """On its own tensors, with as many positions as it takes; what is not causal is refused and says so."""
     (tmp_path / "words.txt").write_text(WORDS)
     place = str(saved(tmp_path / "model", "GPT2Model"))
-    asked = ["advise", place, "--length", "64", "--threads", "1", "--seconds", "5", "--text", "words.txt", "--training"]
+    asked = ["advise", place, "--length", "64", "--threads", "1", "--seconds", "20", "--text", "words.txt", "--training"]
     asked += ["--mechanisms", "Local(window=64)", "Linformer(rank=4)", "--batch", "2"]
     capsys.readouterr()
     assert command_line.run(asked) == 0

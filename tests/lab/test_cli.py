@@ -47,7 +47,6 @@ BAD = {
     "device": (["compare", "--device", "abacus"], "there is: cpu"),
     "device without numbers": (["compare", "--device", "meta"], "there is: cpu"),
     "dtype": (["compare", "--dtype", "float8"], "choose one of float32"),
-    "head": (["compare", "--head", "²,0"], "LAYER,HEAD"),
     "threads": (["compare", "--threads", str(10**12)], f"--threads {10**12}"),
     "seed": (["compare", "--seed", str(10**30)], "--seed"),
     "missing text": (["compare", "--text", "nowhere.txt"], "nowhere.txt: No such file"),
@@ -164,6 +163,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_half_written(
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert after.keys() == before.keys()
     assert after.get("report.html") == before.get("report.html")
+    assert (after.get("records.json") != before.get("records.json")) == last
 
 
 def test_list_names_every_mechanism_and_tells_all_about_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +215,9 @@ def test_check_tells_kept_from_broken_in_any_module(
 def test_options_agree_with_what_torch_and_values_take() -> None:
     assert options.SEED == SEEDS - 1
     assert all(str(inputs.dtype(name)) == f"torch.{name}" for name in options.DTYPES)
+    assert inputs.numbers("--keep-layers", "0, 12") == [0, 12]
+    with pytest.raises(inputs.InputError, match="--keep-layers ²,0: write numbers"):
+        inputs.numbers("--keep-layers", "²,0")
 
 
 def test_options_that_take_many_values() -> None:

@@ -252,7 +252,7 @@ def test_a_swapped_folder_opens_in_a_fresh_process(tmp_path: Path) -> None:
     advise = ["advise", place, "--text", str(tmp_path / "words.txt"), "--length", "8", "--mechanisms", "Local"]
     commands = [
         ["check", place, "--json"],
-        [*advise, "--threads", "1", "--seconds", "2", "--out", str(tmp_path / "out")],
+        [*advise, "--threads", "1", "--seconds", "20", "--out", str(tmp_path / "out")],
         ["export", place],
     ]
     command = [sys.executable, "-c", FRESH, *map(json.dumps, commands)]

@@ -25,7 +25,7 @@ def digits(value: float, count: int = 2) -> str:
 
 
 def exactly(value: float) -> str:
-    """Six digits, for the text that is shown where the mouse rests."""
+    """Six digits."""
     return digits(value, 6) if abs(value) >= 1e-4 or not math.isfinite(value) else f"{value:.6g}"
 
 
@@ -46,11 +46,6 @@ def percent(value: float | None) -> str:
 def bytes_of(size: int | None) -> str:
     """1536 as ``1.5 KiB``."""
     return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB"))
-
-
-def amount(number: int | None) -> str:
-    """1500000 as ``1.5 M``."""
-    return _scaled(number, 1000, ("", " k", " M", " G"))
 
 
 def milliseconds(value: float | None) -> str:
