@@ -24,11 +24,6 @@ def digits(value: float, count: int = 2) -> str:
     return f"{float(f'{value:.{count}g}'):,.10g}" if abs(value) >= 1e-4 or not value else f"{value:.0e}"
 
 
-def exactly(value: float) -> str:
-    """Six digits."""
-    return digits(value, 6) if abs(value) >= 1e-4 or not math.isfinite(value) else f"{value:.6g}"
-
-
 def count(number: int) -> Number:
     """12345 as ``12,345``."""
     return Number(f"{number:,}", number)
@@ -46,6 +41,11 @@ def percent(value: float | None) -> str:
 def bytes_of(size: int | None) -> str:
     """1536 as ``1.5 KiB``."""
     return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB"))
+
+
+def amount(number: int | None) -> str:
+    """1500000 as ``1.5 M``."""
+    return _scaled(number, 1000, ("", " k", " M", " G"))
 
 
 def milliseconds(value: float | None) -> str:

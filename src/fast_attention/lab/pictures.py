@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from fast_attention.lab.comparison import Comparison
-from fast_attention.lab.drawing import COLOURS, GOOD, INK, PALE, SOFT, figure_grid, labelled, picture
+from fast_attention.lab.drawing import COLOURS, GOOD, INK, PALE, SOFT, STYLE, Picture, svg
 from fast_attention.lab.numbers import factor, percent
 from fast_attention.lab.records import EXACT
 
@@ -27,6 +28,11 @@ class Point(NamedTuple):
     name: str
     speed: float  # exact attention's time divided by its own
     error: float  # of the median head
+
+    @property
+    def height(self) -> float:
+        """The error as it is drawn."""
+        return min(max(self.error, FLOOR), TOP) if math.isfinite(self.error) else TOP
 
 
 class Tradeoff(NamedTuple):
@@ -59,54 +65,46 @@ def tradeoff(record: Comparison) -> Tradeoff | None:
     return Tradeoff(points, length) if len(points) > 1 else None
 
 
-@picture
-def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> tuple[Figure, str]:
+def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> Picture:
     """Speed to the right, error upwards; lines at exact attention's speed and at the error that is allowed."""
-    best, points = tradeoff.best, tradeoff.points
-    shown = [point for point in points if point.name != EXACT]
-    figure, (axes,) = figure_grid(4.6, width=7.6)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    speeds, errors = [1.0, *(point.speed for point in shown)], [*map(_height, shown), *([allowed] if allowed else [])]
-    axes.set_xlim(min(speeds) / 1.3, max(speeds) * 1.6)
-    axes.set_ylim(max(min(errors), FLOOR) / 1.5, max(errors) * 1.6)
-    axes.axvline(1.0, color=INK, linewidth=0.8)
-    if allowed:
-        axes.axhline(allowed, color=COLOURS[1], linewidth=0.9, linestyle=":")
-    for point in shown:
-        axes.plot(point.speed, _height(point), "o", color=GOOD if point in best else PALE, markersize=6, zorder=2)
-    ticks = [tick for tick in TICKS if axes.get_xlim()[0] < tick < axes.get_xlim()[1]]
-    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=9)
-    ticks = [tick for tick in (*TICKS, TOP) if axes.get_ylim()[0] < tick < axes.get_ylim()[1] and tick <= TOP]
-    words = [f"{100 * tick:g} %{' or more' if tick == TOP else ''}" for tick in ticks]
-    axes.set_yticks(ticks, words, fontsize=9)
-    axes.minorticks_off()
-    labelled(axes, "speed (exact attention: 1x, the line)", "error of the median head", 9)
-    notes = [("exact attention", 1.0, 1.25 * axes.get_ylim()[0], INK)]
-    if allowed:
-        notes.append((f"allowed: {percent(allowed)}", axes.get_xlim()[0], 1.15 * allowed, COLOURS[1]))
-    ranked = sorted(shown, key=lambda point: (point not in best, point.error))
-    _label(axes, [*notes, *((p.name, p.speed, _height(p), INK if p in best else SOFT) for p in ranked)])
-    return figure, f"Error against speed at {tradeoff.length:,} tokens. Pareto front: " + "; ".join(
-        f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best
-    )
+    best, shown = tradeoff.best, [point for point in tradeoff.points if point.name != EXACT]
+    with matplotlib.rc_context(STYLE | {"font.size": 9}):
+        figure = Figure(figsize=(7.6, 4.6), layout="constrained", dpi=72)  # an SVG's: a pixel is a point
+        axes = figure.subplots()
+        axes.set(xscale="log", yscale="log", ylabel="error of the median head")
+        axes.set_xlabel("speed (exact attention: 1x, the line)")
+        speeds, errors = [1.0, *(p.speed for p in shown)], [*(p.height for p in shown), *([allowed] if allowed else [])]
+        axes.set(xlim=(min(speeds) / 1.3, max(speeds) * 1.6), ylim=(max(min(errors), FLOOR) / 1.5, max(errors) * 1.6))
+        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+        ticks = [tick for tick in TICKS if left < tick < right]
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+        ticks = [tick for tick in (*TICKS, TOP) if low < tick < high and tick <= TOP]
+        axes.set_yticks(ticks, [f"{100 * tick:g} %{' or more' if tick == TOP else ''}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid()
+        axes.axvline(1.0, color=INK, linewidth=0.8)
+        names = [("exact attention", 1.0, 1.25 * low, INK)]
+        if allowed:
+            axes.axhline(allowed, color=COLOURS[1], linewidth=0.9, linestyle=":")
+            names.append((f"allowed: {percent(allowed)}", left, 1.15 * allowed, COLOURS[1]))
+        for point in sorted(shown, key=lambda point: (point not in best, point.error)):
+            axes.plot(point.speed, point.height, "o", color=GOOD if point in best else PALE, markersize=6, zorder=2)
+            names.append((point.name, point.speed, point.height, INK if point in best else SOFT))
+        _label(figure, axes, names)
+        front = (f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best)
+        alt = f"Error against speed at {tradeoff.length:,} tokens. Pareto front: {'; '.join(front)}"
+        return Picture(svg(figure, alt), alt)
 
 
-def _height(point: Point) -> float:
-    return min(max(point.error, FLOOR), TOP) if math.isfinite(point.error) else TOP
-
-
-def _label(axes: Axes, labels: list[tuple[str, float, float, str]]) -> None:
+def _label(figure: Figure, axes: Axes, names: list[tuple[str, float, float, str]]) -> None:
     """Names beside their points, at the nearest place that is free of points, of other names and of the line at 1."""
-    figure: Any = axes.figure
-    figure.set_dpi(72)  # an SVG's: a pixel is a point
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    inside, places = axes.get_window_extent(), axes.transData.transform([(x, y) for _, x, y, _ in labels])
+    inside, places = axes.get_window_extent(), axes.transData.transform([(x, y) for _, x, y, _ in names])
     middle = axes.transData.transform((1.0, 1.0))[0]
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
     taken.append(Bbox.from_extents(middle - 1, inside.y0, middle + 1, inside.y1))
-    for (name, x, y, colour), (across, up) in zip(labels, places, strict=True):
+    for (name, x, y, colour), (across, up) in zip(names, places, strict=True):
         text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=7, color=colour, va="center")
         wide = text.get_window_extent(canvas.get_renderer()).width
         tried = [
@@ -114,13 +112,11 @@ def _label(axes: Axes, labels: list[tuple[str, float, float, str]]) -> None:
             for far, rise in PLACES
             for move in (far, -far - wide)
         ]
-        free = (each for each in tried if _is_free(each[2], inside, taken))
-        move, rise, box = next(free, tried[0])
+        move, rise, box = next((each for each in tried if _is_free(each[2], inside, taken)), tried[0])
         text.set_position((move, rise))
         taken.append(box)
         if abs(rise) > 9 or move not in (tried[0][0], tried[1][0]):
-            end = (move if move > 0 else move + wide, rise)
-            arrow = {"arrowstyle": "-", "color": PALE, "linewidth": 0.6}
+            end, arrow = (move if move > 0 else move + wide, rise), {"arrowstyle": "-", "color": PALE, "linewidth": 0.6}
             axes.annotate("", (x, y), end, textcoords="offset points", arrowprops=arrow)
 
 
