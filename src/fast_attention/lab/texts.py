@@ -7,7 +7,9 @@ import hashlib
 import importlib.metadata
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from itertools import chain
+from pathlib import Path
+from pydoc_data.topics import topics
 
 from fast_attention.lab import corpus
 from fast_attention.lab.corpus import Corpus
@@ -39,8 +41,9 @@ def read(names: Sequence[str] | None, judge: str | None) -> tuple[list[Corpus], 
     judging = None if judge == NONE else _one(judge, "--judge")
     known: dict[str, str] = {}
     for each in trained:
-        if (other := known.setdefault(each.sha256, each.name)) is not each.name:
-            raise InputError(f"--text {each.name}: the same text as {other}")
+        if each.sha256 in known:
+            raise InputError(f"--text {each.name}: the same text as {known[each.sha256]}")
+        known[each.sha256] = each.name
     if judging is not None and judging.sha256 in known:
         other = known[judging.sha256]
         raise InputError(
@@ -51,64 +54,51 @@ def read(names: Sequence[str] | None, judge: str | None) -> tuple[list[Corpus], 
 
 
 def _one(name: str, option: str) -> Corpus:
-    return SOURCES[name]() if name in SOURCES and not Path(name).is_file() else corpus.read(name, option=option)
-
-
-def jargon() -> Corpus:
-    """The shipped prose, the same on every machine."""
-    return corpus.read()
+    """A file, or a source of this machine."""
+    if Path(name).exists():
+        return corpus.read(name, option=option)
+    if name == "jargon":
+        raise InputError(f"{option} jargon: the Jargon File is in experiments/data of a checkout: give its path")
+    return SOURCES[name]() if name in SOURCES else corpus.read(name, option=option)
 
 
 def python() -> Corpus:
     """The language reference that ``help`` prints, and the docstrings of the standard library."""
-    documents = _bounded((*_topics(), *_docstrings(Path(sysconfig.get_paths()["stdlib"]))))
-    return Corpus("text", "Python's topics and docstrings (PSF licence, installed)", documents)
+    documents = _bounded(chain(sorted(topics.items()), _docstrings(Path(sysconfig.get_paths()["stdlib"]))))
+    return Corpus("Python's topics and docstrings (PSF licence, installed)", documents)
 
 
 def packages() -> Corpus:
     """Descriptions and documentation of the installed packages, in an order that mixes them."""
-    return Corpus("text", "documentation of installed packages (their own licences)", _bounded(_installed()))
+    return Corpus("documentation of installed packages (their own licences)", _bounded(_installed()))
 
 
-SOURCES: dict[str, Callable[[], Corpus]] = {"jargon": jargon, "python": python, "packages": packages}
-
-
-def _topics() -> Iterator[tuple[str, str]]:
-    from pydoc_data import topics
-
-    yield from sorted(topics.topics.items())
+SOURCES: dict[str, Callable[[], Corpus]] = {"python": python, "packages": packages}
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Every module's docstrings as one document, its own first."""
-    for path in _mixed(folder.glob("**/*.py"), folder):
-        if "site-packages" in path.parts or "test" in path.relative_to(folder).as_posix():
+    """Every module's docstrings as one document."""
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.glob("**/*.py")}
+    for name in sorted(paths, key=_rank):
+        if "site-packages" in name or "test" in name:
             continue
         try:
-            written = [*_of(ast.parse(path.read_bytes()))]
+            tree = ast.parse(paths[name].read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue
-        yield path.relative_to(folder).as_posix(), "\n\n".join(written)
-
-
-def _of(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
-    """The docstrings of a module or class and of what it defines, from the top down."""
-    if (docstring := ast.get_docstring(node)) is not None:
-        yield docstring
-    for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef):
-            yield from _of(child)
+        kinds = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+        yield name, "\n\n".join(text for node in kinds if (text := ast.get_docstring(node)))
 
 
 def _installed() -> Iterator[tuple[str, str]]:
+    """The description of every package, and the text files that it brings."""
     known = {str(each.metadata["Name"]).lower(): each for each in importlib.metadata.distributions()}
     for name in sorted(known, key=_rank):
         if name.replace("_", "-") == "fast-attention":
             continue
         package = known[name]
         yield name, str(package.metadata.json.get("description", ""))
-        files = (file for file in package.files or () if file.suffix in WRITTEN)
-        for file in sorted(files, key=str):
+        for file in sorted((file for file in package.files or () if file.suffix in WRITTEN), key=str):
             if any(word in str(file).lower() for word in NO_DOCUMENTATION):
                 continue
             try:
@@ -117,13 +107,9 @@ def _installed() -> Iterator[tuple[str, str]]:
                 continue
 
 
-def _mixed(paths: Iterable[Path], folder: Path) -> list[Path]:
-    return sorted(paths, key=lambda path: _rank(path.relative_to(folder)))
-
-
-def _rank(name: str | PurePath) -> bytes:
+def _rank(name: str) -> bytes:
     """Where a name stands in an order that is the same everywhere, and not the alphabet's."""
-    return hashlib.sha256(str(name).encode()).digest()
+    return hashlib.sha256(name.encode()).digest()
 
 
 def _bounded(documents: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
