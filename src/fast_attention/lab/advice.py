@@ -12,10 +12,10 @@ from fast_attention.lab import pages, pictures, report, verdicts
 from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
+from fast_attention.lab.pictures import Point, Tradeoff
 from fast_attention.lab.records import EXACT, Cell, Pass
 from fast_attention.lab.tables import Row as Line
 from fast_attention.lab.tables import Table, Value
-from fast_attention.lab.tradeoff import Point, Tradeoff
 
 Kind = Literal["use", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
 ORDER: tuple[Kind, ...] = ("use", "exact", "unproven", "slower", "inexact", "unknown", "cannot")
@@ -273,4 +273,4 @@ def _points(record: Advised) -> list[Block]:
         return []
     passes = "forward pass" if record.meta["pass"] == "forward" else "forward and backward pass"
     picture = pictures.scatter(Tradeoff(points, length), record.meta["budget"])
-    return [Figure(picture, f"Error against speed at {length:,} tokens, a {passes}. {_POINTS}", "small")]
+    return [Figure(picture, f"Error against speed at {length:,} tokens, a {passes}. {_POINTS}")]

@@ -150,7 +150,7 @@ def _errors(
     for mechanism in sorted(mechanisms, key=lambda each: each.traits.random):  # random features are the least exact
         watch(f"error at {scene.length:,} tokens: {mechanism!r}")
         if measurable(mechanism) and time.perf_counter() < until:
-            record.errors.append(scene.error(mechanism, matrix=False))
+            record.errors.append(scene.error(mechanism))
 
 
 def _slower(plan: Plan, record: Comparison) -> list[Any]:

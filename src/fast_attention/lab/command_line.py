@@ -21,7 +21,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 COMMANDS = {  # and the module of each, in which its function is called ``NAME_command``
-    "list": "listing", "advise": "advise", "compare": "commands", "check": "check", "convert": "convert",
+    "list": "listing", "advise": "advise", "compare": "compare", "check": "check", "convert": "convert",
     "export": "export",
 }  # fmt: skip
 _CHECKOUT = "in a checkout of the repository"
@@ -34,6 +34,7 @@ GONE = {  # commands and options of before, and what took their place
     "bench": f"use python -m benchmarks.bench {_CHECKOUT}",
     "maps": 'the gallery page "attention maps" draws them by fast_attention.attention_rows',
     "--fasta": "proteins are read by the tasks of experiments/; --text takes a file of residues too",
+    "--head": 'the gallery page "attention maps" draws heads by fast_attention.attention_rows',
     "--max-bytes": "files of up to 1 GiB are read, unpacked",
     "--transfer-minutes": "fast-attention convert trains a mechanism into a model",
 }

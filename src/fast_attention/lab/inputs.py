@@ -79,16 +79,6 @@ def lengths(values: list[int], option: str = "--lengths") -> list[int]:
     return sorted(set(values))
 
 
-def head(text: str | None) -> tuple[int, int] | None:
-    """``"2,5"`` as layer 2, head 5."""
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"--head {text}: write LAYER,HEAD counted from 0, such as 2,5")
-    return int(parts[0]), int(parts[1])
-
-
 def numbers(option: str, text: str) -> list[int]:
     """``"0,100"`` as numbers."""
     parts = [part.strip() for part in text.split(",")]

@@ -41,8 +41,9 @@ def read(names: Sequence[str] | None, judge: str | None) -> tuple[list[Corpus], 
     judging = None if judge == NONE else _one(judge, "--judge")
     known: dict[str, str] = {}
     for each in trained:
-        if (other := known.setdefault(each.sha256, each.name)) is not each.name:
-            raise InputError(f"--text {each.name}: the same text as {other}")
+        if each.sha256 in known:
+            raise InputError(f"--text {each.name}: the same text as {known[each.sha256]}")
+        known[each.sha256] = each.name
     if judging is not None and judging.sha256 in known:
         other = known[judging.sha256]
         raise InputError(
