@@ -49,10 +49,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     kept = {name: own.pop(name) for name in [*own] if name.split("/")[0].endswith(".dist-info")}
     assert own == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in wanted.items()}
     templates = (f"lab/templates/page.{kind}" for kind in ("html", "css", "js"))
-    needed = {"py.typed", *templates, "data/uniprot.fasta.gz", "data/protein-mini/model.safetensors"}
+    needed = {"py.typed", *templates}
     assert {f"fast_attention/{name}" for name in needed} <= {*own}
     short = {name.split("/", 1)[1] for name in kept}
-    assert short == DIST_INFO | {"licenses/LICENSE", "licenses/src/fast_attention/data/LICENSES.md"}
+    assert short == DIST_INFO | {"licenses/LICENSE"}
 
 
 def test_the_metadata_names_every_extra(built: Path) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fast_attention.tasks.task import Batch, Split, Task, random_for
+from experiments.tasks import Batch, Split, Task, random_of
 from fast_attention.value import at_least
 
 STEP = 3  # pixels from one dash's end to the next: two of ink and one of gap
@@ -87,6 +87,9 @@ class Pathfinder(Task):
     seed: int = 0
 
     name = "pathfinder"
+    vocab_size = 256
+    length = property(lambda self: self.size**2)
+    classes = 2
 
     def __post_init__(self) -> None:
         at_least(self, "size", self.size, 12)
@@ -96,24 +99,9 @@ class Pathfinder(Task):
         if 5 * ink > self.size**2:
             raise ValueError(f"{self!r}: curves of {ink} pixels do not fit a picture of {self.size} x {self.size}")
 
-    @property
-    def vocab_size(self) -> int:
-        """Grey values."""
-        return 256
-
-    @property
-    def length(self) -> int:
-        """Pixels of a picture."""
-        return self.size**2
-
-    @property
-    def classes(self) -> int:
-        """Two: apart and joined."""
-        return 2
-
-    def batch(self, split: Split, index: int, size: int) -> Batch:
+    def make(self, split: Split, number: int, size: int) -> Batch:
         """Pictures as rows of grey values; class 1 where the discs end the same curve."""
-        source = random.Random(random_for(self, split, index).initial_seed())
+        source = random_of(self, split, number)
         pictures = [self.draw(source) for _ in range(size)]
         return Batch(torch.tensor([p.grey for p in pictures]), torch.tensor([int(p.joined) for p in pictures]))
 
