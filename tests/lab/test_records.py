@@ -12,7 +12,7 @@ import pytest
 from fast_attention.lab import records
 from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
 from fast_attention.lab.comparison import Comparison, Error
-from fast_attention.lab.converting.record import Converted
+from fast_attention.lab.converted import Converted
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import Cell, Record
 from fast_attention.lab.reproducing.reproduction import Reproduced

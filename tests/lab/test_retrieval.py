@@ -14,7 +14,7 @@ from benchmarks import manuals, retrieval
 
 from fast_attention import extend
 from fast_attention.lab import loading
-from fast_attention.lab.converting.passages import Passages
+from fast_attention.lab.passages import Passages
 
 transformers = pytest.importorskip("transformers")
 
