@@ -199,8 +199,8 @@ def test_advice_for_a_causal_model(tmp_path: Path, capsys: pytest.CaptureFixture
     """On its own tensors, with as many positions as it takes; what is not causal is refused and says so."""
     (tmp_path / "words.txt").write_text(WORDS)
     place = str(saved(tmp_path / "model", "GPT2Model"))
-    asked = ["advise", place, "--length", "64", "--threads", "1", "--seconds", "20", "--text", "words.txt", "--training"]
-    asked += ["--mechanisms", "Local(window=64)", "Linformer(rank=4)", "--batch", "2"]
+    asked = ["advise", place, "--length", "64", "--threads", "1", "--seconds", "20", "--text", "words.txt"]
+    asked += ["--training", "--mechanisms", "Local(window=64)", "Linformer(rank=4)", "--batch", "2"]
     capsys.readouterr()
     assert command_line.run(asked) == 0
     shown, meta = capsys.readouterr().out, (record := Advised.read(Path("out/advise/advice.json"))).meta
