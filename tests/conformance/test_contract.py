@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fast_attention import Attention, Shape, Unsupported, catalogue, conformance
-from tests.cases import ATTENTIONS, CASES, DEFAULTS, DISTINCT, KINDS, bind, qkv, uncached
+from tests.cases import CASES, DEFAULTS, DISTINCT, KINDS, bind, qkv, uncached
 
 COSTLY = {"declared order", "threads"}
 TRACED = {"torch.compile(fullgraph=True)", "torch.export, dynamic length"}
@@ -164,7 +164,7 @@ def test_the_gate_speaks_the_callers_words() -> None:
 
 
 def test_leading_dimensions_are_free(device: torch.device) -> None:
-    for isinstance(mechanism, Attention):
+    for mechanism in (m for m in DEFAULTS if isinstance(m, Attention)):
         bound = bind(mechanism, device=device)
         q, k, v = qkv(7, batch=6, device=device)
         is_causal = mechanism.traits.modes[0]
@@ -211,8 +211,8 @@ def test_empty_inputs_give_empty_results_and_no_keys_zeros(mechanism: Any) -> No
     """With gradients of zeros, as torch's own."""
     bound = bind(mechanism)
     for batch, length in ((2, 0), (0, 5), (0, 0)):
-        x = [torch.randn(batch, 2, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-        x = x if isinstance(mechanism, Attention) else [torch.randn(batch, length, 16, dtype=torch.float64, requires_grad=True)]
+        shapes = [(batch, 2, length, 8)] * 3 if isinstance(mechanism, Attention) else [(batch, length, 16)]
+        x = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
         out = bound(*x, is_causal=mechanism.traits.modes[0])
         assert out.shape == x[0].shape
         assert out.dtype == torch.float64
@@ -228,8 +228,8 @@ def test_empty_inputs_give_empty_results_and_no_keys_zeros(mechanism: Any) -> No
 @pytest.mark.parametrize("mechanism", KINDS, ids=repr)
 def test_tensors_on_the_meta_device_give_shapes(mechanism: Any) -> None:
     """In all modes, with gradients and masks; a state would have to hold numbers."""
-    bound, held = bind(mechanism).to("meta"), torch.empty(2, 2, 5, 8, device="meta", dtype=torch.float64)
-    x = [held.detach().requires_grad_() for _ in range(3)] if isinstance(mechanism, Attention) else [held.new_empty(2, 5, 16)]
+    bound, shapes = bind(mechanism).to("meta"), [(2, 2, 5, 8)] * 3 if isinstance(mechanism, Attention) else [(2, 5, 16)]
+    x = [torch.empty(shape, device="meta", dtype=torch.float64, requires_grad=True) for shape in shapes]
     mask = torch.ones(2, 5, dtype=torch.bool, device="meta") if mechanism.traits.padding else None
     for is_causal in mechanism.traits.modes:
         out = bound(*x, is_causal=is_causal, key_mask=mask)
