@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fast_attention.lab.study.record import Result, Study
+
 from fast_attention.lab.records import checksum, plain
 from fast_attention.lab.refusals import InputError
-from fast_attention.lab.study.record import Result, Study
 
 SAME = ("task", "data", "model", "metric", "equal", "hardware", "threads", "torch", "fast_attention")
 CLOCK = re.compile(r"clock='\w+', ")

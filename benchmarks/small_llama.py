@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fast_attention.tasks import ByteLM
+from fast_attention.tasks.bytes import sides
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fast_attention import files
 from fast_attention.lab.measure import useful_threads
 from fast_attention.lab.progress import measured
-from fast_attention.tasks import ByteLM
-from fast_attention.tasks.bytes import sides
 
 PIECE = 1 << 16  # bytes that the tokenizer takes at once
 BATCH, TOP, WARMUP = 8, 2e-3, 0.05

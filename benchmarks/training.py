@@ -10,10 +10,9 @@ import statistics
 import time
 
 import torch
+from fast_attention.nn.models import Model, ModelConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from fast_attention.nn.models import Model, ModelConfig
 
 
 class Torch(nn.Module):

@@ -117,7 +117,7 @@ def attention(
         lengths: Instead of ``cu_seqlens`` the number of tokens of each sequence, or a pair: as a tuple of Python's ints
             also in compiled and exported code, which cannot read ``cu_seqlens``.
         impl: ``"auto"`` runs what is fastest, ``"reference"`` plain operations, ``"triton"`` a kernel for GPUs, or
-            raises. ``fast_attention.implementation(...)`` says the same for all calls of a block.
+            raises. ``implementation(...)`` says the same for all calls of a block.
         group: A ``ProcessGroup``, whose processes' tokens together are the sequence, in the order of ranks: each hands
             in its tokens and gets their outputs (docs/parallel.md). What is drawn must be drawn alike: seed alike.
 

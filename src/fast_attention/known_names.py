@@ -137,6 +137,21 @@ def known(text: str) -> Known | None:
 
 
 GONE = {  # public names and keywords of earlier versions
+    **{
+        name: f"fast_attention.mechanisms.{name}"
+        for name in (
+            "DotProduct",
+            "PositiveElu",
+            "PositiveExp",
+            "PositiveRelu",
+            "PositiveSoftplus",
+        )
+    },
+    **{name: f"fast_attention.nn.{name}" for name in ("ChunkedFeedForward", "Reversible", "ReversibleSequence")},
+    **{name: f"fast_attention.integrations.{name}" for name in ("Extension", "Report")},
+    "ConversionSettings": "fast_attention.conversion.ConversionSettings",
+    "Explanation": "fast_attention.explanation.Explanation",
+    "implementation": "fast_attention.functional.implementation",
     "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
     "compile=": "torch.compile(model) takes its place",
 }

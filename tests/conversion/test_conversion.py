@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention import ConversionSettings, FavorPlusPlus, from_pretrained, swap
+from fast_attention import FavorPlusPlus, from_pretrained, swap
 from fast_attention import convert as convert_by_length
-from fast_attention.conversion import Chunks, Conversion, goals, transfer
+from fast_attention.conversion import Chunks, Conversion, ConversionSettings, goals, transfer
 from fast_attention.integrations import crossover
 from fast_attention.integrations.swapped import layers_of
 from fast_attention.mechanism import Unsupported

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from fast_attention import FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain, implementation
+from fast_attention import FavorPlus, FavorPlusPlus, LearnedFeatures, attention, explain
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import Relu
+from fast_attention.functional import implementation
 from fast_attention.gpu.configurations import EXPONENTIAL, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import operations, plain
 from fast_attention.traits import Shape

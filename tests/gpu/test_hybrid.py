@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention, Local, implementation
+from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention, Local
 from fast_attention.engine import dispatch
+from fast_attention.functional import implementation
 from fast_attention.gpu import flex, self_check
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near, flex_by_pairs, softmax_of_pairs
