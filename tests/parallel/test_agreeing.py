@@ -24,6 +24,7 @@ from fast_attention import (
 )
 from fast_attention.parallel import attend, decode, parallelize
 from tests.parallel import leave, message, spread
+from tests.parallel.own import OwnSlopes, Slopes
 
 
 def attended(mechanism: Any, q: Any, w: Any = (), **options: Any) -> Any:
@@ -52,6 +53,8 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
         "gradients": lambda: torch.set_grad_enabled(first)(lambda: attended(LinearAttention(), q))(),
         "the state": lambda: follows(state if first else None, q),
         "at most max_len=4": lambda: attended(CosFormer(), q, CosFormer().weights(Shape(4, 8, 4)), is_causal=True),
+        "different weights": lambda: attended(OwnSlopes(), q, Slopes(torch.full((4,), float(rank)))),
+        "every process needs a token": lambda: attended(LinearAttention(), q if first else q[..., :0, :]),
         "not in the group": lambda: attend(Softmax(), q, q, q, group=outside),
         "no second derivatives": lambda: twice(Softmax()),
         "there are no second derivatives": lambda: twice(LinearAttention()),

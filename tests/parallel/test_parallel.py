@@ -16,7 +16,7 @@ from fast_attention.parallel.shards import Call, Sizes
 from fast_attention.parallel.states import leaves
 from tests.cases import MIXERS, bind, qkv, some_keys
 from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
-from tests.parallel.own import OwnMean, OwnSlopes, OwnWindow, Slopes
+from tests.parallel.own import OwnMean, OwnSlopes, OwnWindow
 
 EMPTY = {2: (5, 0), 4: (5, 0, 4, 2)}
 SETTINGS = (
@@ -96,16 +96,14 @@ def sent(mechanism: Any, length: int) -> int:
 
 
 def refused(world: int) -> dict[str, str]:
-    """Errors by name: too few heads, different weights, mixers in a call, in a layer and in a model."""
-    torch.manual_seed(dist.get_rank())
-    q, group, other = torch.randn(1, 3, 3, 8), dist.group.WORLD, Slopes(torch.randn(3))
+    """Errors by name: too few heads, mixers in a call, in a layer and in a model."""
+    q, group = torch.randn(1, 3, 3, 8), dist.group.WORLD
     mixers = {
         repr(m): message(lambda m=m: run(m, (torch.randn(1, 3, 8),), Bound(m, Shape(1, 8, 16)).w, group=group))
         for m in MIXERS
     }
     return {
         "heads": message(lambda: attend(catalogue.parse("Softmax"), q, q, q, group=group)),
-        "weights": message(lambda: attend(OwnSlopes(), q, q, q, other, group=group)),
         "model": message(lambda: parallelize(TokenMixer(8, 2, "GMLP", max_len=8), group)),
         **mixers,
     }  # fmt: skip
@@ -151,7 +149,6 @@ def test_bytes_are_independent_of_the_length(results: list[dict[str, Any]]) -> N
 def test_what_cannot_be_spread_is_refused_by_name(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert "What would work: a number of processes that divides 3" in each["refused"]["heads"]
-        assert "different weights" in each["refused"]["weights"]
         for name in ("model", *map(repr, MIXERS)):
             text = each["refused"][name]
             assert text.startswith("Unsupported: " + ("GMLP()" if name == "model" else name)), text
