@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.merged import merged
 
+from benchmarks.merged import merged
+from experiments.study import ALONE, EXACT, Result, Study
 from fast_attention.lab.refusals import InputError
-from fast_attention.lab.study.plan import ALONE, EXACT
-from fast_attention.lab.study.record import Result, Study
 
 META = {
     "status": "complete", "command": ["fast-attention", "study"], "started": "2026-11-27T23:31:29+0000", "commit": "ab",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks import long_texts
 
 pytest.importorskip("transformers")

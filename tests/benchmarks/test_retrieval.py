@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import manuals, retrieval
 
+from benchmarks import manuals, retrieval
 from fast_attention import extend
 from fast_attention.lab import loading
 from fast_attention.lab.converting.passages import Passages

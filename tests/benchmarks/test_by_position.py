@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks import by_position
 
 transformers = pytest.importorskip("transformers")
