@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fast_attention.nn.models import Model, ModelConfig
 
+from experiments.models import Model, ModelConfig
 from fast_attention import FavorPlus, LinearAttention, Shape
 from fast_attention.lab.surroundings import surroundings
 from fast_attention.parallel import attend, counted, parallelize
