@@ -1,4 +1,4 @@
-"""Training throughput: our model with ``Softmax()`` beside the same model of ``nn.TransformerEncoderLayer``.
+"""Training throughput: a small model with ``Softmax()`` beside the same model of ``nn.TransformerEncoderLayer``.
 
 ``python -m benchmarks.training`` times both in turns, step by step, and prints the ratio of their medians.
 """
@@ -10,9 +10,10 @@ import statistics
 import time
 
 import torch
-from fast_attention.nn.models import Model, ModelConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from experiments.models import Model, ModelConfig
 
 
 class Torch(nn.Module):

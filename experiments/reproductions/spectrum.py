@@ -69,13 +69,14 @@ def queries_and_keys(text: str) -> list[tuple[Tensor, Tensor]]:
     held: list[Tensor] = []
 
     def keep(_: Any, inputs: Any, out: Tensor) -> None:
-        held.append(out[0].unflatten(-1, (model.config.num_attention_heads, -1)).transpose(0, 1))
+        heads = model.config.num_attention_heads
+        held.append(out[0].unflatten(-1, (heads, -1)).transpose(0, 1))
 
     for layer in model.encoder.layer:
         for linear in (layer.attention.self.query, layer.attention.self.key):
             linear.register_forward_hook(keep)
     model(tokens)
-    return [*zip(held[::2], held[1::2], strict=True)]
+    return [(q, k.contiguous()) for q, k in zip(held[::2], held[1::2], strict=True)]  # layouts fix the nulls' draws
 
 
 def of_layer(layer: str, q: Tensor, k: Tensor, kind: str) -> Row:

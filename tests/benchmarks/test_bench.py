@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.bench import Benchmark, Row, Step
-from benchmarks.competitors import Peer, Sizes
 from torch import Tensor, nn
 
 from benchmarks import bench, competitors, gates, keep, memory, peers
+from benchmarks.bench import Benchmark, Row, Step
+from benchmarks.competitors import Peer, Sizes
 from fast_attention import catalogue, clock
 from fast_attention.lab.measure import Setting
 from fast_attention.lab.records import EXACT, Cell

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.merged import merged
-from fast_attention.lab.study.plan import ALONE, EXACT
-from fast_attention.lab.study.record import Result, Study
 
+from benchmarks.merged import merged
+from experiments.study import ALONE, EXACT, Result, Study
 from fast_attention.lab.refusals import InputError
 
 META = {
