@@ -37,6 +37,10 @@ KINDS: list[Any] = [
         "GMLP",
     )
 ]  # fmt: skip
+# All settings by the mechanism's name, for tests that are so quick that each goes through several.
+SETTINGS: dict[str, list[Any]] = {
+    name: [m for m in CASES if type(m).__name__ == name] for name in catalogue.names()
+}  # fmt: skip
 ATTENTIONS: list[Any] = [m for m in CASES if isinstance(m, Attention)]
 MIXERS: list[Any] = [m for m in CASES if isinstance(m, Mixer)]
 

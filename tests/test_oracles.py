@@ -44,10 +44,12 @@ def test_one_head(mechanism: Any, is_causal: bool, masked: bool, device: torch.d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mechanism", "is_causal", "masked"), GRANTED)
-def test_heads_and_sequences(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_heads_and_sequences(mechanism: Any, device: torch.device) -> None:
     sizes = [(5, 9), (9, 5)] * mechanism.traits.cross + [(2, 2), (7, 7)]
-    agree(mechanism, is_causal, masked, device, [0, 1], sizes)
+    for is_causal in mechanism.traits.modes:
+        for masked in (False, True)[: 1 + mechanism.traits.padding]:
+            agree(mechanism, is_causal, masked, device, [0, 1], sizes)
 
 
 def agree(
@@ -67,7 +69,12 @@ def agree(
             for i in which
         ]
         ours = ours[:, which] if heads else ours
-        same(f"{mechanism!r} at {length} x {keys}", ours, torch.stack(theirs), (*inputs, *bound.parameters()))
+        same(
+            f"{mechanism!r} at {length} x {keys}, {is_causal=}, {masked=}",
+            ours,
+            torch.stack(theirs),
+            (*inputs, *bound.parameters()),
+        )
 
 
 def expected(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,39 +40,60 @@ CLAIMED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def trials() -> list[Any]:
-    """Every law on every default and on settings whose traits promise something else; on others those of settings.
+SETTINGS = [m for m in CASES if m not in DEFAULTS]
+TRACED_SETTINGS = [
+    *{
+        (type(m), *m.traits.modes, m.traits.padding, m.traits.learned, m.traits.export): m for m in reversed(CASES)
+    }.values()
+]
 
-    Tracing takes its time, so a default is compiled in one direction, and exported in the one that
-    ``tests/integrations/test_export.py`` leaves; so are settings of other directions, masks or weights.
+
+def laws(mechanism: Any) -> Iterator[tuple[conformance.Law, list[bool]]]:
+    """The laws that a mechanism has to keep, and the directions in which they are judged.
+
+    All of a default, and of a setting whose traits promise something else; of other settings those of settings. Tracing
+    takes its time: a default is compiled in one direction, and exported in the one that test_export.py of the
+    integrations leaves; settings are traced, in one direction, that have other directions, masks or weights.
     """
-    traced: set[Any] = set()
-    found = []
-    for mechanism in CASES:
-        traits, default = mechanism.traits, mechanism in DEFAULTS
-        promise = type(mechanism), tuple(traits.modes), traits.padding, traits.learned, traits.export
-        for law in conformance.LAWS:
-            modes = traits.modes if CLAIMED.get(law.name, lambda m: True)(mechanism) else []
-            if modes and law.name in TRACED:
-                modes = [] if promise in traced else traits.modes[-1:]
-                if law.name.startswith("torch.export"):
-                    modes = modes and (traits.modes[:-1] if default else traits.modes[:1])
-            elif mechanism not in DISTINCT and law.name not in OF_SETTINGS:
-                modes = []
-            if modes:
-                slow = not default or law.name in COSTLY | TRACED
-                name = f"{mechanism!r}-{law.name}"
-                found.append(pytest.param(mechanism, law, modes, id=name, marks=[pytest.mark.slow] * slow))
-        traced.add(promise)
-    return found
+    modes, default = mechanism.traits.modes, mechanism in DEFAULTS
+    for law in conformance.LAWS:
+        if law.name not in OF_SETTINGS and mechanism not in DISTINCT:
+            continue
+        if not CLAIMED.get(law.name, lambda m: True)(mechanism):
+            continue
+        if law.name not in TRACED:
+            yield law, modes
+        elif default and law.name.startswith("torch.compile"):
+            yield law, modes[-1:]
+        elif traced := modes[:-1] if default else modes[: mechanism in TRACED_SETTINGS]:
+            yield law, traced
 
 
-@pytest.mark.parametrize(("mechanism", "law", "modes"), trials())
-def test_law(mechanism: Any, law: conformance.Law, modes: list[bool], device: torch.device) -> None:
+def judged(mechanism: Any, law: conformance.Law, modes: list[bool], device: torch.device) -> conformance.Finding:
     subject = dataclasses.replace(conformance.of(mechanism), causal=True in modes, bidirectional=False in modes)
     with uncached() if law.name.startswith("torch.export") else nullcontext():
-        finding = law(subject, str(device))
+        return law(subject, str(device))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "law", "modes"),
+    [
+        pytest.param(m, law, modes, id=f"{m!r}-{law.name}", marks=[pytest.mark.slow] * (law.name in COSTLY | TRACED))
+        for m in DEFAULTS
+        for law, modes in laws(m)
+    ],
+)
+def test_law(mechanism: Any, law: conformance.Law, modes: list[bool], device: torch.device) -> None:
+    finding = judged(mechanism, law, modes, device)
     assert finding.status == "kept", f"{mechanism!r}: {finding}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", SETTINGS, ids=repr)
+def test_laws_of_a_setting(mechanism: Any, device: torch.device) -> None:
+    findings = [judged(mechanism, law, modes, device) for law, modes in laws(mechanism)]
+    broken = [finding for finding in findings if finding.status != "kept"]
+    assert not broken, broken
 
 
 @pytest.mark.parametrize("name", catalogue.names())
