@@ -17,7 +17,7 @@ from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
 from fast_attention.feature_maps.random_features import positive
 from fast_attention.mechanisms.hybrid import call, fast, positions, reference
-from fast_attention.mechanisms.linear.token_features import token_features
+from fast_attention.mechanisms.linear.kernelised import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import agree
