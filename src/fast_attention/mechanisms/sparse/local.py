@@ -234,7 +234,7 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         """The number of the first of ``keys`` tokens that no later token sees."""
         return max(keys - self.sides[0], 0)
 
-    def seen(self, first: int, end: int) -> tuple[int, int]:
+    def key_range(self, first: int, end: int) -> tuple[int, int]:
         """The positions of the first key that queries ``first`` to ``end - 1`` see, and of the one behind the last."""
         return first - self.sides[0], end + self.sides[1]
 
