@@ -135,7 +135,7 @@ FAULTS = [
     Fault("recorded operations are differentiated in the caller's precision", "engine/precision.py",
           "            _without_autocast(result, since)\n", "", LAW + "'backward and LearnedFeatures'"),
     Fault("a graph under autocast breaks where autograd's nodes are counted", "engine/precision.py", "since = 0 if traced() else ", "since = ",
-          "tests/engine/test_autocast.py -k 'compiled_module and LARA'"),
+          "tests/engine/test_autocast.py -k 'compiled_module and Nystrom'"),
     Fault("the caller's graph loses its precision too", "engine/precision.py", "node._sequence_nr() < since or", "",
           "tests/engine/test_autocast.py -k callers_own"),
     Fault("a tile is shifted by one token", "engine/tiling.py", "return x[:, self.first : self.first + self.size]",

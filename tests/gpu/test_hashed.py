@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import LSH, attention, implementation
+from fast_attention import LSH, attention
 from fast_attention.engine import dispatch
+from fast_attention.functional import implementation
 from fast_attention.gpu import flex
 from fast_attention.mechanisms.lsh import gpu, short
 from fast_attention.mechanisms.lsh.reference import Rules, arrange

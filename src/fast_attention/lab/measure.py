@@ -1,4 +1,4 @@
-"""Builds competitors with weights for one length, and measures all that their passes cost but time."""
+"""Builds competitors with weights for one length, and what their passes cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import clock
-from fast_attention.counting import count_operations, peak_bytes
-from fast_attention.lab.records import EXACT, Cell
+from fast_attention.lab.records import EXACT
 from fast_attention.mechanism import Attention, Mixer, Shape
 from fast_attention.nn.bound import Bound
 
@@ -134,14 +133,6 @@ def state_bytes(state: Any) -> int:
     return sum(state_bytes(part) for part in state) if isinstance(state, tuple | list) else 0
 
 
-def costs(passes: Passes, setting: Setting, cell: Cell) -> None:
-    """Peak memory of each pass, operations of the forward pass, weights and decoding state, into a cell."""
-    cell.forward_bytes = peak_bytes(passes.forward, setting.device)
-    cell.training_bytes = peak_bytes(passes.training, setting.device) if setting.backward else None
-    cell.operations = count_operations(passes.forward)
-    cell.state_bytes, cell.weight_bytes = passes.decoded(), passes.weight_bytes
-
-
 def useful_threads() -> int:
     """All cores, unless that is slower here and now than half of them or one: on a busy machine threads wait.
 
@@ -162,7 +153,7 @@ def useful_threads() -> int:
 
 
 def memory_at_hand(device: torch.device) -> int:
-    """Bytes that may still be taken."""
+    """Bytes that may still be taken; 4 GiB where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -170,6 +161,4 @@ def memory_at_hand(device: torch.device) -> int:
             sizes = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     except OSError:
         sizes = []
-    if sizes:
-        return sizes[0]
-    return 4 * 2**30  # no way to ask that works everywhere
+    return sizes[0] if sizes else 4 * 2**30

@@ -111,9 +111,12 @@ class Record:
 
 
 def _revived(value: Any, kind: Any) -> Any:
-    """A value from JSON as a field of this kind: a dataclass, a list of them, or the value itself."""
+    """A value from JSON as a field of this kind: a dataclass, a list of them, or the value itself.
+
+    What a dataclass held in an earlier version, and no more, is left out.
+    """
     if is_dataclass(kind) and isinstance(kind, type):
-        return kind(**value)
+        return kind(**{each.name: value[each.name] for each in fields(kind) if each.name in value})
     inner: Any = next(iter(get_args(kind)), None)
     return [inner(**row) for row in value] if is_dataclass(inner) and isinstance(inner, type) else value
 

@@ -22,7 +22,7 @@ from fast_attention.mechanisms.hybrid import chosen, gpu
 from fast_attention.mechanisms.hybrid.declared import check_window, declared
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
 from fast_attention.mechanisms.hybrid.near_far import NearFar
-from fast_attention.mechanisms.hybrid.ranges import far_state, plan_of
+from fast_attention.mechanisms.hybrid.positions import plan_of
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
@@ -104,19 +104,6 @@ class Hybrid(NearFar[HybridState]):
         far_w, bias, learned = self.parts(w, q)
         out = near_far_attention(q, *near, sinks, self.far, far_w, plan, earlier=far, bias=bias, learned_sinks=learned)
         return out[..., front:, :] if symbolic() or front else out
-
-    @in_float32
-    def attend_within(self, q: Tensor, w: Any, state: HybridState, *, start: int, is_causal: bool) -> Tensor:
-        """Outputs of queries over all that a state holds; the first stands at position ``start`` of its near keys.
-
-        The sums of far keys and positions of sink tokens may come from all of a sequence: its parts are computed alone.
-        """
-        return self._reads(q, state.near, state.sinks, w, start=start, is_causal=is_causal, far=state.far)
-
-    @in_float32
-    def far_state(self, k: Tensor, v: Tensor, visible: Tensor, w: Any) -> LinearState:
-        """The sums over some keys as far ones, those ``visible`` (..., 1, S)."""
-        return far_state(k, v, visible, self.far, self.parts(w, k)[0])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``near_far_attention``, or exact attention where the near part covers everything."""

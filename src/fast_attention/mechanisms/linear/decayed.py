@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
 from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gates, gpu
-from fast_attention.mechanisms.linear.decayed_sums import DecayedState, Sides
+from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 from fast_attention.mechanisms.linear.gates import Gates
 from fast_attention.value import at_least, one_of
 
@@ -147,20 +146,9 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
     def _settings(self) -> dict[str, Any]:
         return {"phi": self.feature_map, "normalize": self.normalize, "eps": self.eps}
 
-    @in_float32
-    def attend_between(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Gates, sides: Sides, *, key_mask: Tensor | None
-    ) -> Tensor:
-        """Noncausal outputs of tokens that stand between others, whose sums are ``sides``."""
-        log_decay = gates.columns(gates.decay(k, w, key_mask).logs, k)
-        return decayed_sums.attend(q, k, v, log_decay, key_mask, is_causal=False, sides=sides, **self._settings)
-
-    @in_float32
-    def sides(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None) -> Sides:
-        """The sums over some tokens as those after them see them, and as those before them do."""
-        log_decay = gates.columns(gates.decay(k, w, key_mask).logs, k)
-        summarise = partial(decayed_sums.summarise, k, v, log_decay, key_mask, phi=self.feature_map)
-        return Sides(summarise(), summarise(backwards=True))
+    def parts_by_states(self, is_causal: bool) -> bool:
+        """Only if causal: else keys decay on both sides."""
+        return is_causal
 
     def read_summary(
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState, *, key_mask: Tensor | None
@@ -172,7 +160,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         """
         raise Unsupported(
             f"{self!r} does not support reading from one state: keys decay on both sides of a query. What would work: "
-            "decode, or attend_between with the sums of both sides"
+            "decode"
         )
 
     def advance(

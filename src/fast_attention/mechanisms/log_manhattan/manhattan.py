@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import advancing, masks
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
-from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.log_manhattan import gpu, manhattan_gpu
-from fast_attention.mechanisms.log_manhattan.manhattan_forms import ManhattanForms, Normalize, Reference, States
-from fast_attention.mechanisms.log_manhattan.sorting import Distance
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.aft import reference as pool
+from fast_attention.mechanisms.log_manhattan import fast_manhattan, reference
+from fast_attention.mechanisms.log_manhattan.reference import Differences, ManhattanSettings
+from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
 from fast_attention.value import at_least, one_of
+
+Normalize = Literal["mean", "none", "l1"]
+Reference = Literal["self", "first"]
+States = Differences | PastKeys
 
 
 def manhattan_attention(
@@ -41,7 +49,7 @@ def manhattan_attention(
 
 
 @dataclass(frozen=True, repr=False)
-class Manhattan(ManhattanForms):
+class Manhattan(Attention[tuple[()], States]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
     Channel by channel, k standing for h(k) > 0; what Eq. 12 leaves open are settings. Signed weights sum to zero around
@@ -105,41 +113,89 @@ class Manhattan(ManhattanForms):
             export=self._linear,  # causal halving takes as many rounds as the length has bits
         )
 
+    @property
+    def _linear(self) -> bool:
+        return self.distance == "signed" and self.normalize != "l1"
+
+    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Diagonal term plus sum of differences, normalised and gated."""
-        if why := self._obstacle(k, v, key_mask):
-            dispatch.unserved(k, why)
-            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        l, diagonal, x = self._wide_terms(k, v, key_mask)
-        out = manhattan_gpu.attend(l, diagonal, x, key_mask, is_causal=is_causal, **self._settings)
-        return self._gated(q.float(), out).to(v.dtype)
+        if self._linear and self.reference == "self":
+            settings = ManhattanSettings(self.feature_map.both, self.normalize == "mean", is_causal)
+            out = fast_manhattan.manhattan(self._keys(k, v), v, key_mask, settings, fixed=self.feature_map.fixed)
+            return self._gated(q, out)
+        if is_causal:
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
+        l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
+        if self._linear:
+            return self._of_sums(q, l, diagonal, reference.summarised(l, x, diagonal, key_mask))
+        l1 = self.normalize == "l1"
+        total, size = pair_sums(l, x, ones, None, distance=self.distance, sizes=l1, is_causal=False)
+        return self._out(q, diagonal, total, weight + size if l1 else ones[..., :1].sum(-2, keepdim=True))
 
+    @advancing.in_chunks
+    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
     ) -> tuple[Tensor, States]:
         """Outputs of new tokens, and the sums over all keys up to the last, or the keys themselves."""
-        if why := self._obstacle(k, v, key_mask):
-            dispatch.unserved(k, why)
-            return self._advance(q, k, v, w, state, key_mask=key_mask)
-        l, diagonal, x = self._wide_terms(k, v, key_mask)
-        out, after = manhattan_gpu.advance(l, diagonal, x, key_mask, state, **self._settings)
-        return self._gated(q.float(), out).to(v.dtype), after
+        l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
+        if self._linear:
+            sums = reference.running(l, x, diagonal, key_mask, state)
+            return self._of_sums(q, l, diagonal, sums), reference.last(sums)
+        l1, keys = self.normalize == "l1", appended(state, l, x, ones)
+        total, size = pair_sums(l, x, ones, state, distance=self.distance, sizes=l1, is_causal=True)
+        divisor = weight + size if l1 else prefix_sums(keys.ones[..., :1])[..., -l.shape[-2] :, :]
+        return self._out(q, diagonal, total, divisor), keys
 
-    @property
-    def _settings(self) -> dict[str, bool]:
-        return {"mean": self.normalize == "mean", "to_first": self.reference == "first"}
+    @advancing.summed_in_chunks
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+        """The sums over the keys of a chunk."""
+        l, x, _, diagonal, _ = self._terms(k, v, key_mask)
+        return reference.summarised(l, x, diagonal, key_mask)
 
-    def _obstacle(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-        """Why no kernel computes this call; empty where one does."""
-        if not self._linear:
-            return "no kernel has sums of absolute differences"
-        divisor = manhattan_gpu.divisor(mean=self.normalize == "mean")
-        return gpu.obstacle(k, v, key_mask=key_mask, divisor=divisor)
+    @in_float32
+    def read_summary(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
+    ) -> Tensor:
+        """Outputs of tokens from the sums over all keys; their own term is that of their key and value."""
+        l, *_, diagonal, _ = self._terms(k, v, key_mask)
+        return self._of_sums(q, l, diagonal, state)
 
-    def _wide_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """log h(k), diagonal terms and values in float32: the gradients of both uses of a value are added in it."""
-        wide = v.float()
-        l, _, _, diagonal, _ = self._terms(k.float(), wide, key_mask)
-        return l, diagonal, wide
+    def merged(self, earlier: Any, later: Any) -> States:
+        """The sums over two neighbouring chunks."""
+        return reference.combined(earlier, later)
+
+    @in_float32
+    def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """log h(k), values and ones (zeros where masked), diagonal terms ``k_i v_i`` and their absolute weights."""
+        h, l = self.feature_map.both(self._keys(k, v))
+        l = l if self.temperature == 1.0 else l / self.temperature
+        x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
+        return l, x, pool.visible_ones(l, key_mask), h * x, h
+
+    def _of_sums(self, q: Tensor, l: Tensor, diagonal: Tensor, sums: Differences) -> Tensor:
+        if self.reference == "self":
+            return self._out(q, diagonal, reference.relative(l, sums), sums.number)
+        first = sums.first.masked_fill(sums.number == 0, 0.0)
+        return self._out(q, first.expand_as(diagonal), sums.weighted, sums.number)
+
+    def _out(self, q: Tensor, diagonal: Tensor, total: Tensor, divisor: Tensor) -> Tensor:
+        if self.normalize == "l1":
+            return self._gated(q, pool.quotient(diagonal + total, divisor))
+        return self._gated(q, diagonal + (total if self.normalize == "none" else total / divisor.clamp(min=1.0)))
+
+    def _keys(self, k: Tensor, v: Tensor) -> Tensor:
+        k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
+        pool.same_width(self, k, v, or_one=True)
+        return k
+
+    def _gated(self, q: Tensor, out: Tensor) -> Tensor:
+        if self.query_dim == 0:
+            return out
+        gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
+        pool.same_width(self, gate, out, name="queries", or_one=True)
+        return gate.sigmoid() * out

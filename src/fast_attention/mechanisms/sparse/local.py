@@ -156,8 +156,12 @@ class Local(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportIncomp
         """The number of the first of ``keys`` tokens that no later token sees."""
         return max(keys - self.sides[0], 0)
 
-    def from_head(self, first: int) -> Local:
-        """The window that gives heads from 0 on the dilations that this one gives those from ``first`` on."""
+    def seen(self, first: int, end: int) -> tuple[int, int]:
+        """The positions of the first key that queries ``first`` to ``end - 1`` see, and of the one behind the last."""
+        return first - self.sides[0], end + self.sides[1]
+
+    def of_heads(self, first: int, number: int, heads: int) -> Local:
+        """The window of ``number`` heads from ``first`` on, of ``heads``: its first dilation is that head's."""
         if not isinstance(self.dilation, tuple):
             return self
         first %= len(self.dilation)
