@@ -62,7 +62,8 @@ def ran(script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: st
     for name, value in TINY[script].items():
         monkeypatch.setattr(script, name, value)
     seeds = ("--seeds", "1") if script.REPRODUCTION.seeds else ()
-    given = ["--minutes", "0.003", "--threads", "1", "--out", str(folder), *seeds, *options]
+    minutes = "0.2" if script is cab else "0.003"
+    given = ["--minutes", minutes, "--threads", "1", "--out", str(folder), *seeds, *options]
     assert common.main(script.REPRODUCTION, given) == 0
     return Reproduced.read(folder / Reproduced.data)
 
