@@ -17,7 +17,8 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.reproductions import common
-from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table, Training
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
+from experiments.reproductions.training import Training, equal_steps
 from experiments.study import Result, Study, Summary, label, matched
 from experiments.tasks import IGNORED, Batch, ByteLM, Split, random_for, text_sides
 from experiments.train import TrainingSettings
@@ -90,7 +91,7 @@ def measure(budget: Budget) -> Iterator[Row]:
     rest = replace(
         budget, seconds=(budget.seconds - seconds) / budget.seeds, rows=tuple(r for r in budget.rows if "seed" in r)
     )
-    steps = common.equal_steps(rest, runs.values(), MOST)
+    steps = equal_steps(rest, runs.values(), MOST)
     for seed, ((length, name), each) in itertools.product(range(budget.seeds), runs.items()):
         if rest.has(mechanism=name, length=length, seed=seed):
             continue
