@@ -127,7 +127,7 @@ def _accelerator(device: torch.device, settings: ConversionSettings) -> Iterator
     try:
         from accelerate import Accelerator, state
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"convert needs {error.name}: {extras.install('lab')}", name=error.name) from error
+        raise ModuleNotFoundError(f"convert needs {error.name}: {extras.install('hf')}", name=error.name) from error
     shared = [each._shared_state for each in (state.PartialState, state.AcceleratorState, state.GradientState)]
     before = [dict(each) for each in shared]
     for each in shared:
