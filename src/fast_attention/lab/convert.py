@@ -30,7 +30,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.passages import Reading
 
 CHECKPOINT = "checkpoint"  # beside the record until the conversion is complete
-LONGEST, SHORTEST = 512, 32  # tokens of a passage, unless --length says more
+LONGEST = 512  # tokens of a passage, unless --length says more
 LENGTHS = (512, 2048, 8192)  # where time and memory are measured
 ROUNDS, PATIENCE = 20, 6.0  # of timing both models in turns; seconds after which no further round begins
 SLOWEST = 60.0  # seconds of a pass that is not begun any more
@@ -105,7 +105,7 @@ def convert_command(
             )
         trained, judging = _texts(text, judge)
         length = length or min(LONGEST, most or LONGEST)
-        reading = Reading(trained, tokenizer, length, batch_size, seed, shortest=SHORTEST, judge=judging)
+        reading = Reading(trained, judging, tokenizer, length, batch_size, seed)
         marks = len(reading.passages.before), len(reading.passages.behind)
         if teacher not in ("original", "chunks"):
             raise InputError(f"--teacher {teacher}: choose original or chunks")
