@@ -218,7 +218,7 @@ def test_texts_of_this_machine_teach_and_judge(
 ) -> None:
     """Without options: the docstrings of Python's library, judged by the documentation of installed packages."""
     for name, text in (("python", "text.txt"), ("packages", "other.txt")):
-        made = corpus.Corpus("text", name, ((name, (home / text).read_text()),))
+        made = corpus.Corpus(name, ((name, (home / text).read_text()),))
         monkeypatch.setattr(texts, name, lambda made=made: made)
     options = ["--mechanism", FEATURES, "--steps", "1", "--exact-up-to", "none", "--out", str(tmp_path)]
     assert run(capsys, str(home / "encoder"), *options)[0] == 0
@@ -228,7 +228,7 @@ def test_texts_of_this_machine_teach_and_judge(
 
 def test_passages_are_drawn_by_number_and_held_out_ones_never() -> None:
     text = "".join(chr(97 + i % 23) + chr(65 + i // 23 % 26) + chr(48 + i // 598 % 10) for i in range(2500))
-    made, tokenizer = corpus.Corpus("text", "text", (("text", text),)), transformers.ByT5Tokenizer()
+    made, tokenizer = corpus.Corpus("text", (("text", text),)), transformers.ByT5Tokenizer()
     reading, seen = Reading([made], tokenizer, 33, 3, 0), set()
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     for number in range(200):
@@ -250,7 +250,7 @@ def test_passages_are_drawn_by_number_and_held_out_ones_never() -> None:
 
 def test_passages_have_mixed_lengths_in_bounded_memory() -> None:
     pieces = tuple((f"{i}", words(4000)[100 * i : 100 * i + 100]) for i in range(500))  # short documents are joined
-    reading = Reading([corpus.Corpus("text", "text", pieces)], transformers.ByT5Tokenizer(), 512, 2, 0, shortest=32)
+    reading = Reading([corpus.Corpus("text", pieces)], transformers.ByT5Tokenizer(), 512, 2, 0, shortest=32)
     longest, rows, lengths = [], set(), []
     for number in range(300):
         mask = reading.batch(number)["attention_mask"]
@@ -267,8 +267,8 @@ def test_passages_have_mixed_lengths_in_bounded_memory() -> None:
 
 
 def test_another_text_judges_at_every_length_and_is_never_trained_on() -> None:
-    seen = corpus.Corpus("text", "seen", (("seen", "abc, def. " * 9000),))
-    other = corpus.Corpus("text", "other", (("other", "Uvw xyz. Zyx! " * 1400),))
+    seen = corpus.Corpus("seen", (("seen", "abc, def. " * 9000),))
+    other = corpus.Corpus("other", (("other", "Uvw xyz. Zyx! " * 1400),))
     tokenizer = transformers.ByT5Tokenizer()
     reading = Reading([seen], tokenizer, 4096, 1, 0, shortest=32, judge=other)
     assert [*reading.groups] == ["short", "other text, 512", "other text, 2048", "trained text, 512"]

@@ -36,7 +36,7 @@ def model_of(folder: Path, kind: str, longest: int = 0, **changed: Any) -> Huggi
 
 
 def reading(text: str = WORDS) -> Corpus:
-    return Corpus("text", "words", (("words", text),))
+    return Corpus("words", (("words", text),))
 
 
 def eager_matrices(folder: Path, source: HuggingFace, length: int) -> Any:
