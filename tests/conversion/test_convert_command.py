@@ -212,7 +212,7 @@ def test_texts_of_this_machine_teach_and_judge(
 
 def test_passages_are_drawn_by_number_and_held_out_ones_never() -> None:
     text = "".join(chr(97 + i % 23) + chr(65 + i // 23 % 26) + chr(48 + i // 598 % 10) for i in range(2500))
-    made, tokenizer = corpus.Corpus((("text", text),)), transformers.ByT5Tokenizer()
+    made, tokenizer = corpus.Corpus("text", (("text", text),)), transformers.ByT5Tokenizer()
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     reading, other = (Reading([made], made, tokenizer, 30, 3, seed) for seed in (0, 1))
     places = {tuple(whole[i : i + 29]): i for i in range(len(whole) - 28)}
@@ -230,7 +230,7 @@ def test_passages_are_drawn_by_number_and_held_out_ones_never() -> None:
 
 def test_passages_have_mixed_lengths_in_bounded_memory() -> None:
     pieces = tuple((f"{i}", words(4000)[100 * i : 100 * i + 100]) for i in range(500))  # short documents are joined
-    made = corpus.Corpus(pieces)
+    made = corpus.Corpus("text", pieces)
     reading = Reading([made], made, transformers.ByT5Tokenizer(), 512, 2, 0)
     longest, rows, lengths = [], set(), []
     for number in range(300):
