@@ -79,6 +79,7 @@ def test_nothing_is_repeated_that_need_not_be(mechanism: Any, monkeypatch: pytes
         attention(q, k, v, "Local", enable_gqa=True)
 
 
+@pytest.mark.slow
 def test_keys_of_a_swapped_decoder_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact attention over a cache would copy it whole at every token."""
     pytest.importorskip("transformers")
