@@ -18,12 +18,12 @@ from tests.cases import CASES, DEFAULTS, DISTINCT, KINDS, SETTINGS, bind, qkv, s
 COSTLY = {"declared order", "threads"}
 TRACED = {"torch.compile(fullgraph=True)", "torch.export, dynamic length"}
 # What a setting changes where it takes the implementation of another: the laws of the future, padding, gradients,
-# decoding and packed sequences, of lengths, digits and large inputs.
+# decoding and packed sequences, of batches, lengths, digits and large inputs.
 OF_SETTINGS = {
     "the future never moves the past", "an enormous future leaves the past alone", "padding is inert",
     "padded = shorter", "padding may hold anything", "nothing to see gives zeros", "gradients",
     "decode in any split = one pass", "packed sequences = one call for each", "any length", "finite at large inputs",
-    "low precision",
+    "low precision", "batch and heads are independent",
 }  # fmt: skip
 
 # What a law needs to be claimed.
