@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fast_attention.tasks import ByteLM
-from fast_attention.tasks.bytes import sides
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
