@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fast_attention.engine.bounds import at_most, no_less
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.numerics import at_most, no_less
 from tests.cases import ATTENTIONS, CASES, bind
 
 CLAMPS = {torch.clamp, torch.clamp_min, torch.clamp_max, Tensor.clamp, Tensor.clamp_min, Tensor.clamp_max}
