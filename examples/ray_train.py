@@ -10,36 +10,28 @@ import torch
 import torch.distributed as dist
 from ray.train import ScalingConfig  # pyright: ignore[reportMissingImports]
 from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fast_attention import TokenMixer
 from fast_attention.parallel import parallelize
 
 
-def logits(model: Any, tokens: Tensor) -> Tensor:
-    """Logits of the next tokens from one causal layer."""
-    x = model["embedding"](tokens)
-    return model["head"](x + model["mixer"](x, is_causal=True))
-
-
 def train_loop(settings: dict[str, Any]) -> None:
     """What every worker runs: its tokens of one sequence, and the sum of all workers' shares of the gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights and the same sequence everywhere
-    layers = {
-        "embedding": nn.Embedding(16, 64),
-        "mixer": TokenMixer(64, 4, "LinearAttention"),
-        "head": nn.Linear(64, 16),
-    }
-    model = parallelize(nn.ModuleDict(layers), dist.group.WORLD)
+    layers = nn.ModuleList([nn.Embedding(16, 64), TokenMixer(64, 4, "LinearAttention"), nn.Linear(64, 16)])
+    embedding, mixer, head = model = parallelize(layers, dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
     sequence = torch.arange(settings["tokens"] + 1)[None] % 16
     mine = sequence[:, :-1].chunk(world, 1)[rank]
     targets = sequence[:, 1:].chunk(world, 1)[rank]
     for step in range(settings["steps"]):
         optimizer.zero_grad()
-        loss = cross_entropy(logits(model, mine).flatten(0, 1), targets.flatten(), reduction="sum") / settings["tokens"]
+        x = embedding(mine)
+        logits = head(x + mixer(x, is_causal=True))
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / settings["tokens"]
         loss.backward()
         for weight in model.parameters():
             if weight.grad is not None:
