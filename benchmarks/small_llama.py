@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.tasks import ByteLM, text_sides
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from experiments.tasks import ByteLM, text_sides
 from fast_attention import files
 from fast_attention.lab.measure import useful_threads
 from fast_attention.lab.progress import measured

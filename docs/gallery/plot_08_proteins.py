@@ -22,10 +22,9 @@ import fast_attention
 from fast_attention import Bound, attention_rows
 
 sys.path.append(str(Path(fast_attention.__file__).parents[2]))  # a checkout, where experiments stands
+from experiments import data
 from experiments.models import Model, load
 from experiments.tasks import PAD, encoded, masked
-
-from experiments import data
 
 original = load("protein-mini")
 proteins = [protein for protein in data.proteins() if len(protein["sequence"]) <= 400][:32]

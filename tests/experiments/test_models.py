@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.models import Model, ModelConfig
 
 from experiments import data, models, tasks
+from experiments.models import Model, ModelConfig
 from fast_attention import Unsupported
 
 DECODERS: dict[str, dict[str, Any]] = {

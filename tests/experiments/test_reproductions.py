@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+
+from experiments import data
 from experiments.reproductions import cab, capacity, common, decoding, duplication, leaks, mixers, performer, recall
 from experiments.reproductions import spectrum as spectra
 from experiments.reproductions.capacity import Batch, Contender, Retrieval
 from experiments.reproductions.common import Budget, Claim, Reproduced
 from experiments.tasks import IGNORED, Duplicate
-from torch.nn import functional as F
-
-from experiments import data
 from fast_attention import attention_maps
 from fast_attention.conformance import third_party
 from fast_attention.lab.inputs import InputError

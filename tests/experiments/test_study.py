@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.study import ALONE, EXACT, Result, Study, matched, parameters
 
 from experiments import study, tasks
+from experiments.study import ALONE, EXACT, Result, Study, matched, parameters
 
 RECORDS = Path(__file__).parents[2] / "records"
 COMMAND = [

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.tasks import IGNORED, Batch, Split
 
 from experiments import data, tasks
+from experiments.tasks import IGNORED, Batch, Split
 
 BATCHES: tuple[tuple[Split, int, int], ...] = (
     ("train", 0, 3), ("train", 5, 4), ("valid", 0, 3), ("valid", 7, 2), ("train", 1 << 32, 2)

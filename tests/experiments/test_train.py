@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from experiments import models, tasks, train
 from experiments.models import Model
 from experiments.tasks import IGNORED
 from experiments.train import Diverged, Outcome, TrainingSettings, config_for, read_log
-
-from experiments import models, tasks, train
 from fast_attention.files import InUse
 
 ROOT = Path(__file__).parents[2]
