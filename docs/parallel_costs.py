@@ -7,6 +7,7 @@ bytes over stated links.
 from __future__ import annotations
 
 import hashlib
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from fast_attention import catalogue, files
-from fast_attention.lab.bench.record import Benchmark
 from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
 from fast_attention.parallel import Shards, strategy
 from fast_attention.parallel.strategy import Call, Sizes
@@ -47,23 +47,25 @@ def stale() -> bool:
     return not PICTURE.exists() or source() not in PICTURE.read_text(encoding="utf-8")
 
 
-def seconds(held: Benchmark, row: str, name: str, tokens: int, world: int) -> tuple[float, float]:
+def seconds(held: dict[str, Any], row: str, name: str, tokens: int, world: int) -> tuple[float, float]:
     """Predicted seconds of computing and of sending, of one layer forward and backward on each of ``world`` GPUs."""
-    peak = statistics.median(each["gemm_gflops"] for each in held.ceilings) * 1e9
-    cells = [cell for cell in held.cells if cell.mechanism == row and cell.length == LENGTH and cell.training_ms]
-    each = statistics.median(cell.training_ms for cell in cells) / 1e3 / LENGTH * peak / GPU
+    peak = statistics.median(each["gemm_gflops"] for each in held["ceilings"]) * 1e9
+    cells = [
+        cell for cell in held["cells"] if cell["mechanism"] == row and cell["length"] == LENGTH and cell["training_ms"]
+    ]
+    each = statistics.median(cell["training_ms"] for cell in cells) / 1e3 / LENGTH * peak / GPU
     mechanism: Any = catalogue.default(name)
     growth = tokens / LENGTH if name == "Softmax" else 1.0
     shards = Shards(None, world // 2, (tokens // world,) * world, (tokens // world,) * world)
-    heads, width = held.meta["heads"], held.meta["head_dim"]
+    heads, width = held["meta"]["heads"], held["meta"]["head_dim"]
     sends = strategy(mechanism, True).sends(Call(mechanism, (), shards, True), Sizes(1, heads, width, width, 2))
     messages = 1 if name == "Local" else world - 1
     return each * growth * tokens / world, 2 * (messages * LATENCY + sends / LINKS[world > 8])
 
 
-def draw(held: Benchmark) -> str:
+def draw(held: dict[str, Any]) -> str:
     """Seconds per layer against tokens, a panel for each mechanism and a line for each number of GPUs, as SVG."""
-    heads, width = held.meta["heads"], held.meta["head_dim"]
+    heads, width = held["meta"]["heads"], held["meta"]["head_dim"]
     with matplotlib.rc_context(STYLE | {"font.size": 9}):
         figure = Figure(figsize=(11.0, 4.4), layout="constrained", facecolor="white")
         panels = figure.subplots(1, 3, sharey=True)
@@ -84,7 +86,7 @@ def draw(held: Benchmark) -> str:
         figure.suptitle(
             f"Predicted, not measured: seconds per layer, forward and backward, {heads} heads of {width}; "
             f"dotted: sending\n{GPU / 1e12:.0f} TFLOP/s a GPU at the share of its peak that "
-            f"{held.meta['hardware']} reached; "
+            f"{held['meta']['hardware']} reached; "
             f"{LINKS[0] / 1e9:.0f} GB/s among 8 GPUs, {LINKS[1] / 1e9:.0f} GB/s beyond, "
             f"{LATENCY * 1e6:.0f} us a message",
             fontsize=9,
@@ -95,7 +97,7 @@ def draw(held: Benchmark) -> str:
 
 def main() -> None:
     """Write the picture, and print the ends of its lines."""
-    held = Benchmark.read(ROOT / source().split(" ")[0])
+    held = json.loads((ROOT / source().split(" ")[0]).read_text(encoding="utf-8"))
     for title, names in LINES.items():
         for world in PROCESSES if names[1] != "Softmax" else (8,):
             for tokens in (TOKENS[0], TOKENS[5], TOKENS[-1]):

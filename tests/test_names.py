@@ -13,8 +13,8 @@ import fast_attention
 
 PUBLIC = [
     "fast_attention", "fast_attention.functional", "fast_attention.catalogue", "fast_attention.conformance",
-    "fast_attention.conversion", "fast_attention.data", "fast_attention.decoding", "fast_attention.exporting",
-    "fast_attention.integrations", "fast_attention.mechanisms", "fast_attention.tasks",
+    "fast_attention.conversion", "fast_attention.decoding", "fast_attention.exporting",
+    "fast_attention.integrations", "fast_attention.mechanisms",
 ]  # fmt: skip
 
 

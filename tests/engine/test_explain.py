@@ -96,6 +96,7 @@ def test_fusion_is_off_unless_allowed_and_changes_nothing() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (fast, plain)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_linear_attention_is_fused_where_the_caller_allows_it() -> None:
     inputs = qkv(300, dtype=torch.float32)

@@ -17,6 +17,8 @@ from fast_attention.engine import kept_graphs
 from fast_attention.engine.opaque import like_queries, opaque
 from tests.cases import bind
 
+pytestmark = pytest.mark.slow  # tracing takes its time
+
 calls: list[tuple[bool, ...]] = []  # whether each tensor of a run has a gradient to come
 
 

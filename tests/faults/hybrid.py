@@ -27,7 +27,7 @@ FAULTS = [
           "front = (start + 1) % self.near.block_size", BLOCKS),
     Fault("a block leaves the state too early", "mechanisms/sparse/block_local.py",
           "keys // self.block_size - self.before, 0)", "keys // self.block_size - self.before + 1, 0)",
-          LAW + "'decode and BlockLocal'"),
+          LAW + "'of_a_setting and BlockLocal'"),
     Fault("masked keys stand in the sums", ROOM + "key_sums.py", ".exp_().masked_fill_(~summed, 0.0)", ".exp_()",
           ORACLE + "Hybrid"),
     Fault("near keys are estimated as well", ROOM + "near.py", "Sight(near & visible, visible & ~near, numbers)",
@@ -124,7 +124,7 @@ FAULTS = [
     Fault("short steps see later tokens of their own", DECODING, "is_causal=q.shape[-2] > 1)", "is_causal=False)",
           "tests/integrations/test_exact_up_to.py -k short_steps"),
     Fault("torch's kernel reads tokens whose numbers lie apart", ROOM + "call.py",
-          "return x if x.stride(-1) == 1 else x.contiguous()", "return x", LAW + "'layout and Hybrid'"),
+          "return x if x.stride(-1) == 1 else x.contiguous()", "return x", LAW + "'of_a_setting and Hybrid'"),
     Fault("a mechanism reads a cache of fewer heads as it is", DECODING, "if not part.mechanism.shares_cache:", "if False:",
           "tests/test_grouped.py -k 'decoded_as and ByLength'"),
 ]  # fmt: skip

@@ -16,14 +16,14 @@ from fast_attention.lab.inputs import InputError
 
 def test_sources_are_prose_in_a_fixed_order_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "LIMIT", 60_000)
-    for name in ("python", "packages"):
-        read = texts.SOURCES[name]()
-        assert read == texts.SOURCES[name]()
+    for source in (texts.python, texts.packages):
+        read = source()
+        assert read == source()
         assert 60_000 <= read.facts["bytes"] < 250_000
         paragraphs = [paragraph for _, text in read.documents for paragraph in text.split("\n\n")]
         assert len(paragraphs) == len({*paragraphs})
         assert "fast-attention" not in [document for document, _ in read.documents]
-    assert len(corpus.read().passage(200_000)[1]) > 200_000, "the default, of any length"
+    assert len(corpus.read().documents[0][1]) > 200_000, "the default, of any length"
 
 
 def test_docstrings_are_read_once_the_topics_end(tmp_path: Path) -> None:
@@ -39,29 +39,6 @@ def test_tables_and_repeated_paragraphs_are_left_out() -> None:
     prose = "\n".join(f"sentence number {i} has quite a few words" for i in range(20))
     kept = texts._bounded([("a", f"{prose}\n\nend"), ("table", "1.0 2.0\n" * 200), ("b", f"{prose}\n\nother")])
     assert kept == (("a", f"{prose}\n\nend"),)
-
-
-def test_every_source_but_the_judge_is_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(texts, "LIMIT", 20_000)
-    monkeypatch.chdir(tmp_path)
-    python, packages = (source() for source in texts.SOURCES.values())
-    assert texts.read(None, None) == ([packages], python)
-    assert texts.read(None, "packages") == ([python], packages)
-    assert texts.read(["python"], "none") == ([python], None)
-    Path("mine.txt").write_text("a text of my own")
-    trained, judge = texts.read(["mine.txt", "packages"], None)
-    assert [each.name for each in trained] == ["mine.txt", packages.name]
-    assert judge == python
-    Path("python").write_text("a file goes before a source of that name")
-    assert texts.read(["python"], None)[0][0].documents[0][1].startswith("a file")
-    for names, judging, said in (
-        (["packages"], "packages", r"--judge packages: the same text as --text documentation of .* name another"),
-        (["mine.txt"], "none.txt", r"--judge none.txt"),
-        (["mine.txt", "mine.txt"], None, r"--text mine.txt: the same text as mine.txt"),
-        (["jargon"], None, r"--text jargon: the Jargon File is in experiments/data"),
-    ):
-        with pytest.raises(InputError, match=said):
-            texts.read(names, judging)
 
 
 WRONG: dict[str, tuple[Callable[[], bytes], str]] = {

@@ -94,7 +94,7 @@ def convert_command(
         settings = ConversionSettings(**kinds, **limits, share=share, lr=lr, seed=seed)
         exact = None if exact_up_to == "none" else inputs.tokens_or_auto("--exact-up-to", exact_up_to)
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
-        if out.resolve() == loading.find(model).folder.resolve():
+        if out.resolve() == loading.find(model).resolve():
             raise InputError(f"--out {out} is the folder of the model itself: name another")
         where, tokenizer = inputs.device(device), loading.tokenizer(model)
         converted, learnt, extension = _opened(model, where, positions, tokenizer)

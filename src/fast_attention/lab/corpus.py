@@ -41,19 +41,14 @@ class Corpus:
         size = sum(len(text.encode()) for _, text in self.documents)
         return {"name": self.name, "documents": len(self.documents), "bytes": size, "sha256": self.sha256}
 
-    def passage(self, length: int) -> tuple[str, str]:
-        """The first document of at least ``length`` characters, else the longest."""
-        enough = (document for document in self.documents if len(document[1]) >= length)
-        return next(enough, None) or max(self.documents, key=lambda document: len(document[1]))
-
     def tokens(self, tokenizer: Any, length: int) -> tuple[Tensor, str]:
-        """Up to ``length`` token numbers (1, n), the tokenizer's own marks included, and where they come from.
+        """Up to ``length`` token numbers (1, n) of the first document, the tokenizer's own marks included; its name.
 
         Raises:
             InputError: There are none, or the tokenizer knows none.
         """
-        name, passage = self.passage(length)
-        ids = self.numbers(tokenizer, passage[: 16 * length + 64], name, truncation=True, max_length=length)
+        name, text = self.documents[0]
+        ids = self.numbers(tokenizer, text[: 16 * length + 64], name, truncation=True, max_length=length)
         if not ids:
             raise InputError(f"{self.name}: the tokenizer finds no token in {name}")
         return torch.tensor([ids]), f"the first {len(ids)} tokens of {name}"

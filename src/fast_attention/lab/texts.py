@@ -1,4 +1,4 @@
-"""Texts to train on and to judge by: the user's files, and what every machine has of Python's and its packages' own."""
+"""Texts that every machine has: what Python and the installed packages say of themselves."""
 
 from __future__ import annotations
 
@@ -6,60 +6,18 @@ import ast
 import hashlib
 import importlib.metadata
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from fast_attention.lab import corpus
 from fast_attention.lab.corpus import Corpus
-from fast_attention.lab.inputs import InputError
 
 LIMIT = 3 << 18  # bytes that are read of a source
-NONE = "none"
 SHORTEST = 400  # characters of a document
 WORDS = 4.0  # of a line on average: prose, neither a table of numbers nor a list
 WRITTEN = (".md", ".rst", ".txt")
 NO_DOCUMENTATION = ("licen", "copying", "notice", "author", "change", "release", "requirements", "test")
-
-
-def read(names: Sequence[str] | None, judge: str | None) -> tuple[list[Corpus], Corpus | None]:
-    """The texts to train on, and the one of another source that judges, if any does.
-
-    Args:
-        names: Files, or names in ``SOURCES``; every source but the judge if None.
-        judge: The same, one; the first source that is not trained on if None, nothing if ``"none"``.
-
-    Raises:
-        InputError: A file is missing, empty or damaged, a text stands twice, or the judge is among the trained ones.
-    """
-    if judge is None:
-        judge = next((source for source in SOURCES if source not in (names or ())), None)
-        if judge is None:
-            raise InputError("--judge: every source of this machine is trained on; name a file that is not")
-    trained = [_one(name, "--text") for name in names or [source for source in SOURCES if source != judge]]
-    judging = None if judge == NONE else _one(judge, "--judge")
-    known: dict[str, str] = {}
-    for each in trained:
-        if each.sha256 in known:
-            raise InputError(f"--text {each.name}: the same text as {known[each.sha256]}")
-        known[each.sha256] = each.name
-    if judging is not None and judging.sha256 in known:
-        other = known[judging.sha256]
-        raise InputError(
-            f"--judge {judge}: the same text as --text {other}, and what is trained on does not judge: name another, "
-            f"a file or one of {', '.join(SOURCES)}"
-        )
-    return trained, judging
-
-
-def _one(name: str, option: str) -> Corpus:
-    """A file, or a source of this machine."""
-    if Path(name).exists():
-        return corpus.read(name, option=option)
-    if name == "jargon":
-        raise InputError(f"{option} jargon: the Jargon File is in experiments/data of a checkout: give its path")
-    return SOURCES[name]() if name in SOURCES else corpus.read(name, option=option)
 
 
 def python() -> Corpus:
@@ -71,9 +29,6 @@ def python() -> Corpus:
 def packages() -> Corpus:
     """Descriptions and documentation of the installed packages, in an order that mixes them."""
     return Corpus("documentation of installed packages (their own licences)", _bounded(_installed()))
-
-
-SOURCES: dict[str, Callable[[], Corpus]] = {"python": python, "packages": packages}
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:

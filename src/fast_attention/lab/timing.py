@@ -102,7 +102,7 @@ class TimingGroup:
         if self.setting.backward:
             cell.training_operations, cell.training_bytes = counted(passes.training, self.setting.device)
             seconds.append(clock.seconds(passes.training, self.setting.device))
-        cell.state_bytes, cell.weight_bytes = passes.decoded(), passes.weight_bytes
+        cell.weight_bytes = passes.weight_bytes
         return seconds
 
     def rounds(self) -> None:
