@@ -8,14 +8,14 @@ from pathlib import Path
 from statistics import fmean
 
 import matplotlib
+from fast_attention.lab.study import drawings
+from fast_attention.lab.study.plan import label
+from fast_attention.lab.study.record import Study
 from matplotlib.figure import Figure
 
 from fast_attention import Softmax, files
 from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
 from fast_attention.lab.records import EXACT
-from fast_attention.lab.study import drawings
-from fast_attention.lab.study.plan import label
-from fast_attention.lab.study.record import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"

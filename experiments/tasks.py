@@ -628,7 +628,7 @@ class Sequences(Task):
         """The sequence, as bytes, and the label of every row."""
         roles = {"text": ("sequence", "text", "sentence", "seq"), "label": ("label", "class", "target", "category")}
         records, names = [], []
-        for number, row in enumerate(data.table(self.path), 1):
+        for number, row in enumerate([*data.table(self.path)], 1):
             names = names or [self._column(row, role, usual) for role, usual in roles.items()]
             text, label = ("" if row.get(name) is None else str(row[name]) for name in names)
             if not text or not label.strip():

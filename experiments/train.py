@@ -544,6 +544,10 @@ def main(arguments: list[str] | None = None) -> int:
         if not (options.task or held):
             raise ValueError("name a task, such as copy, or --resume a run")
         task = tasks.parse(options.task or held["task"])
+        if held and repr(task) != held["task"]:
+            raise ValueError(
+                f"{options.out} holds a run with task {held['task']}, not {task!r}: it cannot be resumed so"
+            )
         config = config_for(task, **held.get("model", {}) | given(options, ModelConfig))
         settings = settings_from(options, held.get("settings", {}))
         outcome = train(

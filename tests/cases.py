@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,36 @@ from torch import Tensor, nn
 from fast_attention import Attention, Bound, Mixer, Shape, catalogue
 from tests.oracles import VARIANTS
 
-CASES: list[Any] = [catalogue.default(name) for name in catalogue.names()]
-CASES += [
-    m for m in (catalogue.parse(text) for text in VARIANTS if text.split("(")[0] in catalogue.names()) if m not in CASES
+DEFAULTS: list[Any] = [catalogue.default(name) for name in catalogue.names()]
+CASES = DEFAULTS + [
+    m
+    for m in (catalogue.parse(text) for text in VARIANTS if text.split("(")[0] in catalogue.names())
+    if m not in DEFAULTS
 ]
+
+
+def promises(mechanism: Any) -> Any:
+    """Its traits without what they say in words."""
+    return type(mechanism), replace(mechanism.traits, paper="", formula="", cost="", approximates=None)
+
+
+# The defaults, and the first setting of a mechanism that promises something else: another implementation runs there.
+DISTINCT: list[Any] = [*{promises(m): m for m in reversed(CASES)}.values()][::-1]
+# What wrappers tell apart: fused attention, own scores, states that are sums, drawn and learned weights, windows,
+# blocks, sorted tokens, tables of positions, two mechanisms in one, attention that sees padding, whole tokens.
+KINDS: list[Any] = [
+    catalogue.parse(text)
+    for text in (
+        "Softmax", "ReLUAttention", "LinearAttention", "FavorPlus(num_features=5)", "Local(window=3)",
+        "BlockLocal(block_size=4)", "LSH(num_buckets=4)", "Linformer(rank=4)", "AFTFull", "AFTSimple",
+        "Hybrid(near=BlockLocal(block_size=4))", "ByLength(long=Local(window=4), above=3)", "Nystrom(num_landmarks=4)",
+        "GMLP",
+    )
+]  # fmt: skip
+# All settings by the mechanism's name, for tests that are so quick that each goes through several.
+SETTINGS: dict[str, list[Any]] = {
+    name: [m for m in CASES if type(m).__name__ == name] for name in catalogue.names()
+}  # fmt: skip
 ATTENTIONS: list[Any] = [m for m in CASES if isinstance(m, Attention)]
 MIXERS: list[Any] = [m for m in CASES if isinstance(m, Mixer)]
 

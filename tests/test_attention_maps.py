@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Shape, Unsupported, attention_rows, cache_argument, catalogue, swap, swap_back
+from fast_attention import Attention, Shape, Unsupported, attention_rows, cache_argument, catalogue, swap, swap_back
 from fast_attention.counting import exponent, peak_bytes
 from fast_attention.lab.calls import calls_during
 from fast_attention.nn.bound import Bound
-from tests.cases import ATTENTIONS, MIXERS, bind, qkv, some_keys
+from tests.cases import DISTINCT, bind, qkv, some_keys
 
-WITH = [m for m in ATTENTIONS if m.traits.matrix]
+WITH = [m for m in DISTINCT if isinstance(m, Attention) and m.traits.matrix]
+WITHOUT = [m for m in DISTINCT if m not in WITH]
 QUERIES = [10, 0, 3, -1, 3, 7, 1, 2, 9, 8, 6]  # more than the width of 8, so that two backward passes are needed
 
 
@@ -23,17 +25,13 @@ def matrix(bound: Bound, q: Tensor, k: Tensor, **keywords: Any) -> Tensor:
     return bound(q, k, torch.eye(k.shape[-2], dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1), **keywords)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mechanism", WITH, ids=repr)
-def test_rows_are_those_of_the_matrix(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
-    traits = mechanism.traits
-    if is_causal not in traits.modes or (masked and not traits.padding):
-        pytest.skip("denied by traits: the refusal is tested in test_contract")
-    bound = bind(mechanism, device=device)
-    for length, keys in [(11, 11)] + [(11, 5), (11, 17)] * traits.cross:
+def test_rows_are_those_of_the_matrix(mechanism: Any, device: torch.device) -> None:
+    bound, traits = bind(mechanism, device=device), mechanism.traits
+    masked, sizes = (False, True)[: 1 + traits.padding], [(11, 11)] + [(11, 5), (11, 17)] * traits.cross
+    for is_causal, hidden, (length, keys) in itertools.product(traits.modes, masked, sizes):
         q, k, _ = qkv(length, keys, device=device)
-        rest: dict[str, Any] = {"is_causal": is_causal, "key_mask": some_keys(2, keys, device) if masked else None}
+        rest: dict[str, Any] = {"is_causal": is_causal, "key_mask": some_keys(2, keys, device) if hidden else None}
         found = attention_rows(mechanism, q, k, bound.w, queries=QUERIES, **rest)
         assert found.shape == (2, 2, len(QUERIES), keys)
         assert not found.requires_grad
@@ -51,7 +49,7 @@ def test_rows_under_any_mask(mechanism: Any) -> None:
     assert not found[..., 4, :].any()
 
 
-@pytest.mark.parametrize("mechanism", [*MIXERS, *(m for m in ATTENTIONS if not m.traits.matrix)], ids=repr)
+@pytest.mark.parametrize("mechanism", WITHOUT, ids=repr)
 def test_no_rows_where_there_is_no_matrix(mechanism: Any) -> None:
     with pytest.raises(Unsupported, match=r"traits\.matrix|mixes whole tokens"):
         attention_rows(mechanism, *qkv(5)[:2], queries=[0])

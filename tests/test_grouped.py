@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Bound, MultiheadAttention, Shape, Softmax, TokenMixer, attention, swap
+from fast_attention import Attention, Bound, MultiheadAttention, Shape, Softmax, TokenMixer, attention, swap
 from fast_attention.engine import heads
-from tests.cases import ATTENTIONS, bind, qkv
+from tests.cases import DEFAULTS, DISTINCT, KINDS, bind, qkv
 
-UNORDERED = [m for m in ATTENTIONS if m.unordered]
+KINDS_OF_HEADS = [m for m in KINDS if isinstance(m, Attention)]
+UNORDERED = [m for m in DEFAULTS if isinstance(m, Attention) and m.unordered]
 
 
 def grouped(length: int, keys: int, groups: int, device: Any, batch: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,7 +21,7 @@ def grouped(length: int, keys: int, groups: int, device: Any, batch: int = 3) ->
     return q, k[:, :groups], v[:, :groups]
 
 
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
+@pytest.mark.parametrize("mechanism", KINDS_OF_HEADS, ids=repr)
 def test_grouped_heads_are_repeated_heads(mechanism: Any, device: torch.device) -> None:
     """Outputs and gradients in every order, with masked keys, of one query and of many."""
     bound = bind(mechanism, heads=4, device=device)
@@ -43,7 +44,7 @@ def test_grouped_heads_are_repeated_heads(mechanism: Any, device: torch.device) 
                     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
+@pytest.mark.parametrize("mechanism", [m for m in DISTINCT if isinstance(m, Attention)], ids=repr)
 def test_unordered_means_that_queries_may_change_places(mechanism: Any) -> None:
     """Else queries of several heads could not be one sequence; nor do such mechanisms have weights of their heads."""
     bound, order = bind(mechanism), torch.tensor([3, 0, 4, 1, 2])
@@ -78,6 +79,7 @@ def test_nothing_is_repeated_that_need_not_be(mechanism: Any, monkeypatch: pytes
         attention(q, k, v, "Local", enable_gqa=True)
 
 
+@pytest.mark.slow
 def test_keys_of_a_swapped_decoder_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact attention over a cache would copy it whole at every token."""
     pytest.importorskip("transformers")
@@ -92,12 +94,19 @@ def test_keys_of_a_swapped_decoder_are_not_repeated(monkeypatch: pytest.MonkeyPa
 
 
 SPLITS = [[7], [1] * 7, [3, 1, 1, 2], [6, 1]]
-DECODED = [m for m in ATTENTIONS if m.traits.memory is not None]
+DECODED = [m for m in KINDS_OF_HEADS if m.traits.memory is not None]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "mechanism", [*DECODED, "ByLength(above=4)", "ByLength(long=BlockLocal(2), above=4)"], ids=repr
+    "mechanism",
+    [
+        *DECODED,
+        "ByLength(above=4)",
+        "ByLength(long=BlockLocal(2), above=4)",
+        "ByLength(short=Local(window=2), long=LinearAttention(), above=4)",
+    ],
+    ids=repr,
 )
 def test_grouped_heads_are_decoded_as_repeated_heads(mechanism: Any, device: torch.device) -> None:
     """In every split, with masked keys, and for caches that hold more tokens than ``above``."""

@@ -1,4 +1,8 @@
-"""Every mechanism agrees with its oracle: outputs and gradients to 1e-10 in float64."""
+"""Every mechanism agrees with its oracle: outputs and gradients to 1e-10 in float64.
+
+One head of one sequence in ``make test``; two heads of two sequences in ``make test-all``, where every shape in a
+signature is checked at run time too.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import catalogue
-from tests.cases import ATTENTIONS, MIXERS, bind, qkv, some_keys
+from fast_attention import Attention, catalogue
+from tests.cases import CASES, bind, qkv, some_keys
 from tests.oracles import ORACLES, VARIANTS
 
-LENGTHS = (1, 2, 7, 13)
-
-
-def agree(name: str, ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...]) -> None:
-    probe = torch.randn_like(theirs)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name} output: {m}")
-    kwargs: Any = {"allow_unused": True, "retain_graph": True, "materialize_grads": True}
-    mine = torch.autograd.grad((ours * probe).sum(), inputs, **kwargs)
-    oracle = torch.autograd.grad((theirs * probe).sum(), inputs, **kwargs)
-    for i, (a, b) in enumerate(zip(mine, oracle, strict=True)):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, i=i: f"{name} gradient {i}: {m}")
+# Every mechanism as its traits grant it; test_contract has the refusals of what they deny.
+GRANTED = [
+    pytest.param(mechanism, is_causal, masked, id=f"{mechanism!r}{', causal' * is_causal}{', masked' * masked}")
+    for mechanism in CASES
+    for is_causal in mechanism.traits.modes
+    for masked in (False, True)[: 1 + mechanism.traits.padding]
+]
 
 
 @pytest.mark.parametrize("name", catalogue.names())
@@ -36,49 +36,62 @@ def test_every_oracle_and_variant_belongs_to_a_mechanism() -> None:
     assert {text.split("(")[0] for text in VARIANTS} <= set(names)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
-def test_attention(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
-    traits = mechanism.traits
-    if is_causal not in traits.modes or (masked and not traits.padding):
-        pytest.skip("denied by traits: the refusal is tested in test_contract")
-    sizes = [(n, n) for n in LENGTHS] + ([(5, 9), (9, 5)] if traits.cross else [])
-    bound = bind(mechanism, device=device)
-    oracle = ORACLES[type(mechanism).__name__]
+@pytest.mark.parametrize(("mechanism", "is_causal", "masked"), GRANTED)
+def test_one_head(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
+    """The last head of the last of two sequences; no gradient reaches the others."""
+    sizes = [(1, 1), (7, 7), (13, 13)] + [(5, 9), (9, 5)] * mechanism.traits.cross
+    agree(mechanism, is_causal, masked, device, [1], sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+def test_heads_and_sequences(mechanism: Any, device: torch.device) -> None:
+    sizes = [(5, 9), (9, 5)] * mechanism.traits.cross + [(2, 2), (7, 7)]
+    for is_causal in mechanism.traits.modes:
+        for masked in (False, True)[: 1 + mechanism.traits.padding]:
+            agree(mechanism, is_causal, masked, device, [0, 1], sizes)
+
+
+def agree(
+    mechanism: Any, is_causal: bool, masked: bool, device: torch.device, which: list[int], sizes: list[tuple[int, int]]
+) -> None:
+    """Compare outputs and all gradients with the oracle's, for ``which`` of two heads and of two sequences."""
+    bound, heads = bind(mechanism, device=device), isinstance(mechanism, Attention)
     for length, keys in sizes:
-        q, k, v = (x.requires_grad_() for x in qkv(length, keys, device=device))
+        x = qkv(length, keys, device=device) if heads else (torch.randn(2, length, 16, dtype=torch.float64).to(device),)
+        inputs = tuple(each.requires_grad_() for each in x)
         key_mask = some_keys(2, keys, device) if masked else None
-        ours = bound(q, k, v, is_causal=is_causal, key_mask=key_mask)
-        theirs = torch.stack([
-            torch.stack([
-                oracle(
-                    mechanism, q[b, h], k[b, h], v[b, h], bound.w, head=h, is_causal=is_causal,
-                    key_mask=None if key_mask is None else key_mask[b],
-                )
-                for h in range(2)
-            ])
-            for b in range(2)
-        ])  # fmt: skip
-        agree(f"{mechanism!r} at {length} x {keys}", ours, theirs, (q, k, v, *bound.parameters()))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mechanism", MIXERS, ids=repr)
-def test_mixer(mechanism: Any, is_causal: bool, masked: bool, device: torch.device) -> None:
-    traits = mechanism.traits
-    if is_causal not in traits.modes or (masked and not traits.padding):
-        pytest.skip("denied by traits: the refusal is tested in test_contract")
-    bound = bind(mechanism, device=device)
-    for length in LENGTHS:
-        x = torch.randn(2, length, 16, dtype=torch.float64).to(device).requires_grad_()
-        key_mask = some_keys(2, length, device) if masked else None
-        ours = bound(x, is_causal=is_causal, key_mask=key_mask)
-        theirs = torch.stack([
-            ORACLES[type(mechanism).__name__](
-                mechanism, x[b], bound.w, is_causal=is_causal, key_mask=None if key_mask is None else key_mask[b]
+        ours = bound(*inputs, is_causal=is_causal, key_mask=key_mask)[which]
+        theirs = [
+            expected(
+                mechanism, [x[i] for x in inputs], bound.w, which, is_causal, None if key_mask is None else key_mask[i]
             )
-            for b in range(2)
-        ])  # fmt: skip
-        agree(f"{mechanism!r} at {length}", ours, theirs, (x, *bound.parameters()))
+            for i in which
+        ]
+        ours = ours[:, which] if heads else ours
+        same(
+            f"{mechanism!r} at {length} x {keys}, {is_causal=}, {masked=}",
+            ours,
+            torch.stack(theirs),
+            (*inputs, *bound.parameters()),
+        )
+
+
+def expected(
+    mechanism: Any, x: list[Tensor], w: Any, which: list[int], is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """One sequence by the oracle: some heads one by one, or the tokens that a mixer mixes."""
+    oracle: Any = ORACLES[type(mechanism).__name__]
+    settings = {"is_causal": is_causal, "key_mask": key_mask}
+    if len(x) == 1:
+        return oracle(mechanism, *x, w, **settings)
+    return torch.stack([oracle(mechanism, *(each[h] for each in x), w, head=h, **settings) for h in which])
+
+
+def same(name: str, ours: Tensor, theirs: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    grad_out = torch.randn_like(theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name} output: {m}")
+    kwargs: Any = {"allow_unused": True, "retain_graph": True, "materialize_grads": True}
+    mine, oracle = (torch.autograd.grad((out * grad_out).sum(), leaves, **kwargs) for out in (ours, theirs))
+    for i, (a, b) in enumerate(zip(mine, oracle, strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, i=i: f"{name} gradient {i}: {m}")

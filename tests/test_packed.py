@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fast_attention import Attention, Bound, MultiheadAttention, Rotary, Shape, Unsupported, attention, explain, packed
-from tests.cases import ATTENTIONS, CASES, bind, qkv, uncached
+from tests.cases import KINDS, bind, qkv, uncached
 
 LENGTHS = (5, 3, 5, 1, 0, 7, 3)  # equal ones apart, a single token, an empty one
 BORDERS = [0, *itertools.accumulate(LENGTHS)]
 TOKENS = BORDERS[-1]
-CROSS = [m for m in ATTENTIONS if m.traits.cross]
+CROSS = [m for m in KINDS if isinstance(m, Attention) and m.traits.cross]
 Parts = tuple[Tensor, ...]
 
 
@@ -42,7 +42,7 @@ def apart(bound: Bound, inputs: Parts, *, queries: Any = LENGTHS, keys: Any = LE
     return torch.cat(outs, -2)
 
 
-@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+@pytest.mark.parametrize("mechanism", KINDS, ids=repr)
 def test_packed_is_one_call_for_each_sequence(mechanism: Any, device: torch.device) -> None:
     """Outputs and the gradients of inputs and weights."""
     bound = bind(mechanism, device=device)
@@ -59,7 +59,7 @@ def test_packed_is_one_call_for_each_sequence(mechanism: Any, device: torch.devi
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+@pytest.mark.parametrize("mechanism", KINDS, ids=repr)
 def test_no_sequence_moves_another(mechanism: Any, device: torch.device) -> None:
     """To the bit, in float32, where the fast paths run: sequences two and three change, of which three has a twin."""
     bound = bind(mechanism, device=device, dtype=torch.float32)
@@ -88,7 +88,7 @@ def test_keys_may_be_packed_otherwise(mechanism: Any, device: torch.device) -> N
         assert torch.equal(got, bound(q, k, v, is_causal=is_causal, lengths=(list(LENGTHS), keys)))
 
 
-@pytest.mark.parametrize("mechanism", [m for m in CASES if m.traits.padding], ids=repr)
+@pytest.mark.parametrize("mechanism", [m for m in KINDS if m.traits.padding], ids=repr)
 def test_keys_may_be_masked_besides(mechanism: Any, device: torch.device) -> None:
     bound, inputs = bind(mechanism, device=device), inputs_of(mechanism, device)
     mask = torch.rand(2, TOKENS, device=device) > 0.3
@@ -233,6 +233,7 @@ def test_what_does_not_go_with_packed_sequences_is_refused() -> None:
         MultiheadAttention(16, 4, batch_first=True)(nested, nested, nested, lengths=(4, 6), need_weights=False)
 
 
+@pytest.mark.slow
 def test_compiled_with_lengths_as_numbers() -> None:
     q, k, v = qkv(TOKENS, batch=1)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
@@ -245,6 +246,7 @@ def test_compiled_with_lengths_as_numbers() -> None:
     torch.testing.assert_close(broken(q, k, v, softmax, is_causal=True, cu_seqlens=cu_seqlens("cpu")), wanted)
 
 
+@pytest.mark.slow
 def test_exported_with_lengths_as_numbers() -> None:
     bound = bind("LinearAttention")
     q, k, v = qkv(TOKENS)

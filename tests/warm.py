@@ -36,11 +36,11 @@ def server(interpreted: bool) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def ask(server: subprocess.Popen[str], arguments: list[str], source: Path, said: Path) -> int:
-    """Have pytest run on another copy of the source, output in the file ``said``; its exit code plus 10."""
+def ask(server: subprocess.Popen[str], arguments: list[str], copy: Path, said: Path) -> int:
+    """Have pytest run on a copy of the repository's code, output in the file ``said``; its exit code plus 10."""
     assert server.stdin is not None
     assert server.stdout is not None
-    print(json.dumps([arguments, str(source), str(said)]), file=server.stdin, flush=True)
+    print(json.dumps([arguments, str(copy), str(said)]), file=server.stdin, flush=True)
     return int(server.stdout.readline())
 
 
@@ -59,15 +59,18 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _run(arguments: list[str], source: str, said: str) -> NoReturn:
+def _run(arguments: list[str], copy: str, said: str) -> NoReturn:
     out = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(out, 2)
     assert not any(name.split(".")[0] == "fast_attention" for name in sys.modules), "the warm process holds our source"
-    os.environ.update(PYTHONPATH=source, PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    os.environ.pop("PYTEST_XDIST_WORKER", None)
-    sys.path.insert(0, source)
+    paths = [f"{copy}/src", copy]
+    os.environ.update(PYTHONPATH=":".join(paths), PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    sys.path[:0] = paths
+    for name in ("experiments", "benchmarks"):  # now: pytest puts the repository itself before the copy
+        if Path(copy, name).is_dir():
+            import_module(name)
     sys.dont_write_bytecode = True
     code = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments])
     sys.stdout.flush()

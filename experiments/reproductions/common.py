@@ -163,7 +163,7 @@ def logarithmic(axes: Axes, base: int = 10) -> None:
     """Logarithmic scales on both axes, of another base along the horizontal one, ticks without exponents."""
     axes.set_xscale("log", base=base)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.minorticks_off()
 

@@ -142,7 +142,7 @@ def draw(record: Reproduced) -> tuple[Figure, str]:
     for axes, title in ((measured, "here; dotted: guesses"), (published, "published")):
         axes.set_xscale("log")
         axes.set_title(title)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         common.labelled(axes, "numbers of state", "accuracy" if axes is measured else "")
         axes.legend(loc="upper left" if axes is measured else "lower right")
     for value in TASK.baselines().values():

