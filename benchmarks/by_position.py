@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fast_attention import extend, files, swap
 from fast_attention.lab import corpus, loading, records, surroundings
-from fast_attention.lab.converting.passages import Passages, spread
+from fast_attention.lab.passages import Passages, spread
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
 
@@ -109,7 +109,7 @@ def main() -> None:
     tokenizer, length = loading.tokenizer(asked.folder), EDGES[-1]
     text = corpus.read(str(Path(asked.folder) / "unseen.txt"))
     passages = Passages(tokenizer)
-    (document,) = passages.documents(text)
+    document = passages.document(text)
     chosen = [
         torch.tensor(each) for each in spread(passages.cut(document, length + passages.special_tokens), asked.passages)
     ]

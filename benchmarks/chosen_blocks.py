@@ -20,10 +20,11 @@ import torch
 from rich.console import Console
 from torch.nn import functional as F
 
+from experiments import data
 from fast_attention import extend, files, swap
-from fast_attention.conversion import reads, teachers
-from fast_attention.lab import loading, records, surroundings, texts
-from fast_attention.lab.converting import passages
+from fast_attention.conversion import Chunks, goals
+from fast_attention.lab import loading, passages, records, surroundings
+from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.tables import Table, show
 
 MECHANISMS = (
@@ -56,14 +57,14 @@ def models(mechanisms: list[str], positions: int) -> dict[str, Any]:
 @torch.no_grad()
 def measured(held: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float]]:
     """For each model the cosines to the mean of the chunks' embeddings and to the first model's, and its seconds."""
-    chunks = teachers.Chunks(CHUNK).read(held[EXACT], batch).sentences
+    chunks = Chunks(CHUNK).read(held[EXACT], batch).sentences
     rows: dict[str, tuple[float, float, float]] = {}
     exact = None
     for name, model in held.items():
         started = time.process_time()
-        states = reads.hidden(model, batch)
+        states = goals.hidden(model, batch)
         took = time.process_time() - started
-        sentence = reads.pooled(states[-1], reads.tokens(batch)).float()
+        sentence = goals.pooled(states[-1], goals.tokens(batch)).float()
         exact = sentence if exact is None else exact
         to_chunks, to_exact = (float(F.cosine_similarity(sentence, each).mean()) for each in (chunks, exact))
         rows[name] = (to_chunks, to_exact, took)
@@ -85,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started, held = surroundings.timestamp(), models(asked.mechanisms, max(asked.lengths))
     reader = passages.Passages(loading.tokenizer(loading.default_model()))
-    document = reader.documents(texts.jargon())[0]
+    document = reader.document(Corpus("the Jargon File", (("the Jargon File", data.text()),)))
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("") as status:
         for length, number in zip(asked.lengths, asked.passages, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import definitions
-from fast_attention.lab.bench.competitors import Peer, Sizes
+from benchmarks.competitors import Peer, Sizes
 
 
 class Wrapped(nn.Module):

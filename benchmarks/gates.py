@@ -1,10 +1,10 @@
 """Speed of one source tree against another, in one process and in turns: a change must not make a mechanism slower.
 
 ``python benchmarks/gates.py OLD`` takes a folder that holds another ``src/fast_attention``, or a git revision. Every
-default setting of ``fast-attention bench`` runs forward and in training (forward and backward), and each is a row:
-milliseconds of a call in both trees, and their ratio, above 1 where the new tree is slower. It ends with exit code 1 if
-the geometric mean of all ratios is above 1.03 or any of them above 1.08. On a busy machine use ``--threads 1``, which
-takes processor time instead of wall time.
+default setting and a few more run forward and in training (forward and backward), and each is a row: milliseconds of a
+call in both trees, and their ratio, above 1 where the new tree is slower. It ends with exit code 1 if the geometric
+mean of all ratios is above 1.03 or any of them above 1.08. On a busy machine use ``--threads 1``, which takes processor
+time instead of wall time.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from rich.table import Table
 from fast_attention.lab.records import sealed
 
 ROOT = Path(__file__).resolve().parent.parent
+VARIANTS = (  # settings beside the defaults
+    "AFTLocal(window=128)", "Manhattan(distance='l1')", "Manhattan(distance='laplacian')",
+    "Hybrid(near=BlockLocal(), far=LearnedFeatures(num_features=32))",
+)  # fmt: skip
 LENGTHS = (256, 1024, 4096, 16384)
 HEADS, WIDTH = 8, 64
 MEAN_GATE, WORST_GATE = 1.03, 1.08
@@ -125,7 +129,8 @@ def unpacked(revision: str, folder: Path) -> tuple[Path, str]:
 
 def rows(new: Tree, lengths: Iterable[int], only: list[str] | None) -> Iterator[tuple[Row, float]]:
     """All rows, and the exponent of the mechanism's time; ``only`` keeps some mechanisms, by name or expression."""
-    for mechanism in new.module("lab.bench.competitors").default_mechanisms():
+    catalogue = new.module("catalogue")
+    for mechanism in [*map(catalogue.default, catalogue.names()), *map(catalogue.parse, VARIANTS)]:
         if only and not {repr(mechanism), type(mechanism).__name__} & {*only}:
             continue
         for is_causal in mechanism.traits.modes:

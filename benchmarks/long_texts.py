@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks import costs
 from fast_attention import extend, files, integrations, keep_memory, swap
 from fast_attention.lab import loading, records, surroundings
-from fast_attention.lab.converting import costs
 from fast_attention.lab.tables import Table, show
 
 PATIENCE = 600.0  # seconds that exact attention may take for one text

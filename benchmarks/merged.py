@@ -1,7 +1,7 @@
 """One record of several studies of the same task, model and budget, each run once.
 
 ``python -m benchmarks.merged out/study records/A.json records/B.json`` writes ``out/study/study.json``, which
-``benchmarks/keep.py`` keeps and which ``fast-attention study --resume --out out/study`` goes on from, with more
+``benchmarks/keep.py`` keeps and which ``python -m experiments.study --resume --out out/study`` goes on from, with more
 mechanisms or seeds. Of a run that several have, the first one's is taken. Studies may have stopped early (what they
 hold are whole runs) and count minutes by different clocks; ``meta["parts"]`` says which study holds what.
 """
@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.study import Result, Study
 from fast_attention.lab.records import checksum, plain
 from fast_attention.lab.refusals import InputError
-from fast_attention.lab.study.record import Result, Study
 
 SAME = ("task", "data", "model", "metric", "equal", "hardware", "threads", "torch", "fast_attention")
 CLOCK = re.compile(r"clock='\w+', ")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.competitors import Peer, Sizes
 from benchmarks.cores import Wrapped
-from fast_attention.lab.bench.competitors import Peer, Sizes
 
 EXPANSION, HIDDEN = 6, 256  # as in our GMLP() and MLPMixer()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.lab.bench.competitors import Peer, Sizes
+from benchmarks.competitors import Peer, Sizes
 from fast_attention.nn.token_mixer import TokenMixer
 
 

@@ -1,7 +1,7 @@
 """Sentence embeddings of texts of mixed lengths: a padded batch beside one that skips padding, in pairs.
 
-python benchmarks/padding.py --texts 32 --pairs 3
-python benchmarks/padding.py --texts 256 --batch 32 --mechanism LinearAttention
+python -m benchmarks.padding --texts 32 --pairs 3
+python -m benchmarks.padding --texts 256 --batch 32 --mechanism LinearAttention
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fast_attention import data, extend, swap
+from experiments import data
+from fast_attention import extend, swap
 from fast_attention.lab.loading import default_model
 
 SHORTEST, LONGEST = 32, 4096

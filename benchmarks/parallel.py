@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from experiments.models import Model, ModelConfig
 from fast_attention import FavorPlus, LinearAttention, Shape
 from fast_attention.lab.surroundings import surroundings
-from fast_attention.nn.models import Model, ModelConfig
 from fast_attention.parallel import attend, counted, parallelize
 
 HEADS, WIDTH = 8, 64

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from benchmarks import cores, mixers, modules
-from fast_attention.lab.bench.competitors import Peer
+from benchmarks.competitors import Peer
 
 PEERS: list[Peer] = [*cores.PEERS, *modules.PEERS, *mixers.PEERS]

@@ -26,7 +26,7 @@ from benchmarks.manuals import PACKAGES, Manual, manuals
 from fast_attention import extend, files, swap
 from fast_attention.conversion.goals import pooled
 from fast_attention.lab import loading, records, surroundings
-from fast_attention.lab.converting.passages import Passages
+from fast_attention.lab.passages import Passages
 from fast_attention.lab.progress import counted
 from fast_attention.lab.tables import Table, show
 

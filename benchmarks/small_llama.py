@@ -16,11 +16,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from experiments.tasks import ByteLM, text_sides
 from fast_attention import files
 from fast_attention.lab.measure import useful_threads
 from fast_attention.lab.progress import measured
-from fast_attention.tasks import ByteLM
-from fast_attention.tasks.bytes import sides
 
 PIECE = 1 << 16  # bytes that the tokenizer takes at once
 BATCH, TOP, WARMUP = 8, 2e-3, 0.05
@@ -88,7 +87,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(useful_threads())
     torch.manual_seed(0)
-    seen, unseen = (side.numpy().tobytes() for side in sides(ByteLM(share=0.15)))
+    seen, unseen = (side.numpy().tobytes() for side in text_sides(ByteLM(share=0.15)))
     tokenizer = tokenizer_of(seen, asked.vocabulary)
     numbers = tokenizer(_pieces(seen), verbose=False)["input_ids"]
     tokens = torch.tensor([number for piece in numbers for number in piece])

@@ -1,4 +1,4 @@
-"""Training throughput: our model with ``Softmax()`` beside the same model of ``nn.TransformerEncoderLayer``.
+"""Training throughput: a small model with ``Softmax()`` beside the same model of ``nn.TransformerEncoderLayer``.
 
 ``python -m benchmarks.training`` times both in turns, step by step, and prints the ratio of their medians.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast_attention.nn.models import Model, ModelConfig
+from experiments.models import Model, ModelConfig
 
 
 class Torch(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fast_attention.lab import records
-from fast_attention.lab.converting.record import FIGURES, STAGES
+from fast_attention.lab.converted import FIGURES, STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "costs.md"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from statistics import fmean
 
 import matplotlib
-from matplotlib.figure import Figure
-
-from fast_attention import Softmax, files
-from fast_attention.lab.bench.record import Benchmark
-from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
-from fast_attention.lab.records import EXACT
 from fast_attention.lab.study import drawings
 from fast_attention.lab.study.plan import label
 from fast_attention.lab.study.record import Study
+from matplotlib.figure import Figure
+
+from fast_attention import Softmax, files
+from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
+from fast_attention.lab.records import EXACT
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
@@ -44,13 +44,13 @@ def stale() -> bool:
 
 def times(record: Path) -> str:
     """Time of a forward pass against length, exact attention and a mechanism of each kind, as SVG."""
-    held = Benchmark.read(record)
-    meta = held.meta
-    exact = {cell.length: cell.forward_ms for cell in held.cells if cell.mechanism == EXACT and cell.forward_ms}
+    held = json.loads(record.read_text(encoding="utf-8"))
+    meta, timed = held["meta"], [cell for cell in held["cells"] if cell["forward_ratio"]]
+    exact = {cell["length"]: cell["forward_ms"] for cell in timed if cell["mechanism"] == EXACT}
     lines = {EXACT: exact}
     for name in SHOWN:
-        cells = [cell for cell in held.cells if cell.mechanism == name and cell.forward_ratio]
-        lines[name] = {cell.length: cell.forward_ratio * exact[cell.length] for cell in cells}
+        cells = [cell for cell in timed if cell["mechanism"] == name]
+        lines[name] = {cell["length"]: cell["forward_ratio"] * exact[cell["length"]] for cell in cells}
     longest = max(exact)
     ends = [line[longest] for line in lines.values()]
     told = "; ".join(f"{name} {end:,.0f}" for name, end in zip(lines, ends, strict=True))

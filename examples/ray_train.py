@@ -10,18 +10,34 @@ import torch
 import torch.distributed as dist
 from ray.train import ScalingConfig  # pyright: ignore[reportMissingImports]
 from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fast_attention.nn.models import Model, ModelConfig
+from fast_attention import TokenMixer
 from fast_attention.parallel import parallelize
+
+
+class Model(nn.Module):
+    """Two causal layers of linear attention between an embedding and logits."""
+
+    def __init__(self, vocabulary: int, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([TokenMixer(width, heads, "LinearAttention") for _ in range(2)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x, is_causal=True)
+        return self.head(x)
 
 
 def train_loop(settings: dict[str, Any]) -> None:
     """What every worker runs: its tokens of one sequence, and the sum of all workers' shares of the gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights and the same sequence everywhere
-    config = ModelConfig(vocab_size=16, mechanism="LinearAttention()", max_len=settings["tokens"], causal=True)
-    model = parallelize(Model(config), dist.group.WORLD)
+    model = parallelize(Model(vocabulary=16), dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
     sequence = torch.arange(settings["tokens"] + 1)[None] % 16
     mine = sequence[:, :-1].chunk(world, 1)[rank]

@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from fast_attention import files, from_pretrained, swap
-from fast_attention.lab import loading
-from fast_attention.nn import saving
-from fast_attention.nn.models import Model, ModelConfig
 from tests.integrations.test_swap import build
 
-CONFIG = ModelConfig(vocab_size=5, width=8, layers=1, heads=2, max_len=8)
 STEPS = ("replace", "rename", "unlink", "rmdir")
 
 
@@ -39,8 +35,6 @@ def _save_whole(model: Any, folder: Path) -> None:
 
 
 KINDS: dict[str, tuple[Any, Any, Any, Any]] = {
-    "a model of this library": (lambda: Model(CONFIG), saving.save, saving.save, saving.load),
-    "one that the command line opens": (lambda: Model(CONFIG), saving.save, saving.save, loading.load),
     "a swapped one, then in shards": (_swapped, _save_whole, _save_sharded, from_pretrained),
     "a swapped one in shards, then whole": (_swapped, _save_sharded, _save_whole, from_pretrained),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,3 +67,12 @@ def test_docs_name_every_public_name() -> None:
             assert f"automodule:: {value.__name__}\n" in page, name
         elif name[0] != "_":
             assert f":: fast_attention.{name}\n" in page, name
+
+
+def test_importing_the_package_has_no_side_effects() -> None:
+    """Nothing is put into ``sys.meta_path``, and neither torch nor transformers is imported: in a fresh process."""
+    code = (
+        "import sys; before = [*sys.meta_path]; import fast_attention; assert sys.meta_path == before, sys.meta_path; "
+    )
+    code += "assert not {'torch', 'transformers'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)

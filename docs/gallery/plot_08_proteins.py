@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import torch
+from fast_attention.nn.models import Model
+from fast_attention.tasks.proteins import PAD, encoded, masked
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from fast_attention import Bound, attention_rows, data
 from fast_attention.nn import saving
-from fast_attention.nn.models import Model
-from fast_attention.tasks.proteins import PAD, encoded, masked
 
 original = saving.load(data.models()["protein-mini"])
 proteins = [protein for protein in data.proteins() if len(protein.sequence) <= 400][:32]

@@ -14,10 +14,10 @@ and every block runs once more on the way back.
 # library; in a model of your own, ``ReversibleSequence`` of ``Reversible(f, g)`` blocks does the same.
 import matplotlib.pyplot as plt
 import torch
+from fast_attention.nn.models import Model, ModelConfig
 
 from fast_attention.clock import in_turns
 from fast_attention.counting import peak_bytes
-from fast_attention.nn.models import Model, ModelConfig
 
 torch.manual_seed(0)
 depths = (1, 2, 4, 8, 16)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fast_attention import import_hook
+from fast_attention.known_names import gone
 
 if TYPE_CHECKING:
     from fast_attention.contents import *  # noqa: F403
@@ -30,6 +30,8 @@ def __getattr__(name: str) -> Any:
         if name in (public := _contents()):
             globals().update(public)
             return public[name]
+        if place := gone(name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r} any more: {place}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -40,6 +42,3 @@ def __dir__() -> list[str]:
 def _contents() -> dict[str, Any]:
     names = vars(import_module(f"{__name__}.contents"))
     return {name: value for name, value in names.items() if not name.startswith("_")}
-
-
-import_hook.install()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
-import threading
 
-from fast_attention import extras
 from fast_attention.allocator import keep_memory
 
 
@@ -35,27 +32,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    is_default = is_default and threading.current_thread() is threading.main_thread()
-    try:
-        if is_default:  # libraries that are interrupted half way are of no more use
-            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        from fast_attention.lab import command_line
+    from fast_attention.lab import refusals
 
-        keep_memory()
-        command_line.prepare(arguments)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing == "fast_attention":
-            raise
-        print(f"fast-attention: the command line needs {missing}: {extras.install('lab')}", file=sys.stderr)
-        return 2
-    except (ImportError, MemoryError, OSError) as error:
-        print(f"fast-attention: a library cannot be loaded: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with refusals.importing():
+            from fast_attention.lab import command_line
+    except (refusals.InputError, refusals.BrokenLibrary) as error:
+        return refusals.refuse(*refusals.refusal(error) or (1, ""))
+    keep_memory()
     return command_line.run(arguments)
 
 

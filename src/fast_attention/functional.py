@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor, nn
 
@@ -13,8 +13,8 @@ from fast_attention import catalogue, checks, grouped, packed, parallel
 from fast_attention.checks import checked
 from fast_attention.engine import heads
 from fast_attention.engine.dispatch import Implementation, implementation
-from fast_attention.engine.fusion import Fusion, fusing
 from fast_attention.engine.precision import rebuild
+from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.mechanisms.aft import aft_conv, wkv
 from fast_attention.mechanisms.aft import aft_full as full
@@ -24,7 +24,7 @@ from fast_attention.mechanisms.dense import linformer, reference, relu, softmax
 from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
 from fast_attention.mechanisms.log_manhattan import log_attention as log
-from fast_attention.mechanisms.log_manhattan import manhattan, manhattan_sums
+from fast_attention.mechanisms.log_manhattan import manhattan
 from fast_attention.mechanisms.lsh import lsh
 from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
@@ -59,10 +59,10 @@ relu_attention = checked(relu.relu_attention, relu.ReLUAttention)
 sinkhorn_attention = checked(sinkhorn.sinkhorn_attention, sinkhorn.Sinkhorn)
 sortcut_attention = checked(sinkhorn.sortcut_attention, sinkhorn.SortCut)
 softmax_attention = checked(softmax.softmax_attention, softmax.Softmax)
-absolute_manhattan = checked(manhattan_sums.absolute_manhattan, manhattan.Manhattan)
-laplacian_manhattan = checked(manhattan_sums.laplacian_manhattan, partial(manhattan.Manhattan, distance="laplacian"))
-signed_manhattan = checked(manhattan_sums.signed_manhattan, manhattan.Manhattan)
-vector_manhattan = checked(manhattan_sums.vector_manhattan, manhattan.Manhattan)
+absolute_manhattan = checked(manhattan.absolute_manhattan, manhattan.Manhattan)
+laplacian_manhattan = checked(manhattan.laplacian_manhattan, partial(manhattan.Manhattan, distance="laplacian"))
+signed_manhattan = checked(manhattan.signed_manhattan, manhattan.Manhattan)
+vector_manhattan = checked(manhattan.vector_manhattan, manhattan.Manhattan)
 convolved_attention = checked(reference.convolved_attention)
 linformer_attention = checked(reference.linformer_attention)
 pooled_attention = checked(reference.pooled_attention, linformer.Linformer)
@@ -83,9 +83,9 @@ def attention(
     key_mask: Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
     lengths: Lengths | None = None,
-    compile: Fusion = "off",
     impl: Implementation = "auto",
     group: Any = None,
+    **gone: Never,
 ) -> Tensor:
     """Attend with any mechanism that needs no learned weights.
 
@@ -116,9 +116,8 @@ def attention(
             one call for each sequence; no ``attn_mask`` beside it.
         lengths: Instead of ``cu_seqlens`` the number of tokens of each sequence, or a pair: as a tuple of Python's ints
             also in compiled and exported code, which cannot read ``cu_seqlens``.
-        compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works.
         impl: ``"auto"`` runs what is fastest, ``"reference"`` plain operations, ``"triton"`` a kernel for GPUs, or
-            raises. ``fast_attention.implementation(...)`` says the same for all calls of a block.
+            raises. ``implementation(...)`` says the same for all calls of a block.
         group: A ``ProcessGroup``, whose processes' tokens together are the sequence, in the order of ranks: each hands
             in its tokens and gets their outputs (docs/parallel.md). What is drawn must be drawn alike: seed alike.
 
@@ -129,6 +128,7 @@ def attention(
         Unsupported: The mechanism is a mixer, has learned weights, its traits deny what was asked, or no kernel serves.
         ValueError: No such mechanism, sizes that do not fit, or ``cu_seqlens`` that do not rise from 0 to L.
     """
+    refuse_keywords("attention", gone)
     mechanism = catalogue.parse(mechanism)
     if not isinstance(mechanism, Attention):
         raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer or Bound")
@@ -156,7 +156,7 @@ def attention(
         )  # fmt: skip
     run: Any = partial(grouped.attend, mechanism) if enable_gqa else mechanism
     run = partial(run, w=w, is_causal=is_causal, attn_mask=attn_mask, dropout=dropout_p)
-    with fusing(compile) if compile != "off" else nullcontext(), _implementation(impl):
+    with _implementation(impl):
         if sequences is None:
             return run(q, k, v, key_mask=key_mask)
         together = None if enable_gqa or dropout_p > 0.0 else packed.at_once(mechanism, w, is_causal=is_causal)

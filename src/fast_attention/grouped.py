@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fast_attention import checks, invariance
+from fast_attention import checks
 from fast_attention.engine import heads
 from fast_attention.engine.tracing import traced
 from fast_attention.mechanism import Attention
@@ -44,7 +44,7 @@ def attend(
     folds = not is_causal or length == 1  # a last query alone sees all keys
     shares = mechanism.unordered and (folds or mechanism.traits.order >= 2)  # passes in chunks copy a view, twice
     open_scores = attn_mask is not None or dropout != 0.0
-    if not shares or open_scores or invariance.asked() or traced() or groups != v.shape[-3] or 0 in q.shape:
+    if not shares or open_scores or traced() or groups != v.shape[-3] or 0 in q.shape:
         k, v = heads.repeated(q.shape[-3], k=k, v=v)
         return mechanism(q, k, v, w, **options)
 

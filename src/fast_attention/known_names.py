@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -97,11 +98,14 @@ KNOWN = (
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),
-    Known("linear randomized attention", "LARA()", note="proposals at means, weighed by the balance heuristic alone"),
-    Known("Agent Attention, Agent Transformer", "Agent()", note="without the biases and the convolution for images"),
-    Known("Attention with Bounded-memory Control, ABC-MLP", "ABC()",
-          note="what is written where follows from a token's key instead of the token"),
-    Known("Gated Slot Attention, GSA", "ABC()", False, "slots that keep all they were given, without a gate"),
+    Known("LARA, linear randomized attention", "FavorPlus()", False,
+          "random features too, drawn around zero; landmarks of neighbours: Nystrom()"),
+    Known("Agent, Agent Attention, Agent Transformer", "Nystrom()", False,
+          "by way of means of neighbours too, of queries and of keys"),
+    Known("ABC, Attention with Bounded-memory Control, ABC-MLP", "Linformer()", False,
+          "slots are written by position; causal with a state of constant size: LearnedFeatures()"),
+    Known("Gated Slot Attention, GSA", "DecayedLinearAttention(gate='token')", False,
+          "a constant state that forgets, read in one pass instead of two"),
     Known("Perceiver, Set Transformer, latent attention", "Linformer()", False,
           "few queries can attend by any mechanism whose traits grant cross"),
     Known("Sinkhorn Transformer, Sparse Sinkhorn Attention", "Sinkhorn()"),
@@ -130,3 +134,38 @@ def known(text: str) -> Known | None:
     name = simple(text.split("(")[0])
     short = re.sub(r"(attention|transformers?|s)$", "", name)
     return _BY_NAME.get(name) or _BY_NAME.get(short)
+
+
+GONE = {  # public names and keywords of earlier versions
+    **{
+        name: f"fast_attention.mechanisms.{name}"
+        for name in (
+            "DotProduct",
+            "PositiveElu",
+            "PositiveExp",
+            "PositiveRelu",
+            "PositiveSoftplus",
+        )
+    },
+    **{name: f"fast_attention.nn.{name}" for name in ("ChunkedFeedForward", "Reversible", "ReversibleSequence")},
+    **{name: f"fast_attention.integrations.{name}" for name in ("Extension", "Report")},
+    "ConversionSettings": "fast_attention.conversion.ConversionSettings",
+    "Explanation": "fast_attention.explanation.Explanation",
+    "implementation": "fast_attention.functional.implementation",
+    "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
+    "compile=": "torch.compile(model) takes its place",
+}
+
+
+def gone(name: str) -> str:
+    """What took the place of a public name of earlier versions; empty for any other name."""
+    if name in ("LARA", "Agent", "ABC"):
+        return str(known(name))
+    return GONE.get(name, "")
+
+
+def refuse_keywords(owner: str, names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for keywords that ``owner`` does not take; of one that is gone, say what took its place."""
+    for name in names:
+        place = GONE.get(f"{name}=", "")
+        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {place}" if place else ""))

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fast_attention import checks, decoding, invariance
+from fast_attention import checks, decoding
 from fast_attention.decoding import State
 from fast_attention.engine import masks
+from fast_attention.engine.precision import in_dtype_of_tokens
 from fast_attention.engine.tracing import replaced
 from fast_attention.refusals import granting
 from fast_attention.traits import Memory as Memory
@@ -113,6 +114,14 @@ class Attention(Mechanism[W, S]):
         keys, values = (q.new_zeros(*q.shape[:-1], x.shape[-1]) for x in (k, v))
         return self.advance(q, keys, values, w, state, key_mask=nothing)[0]
 
+    def parts_by_states(self, is_causal: bool) -> bool:
+        """Whether parts of a sequence need only states of one another: then ``parallel`` sends these between processes.
+
+        Causal, a part advances from the state of all earlier ones, which passes gradients on; else every part reads
+        from the state of all, wherever it stands.
+        """
+        return self.traits.memory == "constant" and not self.traits.bounded
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, is_causal: bool = False,
         key_mask: Tensor | None = None, attn_mask: Tensor | None = None, dropout: float = 0.0,
@@ -146,8 +155,10 @@ class Attention(Mechanism[W, S]):
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        scores = {} if unmasked else {"attn_mask": attn_mask, "dropout": dropout}
-        return invariance.attend(self, q, k, v, weights, is_causal=is_causal, key_mask=mask, **scores)
+        options: Any = {"is_causal": is_causal, "key_mask": mask}
+        if unmasked:
+            return in_dtype_of_tokens(self.attend, q, k, v, weights, **options)
+        return in_dtype_of_tokens(self.attend_masked, q, k, v, weights, attn_mask=attn_mask, dropout=dropout, **options)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, w: W | tuple[()] = (), state: State | None = None, *,
@@ -176,7 +187,7 @@ class Attention(Mechanism[W, S]):
         given = k, v, key_mask
         checks.flag("enable_gqa", enable_gqa)
         if enable_gqa:
-            k, v = checks.grouped(q, k, v, shares=self.shares_cache and not invariance.asked())
+            k, v = checks.grouped(q, k, v, shares=self.shares_cache)
         self.check(traits, q[..., : k.shape[-3], :, :] if enable_gqa else q, k, v, True, key_mask)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(f"decode takes as many queries as keys; got {q.shape[-2]} queries and {k.shape[-2]} keys")
@@ -187,7 +198,7 @@ class Attention(Mechanism[W, S]):
         if checks.empty(q, k, v):
             return checks.zeros((*q.shape[:-1], v.shape[-1]), q, k, v), replaced(new_state, held=held)
         k, v, mask = checks.without_masked(k, v, key_mask, traits.reads)
-        out, held = invariance.advance(self, q, k, v, weights, held, key_mask=mask)
+        out, held = in_dtype_of_tokens(self.advance, q, k, v, weights, held, key_mask=mask)
         return out, replaced(new_state, held=decoding.apart(held, *given, at_start=state is None))
 
     def summarise(self, k: Tensor, v: Tensor, w: W | tuple[()] = (), *, key_mask: Tensor | None = None) -> State:
@@ -285,7 +296,8 @@ class Mixer(Mechanism[W, S]):
         weights = checks.weights(self, w, x)
         if checks.empty(x):
             return checks.zeros(x.shape, x)
-        return invariance.mix(self, masks.drop(x, key_mask), weights, is_causal=is_causal, key_mask=key_mask)
+        x = masks.drop(x, key_mask)
+        return in_dtype_of_tokens(self.mix, x, weights, is_causal=is_causal, key_mask=key_mask)
 
     def check(self, x: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
         """Raise unless these are tokens and the traits grant what is asked."""

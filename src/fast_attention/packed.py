@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from fast_attention import checks, invariance
+from fast_attention import checks
 from fast_attention.engine import dispatch
 from fast_attention.engine.tracing import exporting
 from fast_attention.mechanism import Attention, Unsupported
@@ -168,7 +168,7 @@ def at_once(mechanism: Attention[Any, Any], w: Any, *, is_causal: bool) -> Toget
     def run(
         q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, key_mask: Tensor | None
     ) -> Tensor | None:  # fmt: skip
-        if invariance.asked() or not dispatch.on_gpu(q):
+        if not dispatch.on_gpu(q):
             return None
         if len(lengths) < 2 or q.shape[-3] != k.shape[-3] or checks.empty(q, k, v):
             return None

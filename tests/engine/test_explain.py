@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, catalogue, explain, functional
-from fast_attention.engine import dispatch, fusion
+from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, catalogue, explain, functional
+from fast_attention.engine import dispatch
 from tests.cases import qkv
 
 
@@ -78,56 +76,6 @@ def test_steps_are_collected_only_where_someone_follows() -> None:
     assert [step.path for step in outer] == ["first", "third"]
     assert [step.path for step in inner] == ["second"]
     assert outer[0].sizes == {"chunk": 64}
-
-
-def _softplus_sum(x: torch.Tensor) -> torch.Tensor:
-    return (x.exp() + 1).log().sum(-1)
-
-
-def test_fusion_is_off_unless_allowed_and_changes_nothing() -> None:
-    function, x = fusion.fused(_softplus_sum), torch.randn(4, 33, requires_grad=True)
-    with dispatch.recorded() as steps:
-        plain = function(x)
-    assert steps == []
-    with fusion.fusing("auto"), dispatch.recorded() as steps:
-        fast = function(x)
-    assert len(steps) == 1
-    torch.testing.assert_close(fast, plain)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (fast, plain)))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-def test_linear_attention_is_fused_where_the_caller_allows_it() -> None:
-    inputs = qkv(300, dtype=torch.float32)
-    eager, auto = (Bound("LinearAttention", Shape(2, 8), compile=mode) for mode in ("off", "auto"))
-    told = explain(auto, *inputs)
-    assert [step.path for step in told.steps[-1:]] == ["fast_linear_noncausal._plain fused by torch.compile"], told
-    assert "fused" not in str(explain(eager, *inputs))
-    torch.testing.assert_close(auto(*inputs), eager(*inputs), rtol=1e-5, atol=1e-6)
-
-
-def test_without_a_compiler_it_is_silently_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no C++ compiler was found")
-
-    monkeypatch.setattr(fusion, "_broken", {})
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: no_compiler)
-    function, x = fusion.fused(_softplus_sum), torch.randn(4, 33)
-    with fusion.fusing("auto"), dispatch.recorded() as steps:
-        for _ in range(2):
-            torch.testing.assert_close(function(x), _softplus_sum(x))
-    assert "could not be compiled" in steps[1].why
-    assert "no C++ compiler" in steps[0].why
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="compile must be one of 'off', 'auto'"):
-        Bound("LinearAttention", Shape(2, 8), compile="always")  # type: ignore[arg-type]
-    q, k, v = qkv(9)
-    torch.testing.assert_close(
-        attention(q, k, v, "LinearAttention", compile="auto"), attention(q, k, v, "LinearAttention")
-    )
 
 
 def test_what_cannot_be_called_is_not_explained() -> None:

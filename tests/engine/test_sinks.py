@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import Shape, catalogue, explain, implementation
+from fast_attention import Shape, catalogue, explain
+from fast_attention.functional import implementation
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.nn.bound import Bound
 

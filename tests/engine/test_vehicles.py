@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fast_attention import catalogue, explain, implementation
+from fast_attention import catalogue, explain
 from fast_attention.engine import fused
 from fast_attention.engine.vehicles import BLOCKS, FLEX, FUSED, KERNELS, PARTS, VEHICLES
+from fast_attention.functional import implementation
 from fast_attention.mechanism import Attention
 
 

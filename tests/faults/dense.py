@@ -1,6 +1,6 @@
 """Faults seeded into ``mechanisms/dense/``."""
 
-from tests.faults.fault import ORACLE, Fault
+from tests.faults.fault import LAW, ORACLE, Fault
 
 FAULTS = [
     Fault("a biased block of queries stands one offset further", "mechanisms/dense/offset_flash.py",
@@ -25,8 +25,18 @@ FAULTS = [
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),
     Fault("a mixture forgets a table's fraction", "mechanisms/dense/scores.py", "R, share = (part.R, share_of_part) if",
           "R, share = (part.R, None) if", ORACLE + "MixtureSynthesizer"),
-    Fault("the fused kernel's gradient does not know of sinks", "mechanisms/dense/sinks.py", "torch.logaddexp(log_sums, ", "torch.maximum(log_sums, ",
+    Fault("the fused kernel's gradient does not know of sinks", "mechanisms/dense/softmax.py", "torch.logaddexp(log_sums, ", "torch.maximum(log_sums, ",
           "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
-    Fault("sinks get the gradient of a larger share", "mechanisms/dense/sinks.py", "return *gradients[:3], sink_gradient(",
+    Fault("sinks get the gradient of a larger share", "mechanisms/dense/softmax.py", "return *gradients[:3], sink_gradient(",
           "return *gradients[:3], 2 * sink_gradient(", "tests/engine/test_sinks.py -k 'column_more and Softmax'"),
+    Fault("padding counts among the tokens of a landmark", "mechanisms/dense/nystrom.py", "member = member & key_mask[..., None, :]",
+          "pass", ORACLE + "Nystrom"),
+    Fault("segments are laid over the padded length", "mechanisms/dense/nystrom.py", "key_mask.cumsum(-1) - 1, key_mask.sum(-1, keepdim=True).clamp_min(1)",
+          "rank, torch.full_like(key_mask[..., :1], length, dtype=torch.long)", LAW + "'shorter and Nystrom'"),
+    Fault("the norm is that of the whole batch", "mechanisms/dense/nystrom.py", "weights.sum(-2).amax(-1), 1.0)[..., None, None]",
+          "weights.sum(-2).amax(), 1.0)", LAW + "'batch and Nystrom'"),
+    Fault("a compiler takes Nystrom apart", "mechanisms/dense/nystrom.py", "@opaque(like_queries)\n", "",
+          "tests/engine/test_opaque.py -k 'one_operation and Nystrom'"),
+    Fault("few visible tokens are estimated", "mechanisms/dense/nystrom.py", "[..., None, None] <= 1", "[..., None, None] <= 0",
+          "tests/dense/test_nystrom.py -k exactly"),
 ]  # fmt: skip

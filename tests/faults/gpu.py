@@ -2,12 +2,12 @@
 
 from tests.faults.fault import Fault
 
+HYBRID = "tests/gpu/test_hybrid.py -k "
 TESTS = "tests/gpu/test_linear.py -k "
 DECAYED = "tests/gpu/test_decayed.py -k "
 POOLING = "tests/gpu/test_pooling.py -k "
 PACKED = "tests/gpu/test_packed.py -k "
 FLEX = "tests/gpu/test_flex.py -k "
-SIGNED = "tests/gpu/test_signed.py -k "
 EXPONENTIAL = "tests/gpu/test_exponential.py -k "
 
 FAULTS = [
@@ -59,13 +59,6 @@ FAULTS = [
         "versions = __version__, torch",
         "versions = torch",
         "tests/gpu/test_self_check.py -k kept_for_the_next",
-    ),
-    Fault(
-        "gradients of biases must be more exact than the tokens that they are of",
-        "gpu/cases.py",
-        "*(y.to(kind) for y in torch.autograd.grad(out, (*x, w), grad.to(kind)))",
-        "*torch.autograd.grad(out, (*x, w), grad.to(kind))",
-        "tests/gpu/test_self_check.py -k gradients_of_biases",
     ),
     Fault(
         "kernels are compared in the caller's default dtype",
@@ -139,7 +132,7 @@ FAULTS = [
     ),
     Fault(
         "a kernel's error passes the self-check",
-        "gpu/cases.py",
+        "gpu/self_check.py",
         "if not error <= most:",
         "if error > 1.0:",
         "tests/gpu/test_self_check.py -k wrong_kernels",
@@ -292,20 +285,6 @@ FAULTS = [
         PACKED + "end_with",
     ),
     Fault(
-        "sums of sines and cosines do not fade as larger keys come",
-        "mechanisms/linear/signed_gpu.py",
-        "logs = (before - scale).clamp_min(decayed_gpu.NOTHING)",
-        "logs = (before - scale).clamp_min(0.0)",
-        SIGNED + "signs",
-    ),
-    Fault(
-        "the largest scale is that of the packed sequence before",
-        "mechanisms/linear/signed_gpu.py",
-        "earlier.masked_fill(since < step, FLOOR)",
-        "earlier",
-        SIGNED + "packed",
-    ),
-    Fault(
         "a kernel of exponentials adds chunks at different scales",
         "gpu/exponential/sums.py",
         "products * a[:, None] + more * b[:, None], sums * a + further * b, larger",
@@ -381,5 +360,26 @@ FAULTS = [
         "k = tl.where(exists & is_visible, ",
         "k = tl.where(exists, ",
         TESTS + "decoding",
+    ),
+    Fault(
+        "far keys of a span are near ones too",
+        "mechanisms/hybrid/gpu.py",
+        "hidden = sight.near[:, columns] | ",
+        "hidden = ",
+        HYBRID + "plain_form",
+    ),
+    Fault(
+        "a sink token that is near counts twice",
+        "mechanisms/hybrid/gpu.py",
+        "(apart <= sides[1])",
+        "(apart < 0 * sides[1])",
+        HYBRID + "plain_form",
+    ),
+    Fault(
+        "far sums are read at another scale",
+        "mechanisms/hybrid/gpu.py",
+        "log() + outside.log_scale[..., None, None]",
+        "log()",
+        HYBRID + "plain_form",
     ),
 ]

@@ -5,9 +5,9 @@ from tests.faults.fault import LAW, ORACLE, Fault
 TESTS, ROOM = "tests/hybrid/test_hybrid.py", "mechanisms/hybrid/"
 BLOCKS = ORACLE + "'Hybrid and BlockLocal'"
 LENGTH = "tests/hybrid/test_by_length.py"
-ROWS, DECODING = "mechanisms/hybrid/by_length_rows.py", "mechanisms/hybrid/by_length_decoding.py"
+ROWS, DECODING = "mechanisms/hybrid/by_length_rows.py", "mechanisms/hybrid/by_length.py"
 FAULTS = [
-    Fault("chosen blocks are estimated as well", ROOM + "chosen.py", "masked_fill(named, float(\"-inf\"))",
+    Fault("chosen blocks are estimated as well", ROOM + "hybrid.py", "masked_fill(named, float(\"-inf\"))",
           "masked_fill(named & (numbers > 0), float(\"-inf\"))",
           ORACLE + "'Hybrid and Selected'"),
     Fault("a sink token counts twice", ROOM + "sink_tokens.py", "position), visible & ~chosen",
@@ -40,9 +40,9 @@ FAULTS = [
           "rows.read(log_sums.mT)[..., 0] + 0.1, _like", ORACLE + "Hybrid"),
     Fault("keys of any size are summed under one scale", ROOM + "pairs.py", "> RANGE).any()", "> 1e9).any()",
           f"{TESTS} -k very_different"),
-    Fault("a log scale has no gradient", "mechanisms/linear/token_features.py", "value=-(width**-0.5)", "value=0.0",
+    Fault("a log scale has no gradient", "mechanisms/linear/kernelised.py", "value=-(width**-0.5)", "value=0.0",
           f"{TESTS} -k whatever_their_range"),
-    Fault("large logarithms overflow", "mechanisms/linear/token_features.py", "limit = LARGE * LOG2E", "limit = 1e9",
+    Fault("large logarithms overflow", "mechanisms/linear/kernelised.py", "limit = LARGE * LOG2E", "limit = 1e9",
           f"{TESTS} -k whatever_their_range"),
     Fault("a step forgets the far keys", ROOM + "reference.py",
           "out, weights = _softmax(logits, v, queries, outside, learned_sinks)",

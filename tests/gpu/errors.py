@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from fast_attention.feature_maps.features import EluPlusOne
-from fast_attention.gpu import cases, configurations
-from fast_attention.gpu.cases import LARGEST, Case
+from fast_attention.gpu import configurations, self_check
 from fast_attention.gpu.configurations import EXPONENTIAL, Exponential
 from fast_attention.gpu.exponential.launching import Launch
-from fast_attention.gpu.summing.plain import SCORES
+from fast_attention.gpu.self_check import LARGEST, Case
 from tests.gpu.conftest import INTERPRETED, tf32_cut_off
 
 WIDTH, BLOCK = 64, 32
@@ -33,10 +32,12 @@ VARIED = [{"warps": 4}, {"block": 32}, {"block": 32, "warps": 4}, {"precision": 
 def known() -> list[Case]:
     """Every kernel of its own kind; FlexAttention, which the interpreter has not, on a GPU alone."""
     made = [
-        cases.elementwise(EluPlusOne()), cases.decayed(EluPlusOne(), normalized=True), cases.exponential(256, WIDTH),
-        cases.pools(), cases.sums(SCORES), cases.windows(20),
-    ]  # fmt: skip
-    return made if INTERPRETED else [*made, cases.flex_attention(), cases.flex_logs()]
+        self_check.elementwise(EluPlusOne()),
+        self_check.decayed(EluPlusOne(), normalized=True),
+        self_check.exponential(256, WIDTH),
+        self_check.pools(),
+    ]
+    return made if INTERPRETED else [*made, self_check.flex_attention(), self_check.flex_logs()]
 
 
 def told(case: Case, dtype: torch.dtype, device: torch.device, masked: bool) -> Iterator[str]:
@@ -47,14 +48,14 @@ def told(case: Case, dtype: torch.dtype, device: torch.device, masked: bool) -> 
         for part, mine, wanted in zip(parts, found, right, strict=True):
             off = (mine.detach().double() - wanted.detach()).abs() / wanted.detach().abs().max()
             error = float(off.max())
-            of_tokens = off.dim() == 4 and off.shape[-2] == cases.TOKENS
+            of_tokens = off.dim() == 4 and off.shape[-2] == self_check.TOKENS
             where = f"  block {int(off.amax((0, 1, 3)).argmax()) // BLOCK}" if of_tokens else ""
             refused = "" if error <= LARGEST[mine.dtype] else "  REFUSED"
             lines.append(f"  {name:28} {part:10} {error:9.2g}{where}{refused}")
         return ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "_unlike", measured)
+        patch.setattr(self_check, "_unlike", measured)
         case.compare(WIDTH, WIDTH, dtype, device, masked)
     return iter(lines)
 
@@ -90,7 +91,7 @@ def main(given: list[str]) -> None:
                 print(f"{case.name} in {dtype}", *told(case, dtype, device, asked.masked), sep="\n", flush=True)
             for changes in VARIED if asked.vary else []:
                 with varied(changes):
-                    case = cases.exponential(256, WIDTH)
+                    case = self_check.exponential(256, WIDTH)
                     print(
                         f"{case.name} in {dtype}, {changes}",
                         *told(case, dtype, device, asked.masked),

@@ -15,10 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from fast_attention.gpu import channels, gradients, launching, reading, steps, sums
+from fast_attention.gpu import gradients, launching, reading, steps, sums
 from fast_attention.gpu.configurations import EXPONENTIAL, TABLE
 from fast_attention.gpu.decays import Decays
-from fast_attention.gpu.exponential import decoding
 from fast_attention.gpu.exponential import gradients as exponential_gradients
 from fast_attention.gpu.exponential import launching as exponential_launching
 from fast_attention.gpu.exponential import reading as exponential_reading
@@ -29,13 +28,6 @@ from fast_attention.gpu.launching import Launch
 from fast_attention.gpu.pooling import gradients as pool_gradients
 from fast_attention.gpu.pooling import kernels as pool_kernels
 from fast_attention.gpu.pooling import launching as pools
-from fast_attention.gpu.summing import gradients as score_gradients
-from fast_attention.gpu.summing import kernels as score_kernels
-from fast_attention.gpu.summing import launching as scores
-from fast_attention.gpu.summing.plain import NOTHING, SCORES
-from fast_attention.gpu.windowed import gradients as window_gradients
-from fast_attention.gpu.windowed import kernels as window_kernels
-from fast_attention.gpu.windowed import launching as windows
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.float64: "fp64"}
 DECAYED = (64, max(TABLE))  # widths for which sums that decay are compiled: they differ by a few instructions
@@ -107,10 +99,6 @@ KERNELS += [
 ]
 KERNELS += [(pool_kernels, name) for name in ("chunk_pools", "running_pools", "outputs")]
 KERNELS += [(pool_gradients, name) for name in ("of_queries", "running_sums", "of_keys")]
-KERNELS += [(score_kernels, name) for name in ("chunk_sums", "outputs")]
-KERNELS += [(score_gradients, name) for name in ("of_queries", "of_keys")]
-KERNELS += [(window_kernels, name) for name in ("tile_pools", "running_pools", "outputs")]
-KERNELS += [(window_gradients, name) for name in ("of_queries", "of_keys", "of_biases")]
 KERNELS += [(steps, "elementwise"), (exponential_steps, "exponential")]
 
 
@@ -171,7 +159,7 @@ def exponential(q: Tensor, mask: Tensor, *, is_causal: bool) -> None:
     run.of_queries(*given, before, is_causal=is_causal)
     run.of_keys(*given, behind if is_causal else whole, is_causal=is_causal)
     weights = exponential_launching.Weights(rows, rows, bias, trained=False)
-    decoding.step(q[..., :1, :], q, q, mask, last, weights)
+    exponential_launching.step(q[..., :1, :], q, q, mask, last, weights)
 
 
 def pooling(q: Tensor, mask: Tensor) -> None:
@@ -185,32 +173,6 @@ def pooling(q: Tensor, mask: Tensor) -> None:
         run.of_keys(q, q, mask, sums, (q, out, rest, logs, q) if is_causal else None, gated=True)
 
 
-def summing(q: Tensor, mask: Tensor) -> None:
-    """The same of scores that are sums, divided and not, of one number for all channels too."""
-    run, score = scores.Launch(q), torch.empty(q.shape, device="meta")
-    for k, divisor in ((score, SCORES), (score[..., :1].expand(q.shape), NOTHING)):
-        rows, last = run.sums(k, q, mask, None)
-        for is_causal in (True, False):
-            before = rows if is_causal else last
-            run.outputs(score, k, q, mask, before, None, is_causal=is_causal, divisor=divisor, dtype=q.dtype)
-            _, given, *stored = run.of_queries(score, k, q, mask, before, q, is_causal=is_causal, divisor=divisor)
-            run.of_keys(k, q, mask, given, (score, *stored) if is_causal else None, divisor=divisor)
-    packed = scores.Launch(q, torch.empty(10, dtype=torch.uint8, device="meta"))
-    for is_causal in (True, False):
-        packed.running(packed.empty(10, 3 * q.shape[-1]), None, backwards=is_causal)
-
-
-def windowed(q: Tensor, mask: Tensor) -> None:
-    """The same with biases in a window, for every size of tiles; causal or not is a matter of which tiles are read."""
-    for taps, is_causal in ((11, False), (63, True), (255, True)):
-        band = torch.empty(1, q.shape[-2], taps, device="meta")
-        run = windows.Launch(q, band, is_causal=is_causal, strict=False)
-        out, rest, logs = run.outputs(q, q, q, mask, keep=True)
-        _, far = run.of_queries(q, out, rest, logs, q)
-        run.of_keys(q, q, q, mask, (out, rest, q, logs), far)
-        run.of_biases(q, q, q, mask, (out, rest, q, logs))
-
-
 def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
     """All launches of forward and backward passes, causal and not, for heads of this width."""
     q = torch.empty(1, 1, 1000, width, dtype=dtype, device="meta")
@@ -222,9 +184,6 @@ def launches(width: int, dtype: torch.dtype) -> Iterator[Caught]:
                 exponential(q, mask, is_causal=is_causal)
         if width in DECAYED:
             decayed(q, mask)
-        if width == channels.CHANNELS:
+        if width == pools.CHANNELS:
             pooling(q, mask)
-            summing(q, mask)
-            if dtype == torch.bfloat16:  # all products are of float32, whatever is read
-                windowed(q, mask)
     yield from kept

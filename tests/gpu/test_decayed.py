@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from fast_attention import Bound, DecayedLinearAttention, attention, explain, implementation
+from fast_attention import Bound, DecayedLinearAttention, attention, explain
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, decayed, maps
 from fast_attention.traits import Shape
 from tests.gpu.heads import KINDS, assert_near, double, poisoned, tensors

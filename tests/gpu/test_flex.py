@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_attention import BigBird, BlockLocal, Local, Sinkhorn, attention, implementation
+from fast_attention import BigBird, BlockLocal, Local, Sinkhorn, attention
 from fast_attention.engine import dispatch, masks
+from fast_attention.functional import implementation
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanism import Attention
 from fast_attention.traits import Shape

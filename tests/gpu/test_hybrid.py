@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention, Local, implementation
+from fast_attention import BlockLocal, FavorPlus, Hybrid, LearnedFeatures, LinearAttention, Local
 from fast_attention.engine import dispatch
-from fast_attention.gpu import cases, flex
+from fast_attention.functional import implementation
+from fast_attention.gpu import flex, self_check
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near, flex_by_pairs, softmax_of_pairs
 
@@ -60,10 +61,10 @@ def test_the_plain_form(mechanism: Any, is_causal: bool, masked: bool) -> None:
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_self_check_takes_logarithms(masked: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cases.flex_logs().compare(16, 16, torch.float16, device, masked) == ""
+    assert self_check.flex_logs().compare(16, 16, torch.float16, device, masked) == ""
     right = flex.attend_with_logs
     monkeypatch.setattr(flex, "attend_with_logs", lambda *x, **y: (right(*x, **y)[0], 1.1 * right(*x, **y)[1]))
-    assert "logarithm" in cases.flex_logs().compare(16, 16, torch.float16, device, masked)
+    assert "logarithm" in self_check.flex_logs().compare(16, 16, torch.float16, device, masked)
 
 
 def test_torch_gives_logarithms(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor, library
 
-from fast_attention import LinearAttention, attention, explain, implementation
+from fast_attention import LinearAttention, attention, explain
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
 from fast_attention.feature_maps.features import EluPlusOne, Identity, Relu
+from fast_attention.functional import implementation
 from fast_attention.gpu import configurations, maps, operations, plain
 from fast_attention.gpu.configurations import TABLE, WIDEST, configuration
 from fast_attention.gpu.tiles import cut

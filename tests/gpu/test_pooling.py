@@ -10,8 +10,7 @@ from torch import Tensor, library
 
 from fast_attention import AFTSimple, attention, explain
 from fast_attention.engine import dispatch
-from fast_attention.gpu import channels
-from fast_attention.gpu.pooling import operations, plain
+from fast_attention.gpu.pooling import launching, operations, plain
 from tests.gpu.heads import KINDS, assert_near, double, poisoned
 from tests.gpu.heads import tensors as of_widths
 from tests.oracles.aft import simple as oracle
@@ -24,7 +23,7 @@ SIZES = [(5, 16), (16, 17), (70, 40)]  # width, tokens
 def short_chunks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Several chunks of few tokens: a walk by Triton's interpreter takes milliseconds a token."""
     if device.type == "cpu":
-        monkeypatch.setattr(channels, "SHORTEST", 16)
+        monkeypatch.setattr(launching, "SHORTEST", 16)
 
 
 def tensors(width: int, length: int, keys: int | None = None, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:

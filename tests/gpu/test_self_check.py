@@ -14,9 +14,8 @@ import torch
 from fast_attention import LinearAttention, __version__, attention
 from fast_attention.engine import dispatch
 from fast_attention.feature_maps.features import EluPlusOne, Relu
-from fast_attention.gpu import cases, operations, self_check
-from fast_attention.gpu.cases import Case
-from fast_attention.gpu.summing.plain import SCORES
+from fast_attention.gpu import operations, self_check
+from fast_attention.gpu.self_check import Case
 from tests.gpu import errors
 
 
@@ -24,11 +23,11 @@ from tests.gpu import errors
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_check, "_verdicts", {})
-    monkeypatch.setattr(cases, "TOKENS", 70)
+    monkeypatch.setattr(self_check, "TOKENS", 70)
     return tmp_path
 
 
-ELEMENTWISE = cases.elementwise(EluPlusOne())
+ELEMENTWISE = self_check.elementwise(EluPlusOne())
 
 
 def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = ELEMENTWISE, masked: bool = False) -> str:
@@ -36,8 +35,7 @@ def verdict(width: int = 16, dtype: torch.dtype = torch.float32, case: Case = EL
 
 
 CASES = [
-    ELEMENTWISE, cases.pools(), cases.sums(SCORES), cases.exponential(24, 16),
-    cases.decayed(EluPlusOne(), normalized=False),
+    ELEMENTWISE, self_check.pools(), self_check.exponential(24, 16), self_check.decayed(EluPlusOne(), normalized=False),
 ]  # fmt: skip
 
 
@@ -49,21 +47,16 @@ def test_right_kernels_pass(dtype: torch.dtype, masked: bool, case: Case) -> Non
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(ELEMENTWISE, torch.bfloat16), (ELEMENTWISE, torch.float16), (cases.exponential(32, 64), torch.float16)],
+    [(ELEMENTWISE, torch.bfloat16), (ELEMENTWISE, torch.float16), (self_check.exponential(32, 64), torch.float16)],
     ids=["sums in bf16", "sums in fp16", "exponentials in fp16"],
 )
 def test_kernels_read_as_many_digits_as_they_sum(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensor cores leave digits out; where only numerators do, gradients of queries are of what rounding left."""
-    monkeypatch.setattr(cases, "TOKENS", 300)
-    monkeypatch.setitem(cases.LARGEST, dtype, 0.6 * cases.LARGEST[dtype])
+    monkeypatch.setattr(self_check, "TOKENS", 300)
+    monkeypatch.setitem(self_check.LARGEST, dtype, 0.6 * self_check.LARGEST[dtype])
     assert self_check.verdict(case, 64, 64, dtype, torch.empty(0).device, masked=False) == ""
-
-
-def test_gradients_of_biases_are_as_exact_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "TOKENS", 300)
-    assert verdict(dtype=torch.bfloat16, case=cases.windows(5)) == ""
 
 
 @pytest.mark.parametrize("found", ["", "causal output is off by 1"])
@@ -85,7 +78,7 @@ def test_a_captured_graph_keeps_to_what_was_found_before(monkeypatch: pytest.Mon
 
 def test_every_part_is_told_and_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m tests.gpu.errors`` goes on behind the first wrong part, where the self-check stops."""
-    case, device = cases.exponential(16, 64), torch.empty(0).device
+    case, device = self_check.exponential(16, 64), torch.empty(0).device
     lines = list(errors.told(case, torch.bfloat16, device, masked=False))
     assert len(lines) == 10
     assert not any("REFUSED" in line for line in lines)
@@ -109,7 +102,7 @@ def test_the_callers_modes_do_not_matter() -> None:
         assert verdict() == ""
     torch.set_default_dtype(torch.float64)
     try:
-        assert verdict(case=cases.decayed(EluPlusOne(), normalized=True), dtype=torch.bfloat16) == ""
+        assert verdict(case=self_check.decayed(EluPlusOne(), normalized=True), dtype=torch.bfloat16) == ""
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -155,15 +148,15 @@ def test_what_could_not_be_compared_is_tried_again(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(self_check, "compared", failing)
     with pytest.warns(UserWarning, match="Failed to find C compiler"):
-        assert "map 2 for heads of 16 and 16 in torch.float32 failed" in verdict(case=cases.elementwise(Relu()))
+        assert "map 2 for heads of 16 and 16 in torch.float32 failed" in verdict(case=self_check.elementwise(Relu()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "failed" in verdict(case=cases.elementwise(Relu()))  # once a process
+        assert "failed" in verdict(case=self_check.elementwise(Relu()))  # once a process
     assert not [*folder.rglob("kernels.json")]
     monkeypatch.undo()
     monkeypatch.setattr(self_check, "_path", lambda: folder / "kernels.json")
     monkeypatch.setattr(self_check, "_verdicts", {})  # another process
-    assert verdict(case=cases.elementwise(Relu())) == ""
+    assert verdict(case=self_check.elementwise(Relu())) == ""
 
 
 @pytest.mark.parametrize("held", ["", "[]", "{"])

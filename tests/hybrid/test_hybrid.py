@@ -16,8 +16,8 @@ from fast_attention.engine.masks import masked_softmax
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
 from fast_attention.feature_maps.random_features import positive
-from fast_attention.mechanisms.hybrid import call, fast, positions, ranges, reference
-from fast_attention.mechanisms.linear.token_features import token_features
+from fast_attention.mechanisms.hybrid import call, fast, positions, reference
+from fast_attention.mechanisms.linear.kernelised import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
 from tests.test_oracles import same
@@ -47,7 +47,7 @@ def expected(m: Any, q: Tensor, k: Tensor, v: Tensor, w: Any, *, is_causal: bool
 def in_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int = 1) -> None:
     """Chunks of ``tokens`` tokens of all heads, one block at least; nothing is short, no features are held."""
     monkeypatch.setattr(positions, "CHUNK_TOKENS", tokens)
-    monkeypatch.setattr(ranges, "SHORT", 0)
+    monkeypatch.setattr(positions, "SHORT", 0)
     monkeypatch.setattr(call, "FEW", 0)
     monkeypatch.setattr(positions, "FEW", 0)
 
@@ -99,7 +99,7 @@ def test_long_sequences_are_the_dense_definition(
     if tokens:
         in_chunks(monkeypatch, tokens)
     else:
-        monkeypatch.setattr(ranges, "SHORT", 1000)
+        monkeypatch.setattr(positions, "SHORT", 1000)
     n, bound = 333, bind(f"Hybrid(near={near}, far=LearnedFeatures(num_features=6), first=2, last=3)")
     m, mask = bound.mechanism.near, torch.ones(1, n, dtype=torch.bool)
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]

@@ -57,7 +57,7 @@ for load in (
         assert 'attn_implementation="fast_attention"' in str(error), error
     else:
         raise SystemExit(f"{load} ran exact attention")
-assert "fast_attention" not in sys.modules
+assert "fast_attention.integrations" not in sys.modules
 """
 
 
@@ -207,17 +207,19 @@ def test_generation_and_tokenizer_stay(tmp_path: Path) -> None:
     assert type(transformers.AutoTokenizer.from_pretrained(tmp_path)) is transformers.ByT5Tokenizer
 
 
-def test_without_this_library_loading_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("imports", ["", "import fast_attention\n"], ids=["none", "the package alone"])
+def test_without_the_integrations_loading_fails(imports: str, tmp_path: Path) -> None:
     bert("LinearAttention", "BertForMaskedLM").save_pretrained(tmp_path)  # no weights that would be missed
     transformers.ByT5Tokenizer().save_pretrained(tmp_path)
-    run(ALONE, tmp_path)
+    run(imports + ALONE, tmp_path)
 
 
 @pytest.mark.parametrize(
     "imports",
     [
-        "import fast_attention, transformers",
-        "import transformers\nfrom transformers import BertModel\nimport fast_attention",
+        "import fast_attention.integrations, transformers",
+        "from fast_attention import swap\nimport transformers",
+        "import transformers\nfrom transformers import BertModel\nimport fast_attention.integrations",
     ],
 )
 def test_any_order_of_imports(imports: str, tmp_path: Path) -> None:
@@ -297,6 +299,7 @@ def test_a_config_that_was_changed_is_refused(tmp_path: Path) -> None:
     refused("FavorPlus(num_features=16)", "LearnedFeatures(num_features=16)", "missing")
     refused("FavorPlus(num_features=16)", "DenseSynthesizer()", "max_len")
     refused("FavorPlus(num_features=16)", "Favor++(num_features=16)", "Favor")
+    refused("FavorPlus(num_features=16)", "LARA(num_landmarks=4)", "LARA: not here; nearest is FavorPlus")
     refused('"sha256"', '"sha512"', "sha256")
     place.write_text("[1]")
     with pytest.raises(ValueError, match=str(tmp_path)):

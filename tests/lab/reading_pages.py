@@ -1,9 +1,8 @@
-"""Reads a page of a command: that it is one file that loads nothing, and what its pictures and tables say."""
+"""Reads a page of a command: that it is one file that loads nothing, and the numbers of its tables."""
 
 from __future__ import annotations
 
 import re
-from html import unescape
 
 LARGEST = 3 * 2**20  # bytes
 
@@ -18,12 +17,6 @@ def assert_one_file(html: str) -> None:
     assert not re.search(r"https?:", re.search("<script>(.*?)</script>", html, re.DOTALL)[1])  # type: ignore[index]
     assert 'name="viewport"' in html
     assert html.count("<svg") == len(re.findall('<svg role="img" aria-label="[^"]+"', html))
-
-
-def pictures(html: str) -> list[list[str]]:
-    """Of every picture the texts that it shows where the mouse rests."""
-    held = re.findall("<svg.*?</svg>", html, re.DOTALL)
-    return [[unescape(text) for text in re.findall("<title>(.*?)</title>", each)] for each in held]
 
 
 def values(html: str) -> list[float]:

@@ -8,15 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
-
-from fast_attention.lab import records
-from fast_attention.lab.bench.record import Benchmark, PeakMemory, Row, Step
-from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.converting.record import Converted
+
+from benchmarks.bench import Benchmark, PeakMemory, Row, Step
+from experiments.reproductions.common import Reproduced
+from experiments.study import Result, Study
+from fast_attention.lab import records
+from fast_attention.lab.comparison import Comparison, Error
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import Cell, Record
-from fast_attention.lab.reproducing.reproduction import Reproduced
-from fast_attention.lab.study.record import Result, Study
 
 HELD = Path(__file__).parent.parent.parent / "records"
 KINDS: dict[str, type[Record]] = {"study": Study, "bench": Benchmark, "convert": Converted, "reproduce": Reproduced}

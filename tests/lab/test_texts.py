@@ -1,25 +1,29 @@
-"""Texts of this machine: several sources, in the same order every time, bounded, of prose, nothing twice."""
+"""Texts: a user's file, and those of this machine: in the same order every time, bounded, of prose, nothing twice."""
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fast_attention.lab import texts
+from fast_attention.lab import corpus, texts
 from fast_attention.lab.inputs import InputError
 
 
 def test_sources_are_prose_in_a_fixed_order_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "LIMIT", 60_000)
-    for name in ("python", "packages"):
-        read = texts.SOURCES[name]()
-        assert read == texts.SOURCES[name]()
+    for source in (texts.python, texts.packages):
+        read = source()
+        assert read == source()
         assert 60_000 <= read.facts["bytes"] < 250_000
         paragraphs = [paragraph for _, text in read.documents for paragraph in text.split("\n\n")]
         assert len(paragraphs) == len({*paragraphs})
         assert "fast-attention" not in [document for document, _ in read.documents]
-    assert texts.jargon().facts["documents"] == 1
+    assert len(corpus.read().documents[0][1]) > 200_000, "the default, of any length"
 
 
 def test_docstrings_are_read_once_the_topics_end(tmp_path: Path) -> None:
@@ -37,21 +41,36 @@ def test_tables_and_repeated_paragraphs_are_left_out() -> None:
     assert kept == (("a", f"{prose}\n\nend"),)
 
 
-def test_every_source_but_the_judge_is_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(texts, "LIMIT", 20_000)
-    monkeypatch.chdir(tmp_path)
-    jargon, python, packages = (source() for source in texts.SOURCES.values())
-    assert texts.read(None, None) == ([python, packages], jargon)
-    assert texts.read(None, "python") == ([jargon, packages], python)
-    assert texts.read(["jargon"], None) == ([jargon], python)
-    assert texts.read(["jargon", "python"], "none") == ([jargon, python], None)
-    Path("mine.txt").write_text("a text of my own")
-    trained, judge = texts.read(["mine.txt", "python"], None)
-    assert [each.name for each in trained] == ["mine.txt", python.name]
-    assert judge == jargon
-    Path("python").write_text("a file goes before a source of that name")
-    assert texts.read(["python"], None)[0][0].documents[0][1].startswith("a file")
-    with pytest.raises(InputError, match=r"--judge jargon: the same text as --text the Jargon File.* name another"):
-        texts.read(["jargon"], "jargon")
-    with pytest.raises(InputError, match=r"--judge none.txt"):
-        texts.read(["jargon"], "none.txt")
+WRONG: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b" \n", "the file is empty"),
+    "latin": (lambda: b"one\ntwo\n\xe9", ", line 3: not UTF-8 text"),
+    "cut gzip": (lambda: gzip.compress(b"words")[:-9], "cut off or damaged"),
+    "wrong gzip": (lambda: b"\x1f\x8b" + b"x" * 30, "cut off or damaged"),
+    "a bomb": (lambda: gzip.compress(bytes(300_000)), "more than 100,000 bytes"),
+    "too long": (lambda: b"x" * 100_001, "more than 100,000 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_text_is_refused_by_name(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "LIMIT", 100_000)
+    monkeypatch.setattr(corpus, "CHUNK", 1000)
+    content, said = WRONG[case]
+    (path := tmp_path / "a.txt").write_bytes(content())
+    with pytest.raises(InputError, match=f"^[^\n]*{path}[^\n]*{said}"):
+        corpus.read(str(path))
+
+
+def test_what_a_text_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain or gzip, with a byte order mark as Windows writes it, and a pipe that a shell gives; no endless device."""
+    for content in (b"words", codecs.BOM_UTF8 + b"words", gzip.compress(b"words")):
+        (path := tmp_path / "a.txt").write_bytes(content)
+        assert corpus.read(str(path)).documents == (("a.txt", "words"),)
+    reader, writer = os.pipe()
+    os.write(writer, gzip.compress(b"words"))
+    os.close(writer)
+    assert corpus.read(f"/dev/fd/{reader}").documents[0][1] == "words"
+    os.close(reader)
+    monkeypatch.setattr(corpus, "LIMIT", 100_000)
+    with pytest.raises(InputError, match="more than 100,000 bytes"):
+        corpus.read("/dev/zero")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import fast_attention
 from fast_attention import (
     Bound,
     ChunkedFeedForward,
@@ -69,11 +71,31 @@ def test_what_modules_are_made_of_is_checked() -> None:
         (lambda: ChunkedFeedForward(8, activation="gelu"), TypeError, "activation is a function"),  # type: ignore[arg-type]
         (lambda: ChunkedFeedForward(8, dropout=2), ValueError, "dropout is a probability"),
         (lambda: Rotary(attention_factor=0.0), ValueError, "attention_factor must be above 0"),
-        (lambda: attention(X, X, X, compile="on"), ValueError, "compile='on': choose one of off, auto"),  # type: ignore[arg-type]
     ):
         with pytest.raises(error, match=said):
             made()
     ReversibleSequence([Reversible(TokenMixer(8, 2), ChunkedFeedForward(8))])
+
+
+def test_what_is_gone_says_what_took_its_place() -> None:
+    """Names and keywords of earlier versions; other unknown keywords are Python's usual error."""
+    for make in (
+        lambda **named: attention(X, X, X, **named),
+        lambda **named: Bound("Softmax", Shape(2, 4), **named),
+        lambda **named: MultiheadAttention(8, 2, **named),
+        lambda **named: TokenMixer(8, 2, **named),
+    ):
+        with pytest.raises(TypeError, match=r"'compile': torch\.compile\(model\) takes its place"):
+            make(compile="auto")
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+            make(colour="red")
+    with pytest.raises(AttributeError, match="'batch_invariant' any more: call one sequence at a time"):
+        fast_attention.batch_invariant
+    for name, nearest in (("LARA", "FavorPlus()"), ("Agent", "Nystrom()"), ("ABC", "Linformer()")):
+        with pytest.raises(AttributeError, match=f"any more: {name}: not here; nearest is {re.escape(nearest)}"):
+            getattr(fast_attention, name)
+        with pytest.raises(ValueError, match=f"{name!r} is not a name of ours.*Write {re.escape(nearest)}"):
+            TokenMixer(8, 2, f"Hybrid(far={name}(num_slots=3))")
 
 
 def test_a_layer_with_positions_takes_its_own_state_only() -> None:

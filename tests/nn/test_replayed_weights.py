@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn.utils import parametrizations, parametrize
 
-from fast_attention import ChunkedFeedForward, Reversible, ReversibleSequence, TokenMixer, Unsupported
+from fast_attention import TokenMixer, Unsupported
+from fast_attention.nn import ChunkedFeedForward, Reversible, ReversibleSequence
 from tests.parallel import spread
 
 

@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_attention import ChunkedFeedForward, Reversible, ReversibleSequence, TokenMixer
+from fast_attention import TokenMixer
+from fast_attention.nn import ChunkedFeedForward, Reversible, ReversibleSequence
 from tests.cases import KINDS, some_keys
 from tests.parallel import spread
 

@@ -20,11 +20,11 @@ from fast_attention import (
     Shape,
     Softmax,
     TokenMixer,
-    Unsupported,
     attention,
 )
 from fast_attention.parallel import attend, decode, parallelize
-from tests.parallel import leave, spread
+from tests.parallel import leave, message, spread
+from tests.parallel.own import OwnSlopes, Slopes
 
 
 def attended(mechanism: Any, q: Any, w: Any = (), **options: Any) -> Any:
@@ -53,20 +53,14 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
         "gradients": lambda: torch.set_grad_enabled(first)(lambda: attended(LinearAttention(), q))(),
         "the state": lambda: follows(state if first else None, q),
         "at most max_len=4": lambda: attended(CosFormer(), q, CosFormer().weights(Shape(4, 8, 4)), is_causal=True),
+        "different weights": lambda: attended(OwnSlopes(), q, Slopes(torch.full((4,), float(rank)))),
+        "every process needs a token": lambda: attended(LinearAttention(), q if first else q[..., :0, :]),
         "not in the group": lambda: attend(Softmax(), q, q, q, group=outside),
         "no second derivatives": lambda: twice(Softmax()),
         "there are no second derivatives": lambda: twice(LinearAttention()),
         "got int": lambda: attend(Softmax(), q, q, q, group=3),
         "got str": lambda: parallelize(TokenMixer(8, 4, "Softmax"), "gloo"),
     }
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, Unsupported) as error:
-        return str(error)
-    return ""
 
 
 def prompted(rank: int, mechanism: str, is_causal: bool) -> float:
@@ -120,8 +114,7 @@ def process(rank: int, folder: str) -> None:
     pairs = [(name, is_causal) for name in ("LinearAttention", "Local(window=3)", "Softmax") for is_causal in (0, 1)]
     results["prompted"] = max(prompted(rank, name, bool(is_causal)) for name, is_causal in pairs)
     results |= {"diverged": diverged(), "longest": longest(rank), "no sequences": no_sequences()}
-    torch.save(results, f"{folder}/{rank}")
-    leave()
+    leave(results, folder)
 
 
 @pytest.fixture(scope="module")

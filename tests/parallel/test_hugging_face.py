@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fast_attention import TokenMixer, Unsupported, swap
+from fast_attention import TokenMixer, swap
 from fast_attention.parallel import parallelize
-from tests.parallel import leave, spread
+from tests.parallel import join, leave, message, spread
 
 transformers = pytest.importorskip("transformers")
 LENGTHS = [9, 7]
@@ -56,28 +56,18 @@ def compared(kind: str, mechanism: str, masked: bool, rank: int) -> float:
 
 
 def process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    join(rank, 2, folder)
     results: dict[Any, Any] = {
         (kind, mechanism, masked): compared(kind, mechanism, masked, rank)
         for kind in MODELS for mechanism in MECHANISMS for masked in (False, True)
     }  # fmt: skip
-    try:
-        parallelize(made("Llama", "Local(window=3)"), dist.group.WORLD)(torch.ones(1, 3).long(), use_cache=True)
-    except Unsupported as error:
-        results["cache"] = str(error)
     narrow = made("ModernBert", "Softmax()", local_attention=8)
     partly = nn.ModuleList([TokenMixer(16, 2), nn.MultiheadAttention(16, 2)])
-    for name, call in (
-        ("window", lambda: parallelize(narrow, dist.group.WORLD)(torch.ones(1, 5).long())),
-        ("kept", lambda: parallelize(partly, dist.group.WORLD)),
-    ):
-        try:
-            call()
-        except Unsupported as error:
-            results[name] = str(error)
-    torch.save(results, f"{folder}/{rank}")
-    leave()
+    group, tokens = dist.group.WORLD, torch.ones(1, 5).long()
+    results["cache"] = message(lambda: parallelize(made("Llama", "Local(window=3)"), group)(tokens, use_cache=True))
+    results["window"] = message(lambda: parallelize(narrow, group)(tokens))
+    results["kept"] = message(lambda: parallelize(partly, group))
+    leave(results, folder)
 
 
 @pytest.fixture(scope="module")

@@ -13,155 +13,151 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, Unsupported, attention, explain
-from fast_attention.nn.models import Model, ModelConfig
+from fast_attention import Bound, MultiheadAttention, Shape, TokenMixer, attention, explain
+from fast_attention.nn.reversible import Reversible, ReversibleSequence
 from fast_attention.parallel import counted, parallelize, shards
-from tests.parallel import leave, spread
+from tests.parallel import HEADS, cut, gradients, join, largest, leave, message, spread
 
 LENGTHS = {2: [8, 6], 4: [5, 1, 6, 2]}
-LENGTH, WIDTH, HEADS = 14, 16, 4
-LINEAR = "LinearAttention"
+LENGTH, WIDTH = 14, 16
 
 
-def mixer(mechanism: str, **settings: Any) -> Callable[[], nn.Module]:
-    return lambda: TokenMixer(WIDTH, HEADS, mechanism, max_len=32, **settings)
+class Decoder(nn.Module):
+    """Tokens to logits through causal layers, by sums of inputs and outputs."""
+
+    def __init__(self, *mechanisms: str, **settings: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([TokenMixer(WIDTH, HEADS, m, max_len=32, **settings) for m in mechanisms])
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x, is_causal=True, key_mask=mask)
+        return x
+
+    def decode(self, tokens: Tensor, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        x, after = self.embedding(tokens), []
+        for layer, state in zip(self.layers, states, strict=True):
+            out, state = layer.decode(x, state)
+            x, after = x + out, [*after, state]
+        return x, after
 
 
-def layer(mechanism: str) -> nn.Module:
-    encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
-    encoder.self_attn = MultiheadAttention(  # type: ignore[assignment]
-        WIDTH, HEADS, batch_first=True, mechanism=mechanism
-    )
-    return encoder
+class Swapped(nn.Module):
+    """Torch's layer with our attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+        attention: Any = MultiheadAttention(WIDTH, HEADS, batch_first=True, mechanism="Local(window=3)")
+        self.layer.self_attn = attention
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x, src_key_padding_mask=~mask)
 
 
-def model(**settings: Any) -> Callable[[], nn.Module]:
-    return lambda: Model(ModelConfig(**{"vocab_size": 11, "width": WIDTH, "heads": HEADS, "max_len": 32, **settings}))
+class Undone(nn.Module):
+    """Reversible blocks, which compute their inputs again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = ReversibleSequence([
+            Reversible(TokenMixer(WIDTH, HEADS, "LinearAttention"), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
+        ])  # fmt: skip
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.blocks(x, is_causal=True, key_mask=mask)
+
+
+class Grouped(nn.Module):
+    """A layer with fewer heads of keys than of queries."""
+
+    def __init__(self, mechanism: str, is_causal: bool, **settings: Any) -> None:
+        super().__init__()
+        self.is_causal, self.mixer = is_causal, TokenMixer(WIDTH, HEADS, mechanism, rotary=True, **settings)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.mixer(x, is_causal=self.is_causal, key_mask=mask)
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "a mixer, causal, grouped, rotary": mixer("FavorPlus(num_features=5)", num_kv_heads=2, rotary=True),
-    "a mixer of heads": mixer("Softmax()", rotary=True),
-    "torch's layer": lambda: layer("Local(window=3)"),
-    "a decoder with learned positions and a convolution": model(
-        mechanism=("LinearAttention()", "Local(window=3)"), causal=True, conv=4
-    ),
-    "a decoder with rotary positions": model(mechanism="Local(window=3)", causal=True, positions="rotary"),
-    "a reversible decoder": model(mechanism="LinearAttention()", causal=True, positions="sinusoidal", reversible=True),
-    "a decoder of gates": model(mechanism="GMLP()", causal=True),
-    "an encoder with classes": model(mechanism="LearnedFeatures(num_features=5)", head="classes", classes=3),
+    "a causal layer with grouped heads": lambda: Grouped("FavorPlus(num_features=5)", True, num_kv_heads=2),
+    "a layer by heads": lambda: Grouped("Softmax()", False),
+    "torch's layer": Swapped,
+    "a decoder": lambda: Decoder("LinearAttention()", "Local(window=3)"),
+    "a decoder with rotary positions": lambda: Decoder("Local(window=3)", rotary=True),
+    "reversible layers": Undone,
 }
 
 
-def inputs(name: str) -> Tensor:
-    torch.manual_seed(1)
-    decoder = "coder" in name
-    return torch.randint(11, (2, LENGTH)) if decoder else torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
-
-
-def called(name: str, module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
-    if name == "torch's layer":
-        return module(x, src_key_padding_mask=~mask)
-    if isinstance(module, TokenMixer):
-        return module(x, is_causal="causal" in name, key_mask=mask)
-    return module(x, mask)
-
-
-def compared(name: str, rank: int, world: int) -> float:
+def compared(name: str, world: int) -> float:
     """The largest difference to one process, of outputs and of parameters' gradients."""
     torch.manual_seed(0)
     whole = MODULES[name]().double()
     spread = parallelize(copy.deepcopy(whole), dist.group.WORLD)
-    x, mask = inputs(name), torch.ones(2, LENGTH, dtype=torch.bool)
+    torch.manual_seed(1)
+    x = torch.randint(11, (2, LENGTH)) if "decoder" in name else torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[1, :2] = mask[1, 9:] = False
-    here = (part.split(LENGTHS[world], 1)[rank] for part in (x, mask))
-    wanted, out = called(name, whole, x, mask), called(name, spread, *here)
-    torch.manual_seed(2)
-    direction = torch.randn_like(wanted)
-    local = direction if "classes" in name else direction.split(LENGTHS[world], 1)[rank]
-    wanted.backward(direction)
-    out.backward(local / world if "classes" in name else local)
-    whole_out = wanted if "classes" in name else wanted.split(LENGTHS[world], 1)[rank]
-    worst = (out - whole_out).abs().max()
-    for one, other in zip(whole.parameters(), spread.parameters(), strict=True):
-        if one.grad is None:
-            assert other.grad is None
-            continue
-        assert other.grad is not None
-        total = other.grad.clone()
-        dist.all_reduce(total)
-        worst = torch.maximum(worst, (total - one.grad).abs().max() / one.grad.abs().max().clamp_min(1))
-    return float(worst)
-
-
-def calls(rank: int, world: int) -> float:
-    """``group=`` on ``attention`` and on ``Bound``, keys with fewer heads."""
-    torch.manual_seed(3)
-    q, k, v = torch.randn(2, HEADS, LENGTH, 8), torch.randn(2, 2, LENGTH, 8), torch.randn(2, 2, LENGTH, 8)
-    here: Any = [x.split(LENGTHS[world], -2)[rank] for x in (q, k, v)]
-    group = dist.group.WORLD
-    options: Any = {"is_causal": True, "enable_gqa": True}
-    bound = Bound("BlockLocal(block_size=4)", Shape(HEADS, 8))
-    pairs = [
-        (
-            attention(q, k, v, "LinearAttention", **options),
-            attention(here[0], here[1], here[2], "LinearAttention", **options, group=group),
-        ),
-        (bound(q, k, v, **options), bound(here[0], here[1], here[2], **options, group=group)),
-    ]
-    return max(float((one.split(LENGTHS[world], -2)[rank] - other).abs().max()) for one, other in pairs)
-
-
-def prefilled(rank: int, world: int) -> float:
-    """A prompt is read by all processes in two parts, then one goes on alone: the largest difference to one process."""
-    worst = 0.0
-    for positions in ("learned", "rotary"):
-        torch.manual_seed(0)
-        mechanism = ("FavorPlus(num_features=5)", "Local(window=3)")
-        config = ModelConfig(
-            11, mechanism, width=WIDTH, heads=HEADS, positions=positions, causal=True, conv=3, max_len=40
-        )
-        whole = Model(config).double()
-        for parameter in whole.parameters():
-            parameter.data.normal_(std=0.3)
-        spread = parallelize(copy.deepcopy(whole), dist.group.WORLD)
-        tokens, state, outs = torch.randint(11, (2, 2 * LENGTH + 3)), None, []
-        for first in (0, LENGTH):
-            out, state = spread.decode(tokens[:, first : first + LENGTH].split(LENGTHS[world], 1)[rank], state)
-            outs.append(out)
-        outs.append(parallelize(spread, None).decode(tokens[:, 2 * LENGTH :], state)[0])
-        parts = whole.decode(tokens)[0].split([LENGTH, LENGTH, 3], 1)
-        wanted = [*(part.split(LENGTHS[world], 1)[rank] for part in parts[:2]), parts[2]]
-        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in zip(outs, wanted, strict=True)))
+    lengths = LENGTHS[world]
+    wanted, out = whole(x, mask), spread(cut(x, lengths, 1), cut(mask, lengths, 1))
+    direction, worst = torch.randn_like(wanted), largest(out - cut(wanted, lengths, 1))
+    theirs = gradients(wanted, [*whole.parameters()], direction)
+    ours = gradients(out, [*spread.parameters()], cut(direction, lengths, 1))
+    for one, share in zip(theirs, ours, strict=True):
+        dist.all_reduce(share)
+        worst = max(worst, largest(share - one) / max(1.0, largest(one)))
     return worst
 
 
-def packed(rank: int, world: int) -> float:
+def calls(world: int) -> float:
+    """``group=`` on ``attention`` and on ``Bound``, keys with fewer heads."""
+    torch.manual_seed(3)
+    q, k, v = torch.randn(2, HEADS, LENGTH, 8), torch.randn(2, 2, LENGTH, 8), torch.randn(2, 2, LENGTH, 8)
+    lengths, group, options = LENGTHS[world], dist.group.WORLD, {"is_causal": True, "enable_gqa": True}
+    bound: Any = Bound("BlockLocal(block_size=4)", Shape(HEADS, 8))
+    worst = 0.0
+    for run in (lambda q, k, v, **more: attention(q, k, v, "LinearAttention", **more), bound):
+        out = run(*(cut(x, lengths) for x in (q, k, v)), **options, group=group)
+        worst = max(worst, largest(cut(run(q, k, v, **options), lengths) - out))
+    return worst
+
+
+def prefilled(world: int) -> float:
+    """A prompt is read by all processes in two parts, then one goes on alone: the largest difference to one process."""
+    worst, lengths = 0.0, LENGTHS[world]
+    for rotary in (False, True):
+        torch.manual_seed(0)
+        whole = Decoder("FavorPlus(num_features=5)", "Local(window=3)", rotary=rotary).double()
+        spread = parallelize(copy.deepcopy(whole), dist.group.WORLD)
+        tokens, states, outs = torch.randint(11, (2, 2 * LENGTH + 3)), [None, None], []
+        for first in (0, LENGTH):
+            out, states = spread.decode(cut(tokens[:, first : first + LENGTH], lengths, 1), states)
+            outs.append(out)
+        outs.append(parallelize(spread, None).decode(tokens[:, 2 * LENGTH :], states)[0])
+        parts = whole.decode(tokens, [None, None])[0].split([LENGTH, LENGTH, 3], 1)
+        wanted = [*(cut(part, lengths, 1) for part in parts[:2]), parts[2]]
+        worst = max(worst, *(largest(a - b) for a, b in zip(outs, wanted, strict=True)))
+    return worst
+
+
+def packed(world: int) -> float:
     """Packed sequences through a module with rotary positions: the largest difference to one process."""
     torch.manual_seed(0)
     module = MultiheadAttention(WIDTH, HEADS, batch_first=True, mechanism="Local(window=3)", rotary=True).double()
     x, options = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64), {"lengths": (4, 6, 3, 1), "need_weights": False}
-    here = x.split(LENGTHS[world], 1)[rank]
+    here = cut(x, LENGTHS[world], 1)
     out, _ = module(here, here, here, is_causal=True, group=dist.group.WORLD, **options)
-    wanted, _ = module(x, x, x, is_causal=True, **options)
-    return float((out - wanted.split(LENGTHS[world], 1)[rank]).detach().abs().max())
+    return largest(out - cut(module(x, x, x, is_causal=True, **options)[0], LENGTHS[world], 1))
 
 
-def explained(rank: int, world: int) -> str:
+def explained() -> str:
     """What ``explain`` says of a call over processes, and how many bytes were counted."""
-    q = torch.randn(1, HEADS, 3, 8)
-    group = shards(dist.group.WORLD, 3)
+    q, group = torch.randn(1, HEADS, 3, 8), shards(dist.group.WORLD, 3)
     with counted() as traffic:
         text = str(explain("LinearAttention()", q, q, q, is_causal=True, group=group))
     return f"{text}\n{traffic.bytes // 2}"
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (Unsupported, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def refused(rank: int) -> dict[str, str]:
@@ -182,20 +178,17 @@ def refused(rank: int) -> dict[str, str]:
 
 
 def process(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
-    results: dict[str, Any] = {name: compared(name, rank, world) for name in MODULES}
-    results |= {"calls": calls(rank, world), "prefilled": prefilled(rank, world), "packed": packed(rank, world)}
-    results |= {"explained": explained(rank, world), "refused": refused(rank)}
-    torch.save(results, f"{folder}/{rank}")
-    leave()
+    join(rank, world, folder)
+    results: dict[str, Any] = {name: compared(name, world) for name in MODULES}
+    results |= {"calls": calls(world), "prefilled": prefilled(world), "packed": packed(world)}
+    leave({**results, "explained": explained(), "refused": refused(rank)}, folder)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("processes")
     spread(process, (request.param, str(folder)), request.param)
-    return [torch.load(folder / str(rank), weights_only=False) for rank in range(request.param)]
+    return [torch.load(folder / str(rank)) for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fast_attention import catalogue
-from tests.parallel import leave
-from tests.parallel.test_parallel import compare
-from tests.parallel.test_strategies import NAMES
+from tests.parallel import LENGTHS, leave
+from tests.parallel.test_parallel import TRIED, compare
 
 
 def process(rank: int, folder: str) -> None:
@@ -22,12 +20,11 @@ def process(rank: int, folder: str) -> None:
     torch.set_default_device(device)
     dist.init_process_group("nccl", f"file://{folder}/meet", rank=rank, world_size=2, device_id=device)
     results: dict[str, Any] = {}
-    for name in NAMES:
-        mechanism = catalogue.parse(name)
+    for mechanism in TRIED:
         for is_causal in mechanism.traits.modes:
-            results[f"{name} {is_causal}"] = compare(mechanism, rank, 2, is_causal, masked=True)
-    torch.save(results, f"{folder}/{rank}")
-    leave()
+            found = compare(mechanism, LENGTHS[2], LENGTHS[2], is_causal, masked=True, device=device)
+            results[f"{mechanism!r} {is_causal}"] = found
+    leave(results, folder)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL joins two GPUs or more, and fewer are at hand")

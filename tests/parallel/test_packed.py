@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,116 +10,92 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fast_attention import BigBird, ByLength, Unsupported, packed
-from fast_attention.parallel import attend, collectives, decode, shards, strategy
-from fast_attention.parallel.packing import packed_over
+from fast_attention import ByLength, LinearAttention, Local, packed
+from fast_attention.parallel import Shards, attend, collectives, decode, strategy
+from fast_attention.parallel.attending import packed_over
+from fast_attention.parallel.shards import Call, Sizes
 from fast_attention.parallel.states import leaves
-from fast_attention.parallel.strategy import Call, Sizes
-from tests.cases import ATTENTIONS, bind, qkv, some_keys
-from tests.parallel import leave, spread, wrong
-from tests.parallel.test_parallel import HEADS, LENGTHS, cut
+from tests.cases import bind, qkv, some_keys
+from tests.parallel import HEADS, LENGTHS, cut, differences, gradients, join, largest, leave, message, spread, wrong
+from tests.parallel.test_parallel import TRIED
 
-SEQUENCES = (2, 5, 0, 1, 3)
+SEQUENCES, WORLD = (2, 5, 0, 1, 3), 4
+SIZES = LENGTHS[WORLD]
 
 
-def packed_difference(mechanism: Any, rank: int, world: int, is_causal: bool) -> str:
+def packed_difference(mechanism: Any, is_causal: bool) -> str:
     """What differs from one process, of outputs, gradients and bytes."""
-    w = bind(mechanism, heads=HEADS).w
+    w, rank = bind(mechanism, heads=HEADS).w, dist.get_rank()
     torch.manual_seed(3)
-    inputs, mask = qkv(11, heads=HEADS), some_keys(2, 11) if mechanism.traits.padding else None
+    whole, mask = [x.requires_grad_() for x in qkv(11, heads=HEADS)], some_keys(2, 11)
     direction = torch.randn(2, HEADS, 11, 8, dtype=torch.float64)
-    whole = [x.clone().requires_grad_() for x in inputs]
-    parts = [cut(x, rank, world).clone().requires_grad_() for x in inputs]
-    key_mask = None if mask is None else cut(mask, rank, world, -1)
-    group = shards(dist.group.WORLD, LENGTHS[world][rank])
-    q, k, v = parts
+    parts = [cut(x, SIZES).detach().requires_grad_() for x in whole]
+    shards, key_mask = Shards(dist.group.WORLD, rank, (*SIZES,), (*SIZES,)), cut(mask, SIZES, -1)
     with collectives.counted() as traffic:
-        out = attend(mechanism, q, k, v, w, group=group, is_causal=is_causal, key_mask=key_mask, lengths=SEQUENCES)
+        out = attend(mechanism, parts[0], parts[1], parts[2], w, group=shards, is_causal=is_causal, key_mask=key_mask,
+                     lengths=SEQUENCES)  # fmt: skip
     sequences = packed.Packing(SEQUENCES, SEQUENCES)
-    spread = packed_over(strategy(mechanism, is_causal), sequences)
-    declared = spread.sends(Call(mechanism, w, group, is_causal, key_mask), Sizes(2, HEADS, 8, 8, 8))
-
-    def run(*x: Any, key_mask: Any) -> Any:
-        return mechanism(*x, w, is_causal=is_causal, key_mask=key_mask)
-
-    q, k, v = whole
-    wanted = packed.attend(run, q, k, v, sequences, mask)
+    run = partial(mechanism, w=w, is_causal=is_causal)
+    wanted = packed.attend(run, whole[0], whole[1], whole[2], sequences, mask)
     learned = [x for x in leaves(w) if x.requires_grad]
-    grads, all_grads = (
-        list(torch.autograd.grad(y, [*x, *learned], d, materialize_grads=True, allow_unused=True))
-        for y, x, d in ((out, parts, cut(direction, rank, world)), (wanted, whole, direction))
-    )
-    for i, grad in enumerate(grads[3:], start=3):
-        grads[i] = grad.contiguous()
-        dist.all_reduce(grads[i])
-    error = float((out - cut(wanted, rank, world)).detach().abs().max())
-    wanted_grads = [*(cut(x, rank, world) for x in all_grads[:3]), *all_grads[3:]]
-    slopes = [float((a - b).abs().max() / b.abs().max().clamp_min(1)) for a, b in zip(grads, wanted_grads, strict=True)]
-    if error > 1e-12 or max(slopes) > 1e-11:
-        return f"outputs {error}, gradients {slopes}"
-    same = mask is not None and (isinstance(mechanism, ByLength) or (isinstance(mechanism, BigBird) and not is_causal))
-    same = same or traffic.bytes == declared
-    return "" if same else f"{traffic.bytes} bytes and {declared} declared"
+    here = gradients(out, [*parts, *learned], cut(direction, SIZES))
+    there = gradients(wanted, [*whole, *learned], direction)
+    found = differences((out, here[:3], here[3:]), (wanted, there[:3], there[3:]), [SIZES] * 4)
+    call = Call(mechanism, w, shards, is_causal, key_mask)
+    declared = packed_over(strategy(mechanism, is_causal), sequences).sends(call, Sizes(2, HEADS, 8, 8, 8))
+    return found or ("" if traffic.bytes == declared else f"{traffic.bytes} bytes and {declared} declared")
 
 
-def state_difference(mechanism: Any, rank: int, world: int) -> str:
+def state_difference(mechanism: Any) -> str:
     """What differs from one process where all read two parts of a prompt one after another, and one then goes on."""
-    w = bind(mechanism, heads=HEADS).w
+    w, group = bind(mechanism, heads=HEADS).w, dist.group.WORLD
     torch.manual_seed(4)
-    inputs, mask = qkv(26, heads=HEADS), some_keys(2, 26) if mechanism.traits.padding else None
+    (q, k, v), mask = qkv(26, heads=HEADS), some_keys(2, 26)
     state, outs = None, []
     for first in (0, 11):
-        here = [cut(x[..., first : first + 11, :], rank, world) for x in inputs]
-        key_mask = None if mask is None else cut(mask[..., first : first + 11], rank, world, -1)
-        q, k, v = here
-        out, state = decode(mechanism, q, k, v, w, state, group=dist.group.WORLD, key_mask=key_mask)
+        here = [cut(x[..., first : first + 11, :], SIZES) for x in (q, k, v)]
+        key_mask = cut(mask[..., first : first + 11], SIZES, -1)
+        out, state = decode(mechanism, here[0], here[1], here[2], w, state, group=group, key_mask=key_mask)
         outs.append(out)
-    last_mask = None if mask is None else mask[..., 22:]
-    out, _ = mechanism.decode(*(x[..., 22:, :] for x in inputs), w, state, key_mask=last_mask)
-    wanted, _ = mechanism.decode(*inputs, w, key_mask=mask)
-    one, two, last = wanted.split([11, 11, 4], -2)
-    pairs = [(outs[0], cut(one, rank, world)), (outs[1], cut(two, rank, world)), (out, last)]
-    errors = [float((a - b).detach().abs().max()) for a, b in pairs]
-    return "" if max(errors) < 1e-11 else str(errors)
+    last = [x[..., 22:, :] for x in (q, k, v)]
+    out, _ = mechanism.decode(*last, w, state, key_mask=mask[..., 22:])
+    one, two, three = mechanism.decode(q, k, v, w, key_mask=mask)[0].split([11, 11, 4], -2)
+    pairs = [(outs[0], cut(one, SIZES)), (outs[1], cut(two, SIZES)), (out, three)]
+    worst = max(largest(a - b) for a, b in pairs)
+    return "" if worst < 1e-11 else f"{worst}"
 
 
 def refusals(rank: int) -> list[str]:
-    """Errors of packed calls that fit no row, or not one another."""
-    mechanism = next(m for m in ATTENTIONS if repr(m) == "LinearAttention()")
-    q = torch.randn(1, HEADS, 3, 8)
-    messages = []
-    for lengths in ((2, 3), (3 + rank, 3), (4.5,)):
-        try:
-            attend(mechanism, q, q, q, group=dist.group.WORLD, lengths=lengths)  # type: ignore[arg-type]
-        except (ValueError, TypeError) as error:
-            messages.append(str(error))
-    try:
-        decode(next(m for m in ATTENTIONS if repr(m) == "Local(window=3)"), *(q[:, :3],) * 3, group=dist.group.WORLD)
-    except Unsupported as error:
-        messages.append(str(error))
-    return messages
+    """Errors of packed calls that fit no row, or not one another, and of states that cannot be joined."""
+    q, group = torch.randn(1, HEADS, 3, 8), dist.group.WORLD
+    linear, changing = LinearAttention(), ByLength(long=Local(3), above=4)
+    wrong_lengths: Any = ((2, 3), (3 + rank, 3), (4.5,))
+    calls: list[Any] = [
+        lambda lengths=lengths: attend(linear, q, q, q, group=group, lengths=lengths) for lengths in wrong_lengths
+    ]
+    calls.append(lambda: decode(Local(3), q[:, :3], q[:, :3], q[:, :3], group=group))
+    calls.append(lambda: decode(changing, q, q, q, group=group))
+    return [message(call) for call in calls]
 
 
 def process(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
-    results: dict[str, Any] = {}
-    for mechanism in ATTENTIONS:
+    join(rank, world, folder)
+    told: dict[str, str] = {}
+    for mechanism in TRIED:
         for is_causal in mechanism.traits.modes:
-            results[f"{mechanism!r} {is_causal}"] = packed_difference(mechanism, rank, world, is_causal)
-        if mechanism.traits.memory:
-            results[f"state of {mechanism!r}"] = state_difference(mechanism, rank, world)
-        if wrong("".join(results.values())):
+            told[f"{mechanism!r} {is_causal}"] = packed_difference(mechanism, is_causal)
+        if mechanism.traits.memory and type(mechanism).__name__ != "ByLength":
+            told[f"state of {mechanism!r}"] = state_difference(mechanism)
+        if wrong("".join(told.values())):
             break
-    torch.save((results, refusals(rank)), f"{folder}/{rank}")
-    leave()
+    leave((told, refusals(rank)), folder)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder: Path = tmp_path_factory.mktemp("processes")
-    spread(process, (4, str(folder)), 4)
-    return [torch.load(folder / str(rank)) for rank in range(4)]
+    spread(process, (WORLD, str(folder)), WORLD)
+    return [torch.load(folder / str(rank)) for rank in range(WORLD)]
 
 
 def test_packed_sequences_and_states_are_those_of_one_process(results: list[Any]) -> None:
@@ -127,9 +104,9 @@ def test_packed_sequences_and_states_are_those_of_one_process(results: list[Any]
 
 
 def test_what_does_not_fit_is_refused_on_all_processes(results: list[Any]) -> None:
-    for _, messages in results:
-        sums, different, numbers, heads = messages
-        assert f"the sum of lengths is 5 and there are {3 * len(results)} tokens" in sums
+    for _, (sums, different, numbers, heads, form) in results:
+        assert f"the sum of lengths is 5 and there are {3 * WORLD} tokens" in sums
         assert "processes describe different packed sequences" in different
         assert "lengths must be whole numbers" in numbers
         assert "What would work: a number of processes that divides 3" in heads
+        assert "changes the form of its state after some tokens" in form

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention import BlockLocal2d, Local2d, Unsupported, catalogue, implementation
+from fast_attention import BlockLocal2d, Local2d, Unsupported, catalogue
 from fast_attention.engine import dispatch
+from fast_attention.functional import implementation
 from tests.cases import qkv
 from tests.oracles.local2d import block_of, pair_of, window_of
 from tests.sparse.test_tiles import agree, inputs

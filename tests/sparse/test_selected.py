@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fast_attention import Hybrid, LinearAttention, Selected, implementation
+from fast_attention import Hybrid, LinearAttention, Selected
+from fast_attention.functional import implementation
 from fast_attention.mechanisms.sparse import choosing, fast_past_blocks, past_blocks
 from tests.cases import qkv
 

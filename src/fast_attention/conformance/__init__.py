@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fast_attention.conformance import bits, independence, layouts, promises, robustness, threads, whole_model
+from fast_attention.conformance import independence, layouts, promises, robustness, threads, whole_model
 from fast_attention.conformance.finding import Finding as Finding
 from fast_attention.conformance.finding import Law as Law
 from fast_attention.conformance.under_test import AttentionUnderTest as AttentionUnderTest
@@ -58,7 +58,6 @@ LAWS: tuple[Law, ...] = (
     promises.order,
     promises.refusals,
     promises.exported,
-    bits.bits,
 )
 
 
@@ -99,17 +98,25 @@ def check(subject: AttentionUnderTest, *, device: str = "cpu", laws: Iterable[La
 
 
 @torch.no_grad()
-def check_model(model: nn.Module) -> LawReport:
-    """Run the laws on a whole model, ours or third-party, swapped or not; a broken law names the layer that breaks it.
+def check_model(
+    model: nn.Module, *, causal: bool | None = None, length: int = whole_model.LENGTH
+) -> LawReport:  # fmt: skip
+    """Run the laws on a whole model of tokens, swapped or not; a broken law names the layer that breaks it.
 
     Args:
-        model: A Hugging Face model of tokens (not encoder-decoder), or an ``nn.models.Model`` of this library. It is
-            judged in evaluation mode and left as it was.
+        model: A Hugging Face model (not encoder-decoder), or any module whose ``forward(tokens, key_mask=None)`` gives
+            an output (B, L, ...) for each token. A method ``decode(tokens, state)``, if there is one, gives the outputs
+            of new tokens and the next state. It is judged in evaluation mode and left as it was.
+        causal: Of a module of your own, whether later tokens must not move earlier outputs; None for transformers'.
+        length: Tokens of a sequence, for a module of your own that reads few.
 
     Raises:
         ValueError: It is neither.
     """
-    subject, modes = whole_model.of(model), {module: module.training for module in model.modules()}
+    subject, modes = (
+        whole_model.of(model, causal=causal, length=length),
+        {module: module.training for module in model.modules()},
+    )
     model.eval()
     try:
         return LawReport(subject.name, tuple(law(subject) for law in whole_model.LAWS))

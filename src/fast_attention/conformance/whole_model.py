@@ -1,4 +1,4 @@
-"""The laws for whole models, ours or third-party: what must not move an output, and which layer breaks a law.
+"""The laws for whole models of tokens: what must not move an output, and which layer breaks a law.
 
 Between two runs that a law wants equal, the layer to blame is the first whose outputs moved at positions where its
 inputs had not.
@@ -19,7 +19,6 @@ from fast_attention import cache_argument
 from fast_attention.conformance.finding import Finding, Law, judged, law, moved, rounding, unclaimed
 from fast_attention.conformance.threads import difference_in_step
 from fast_attention.nn.bound import Bound
-from fast_attention.nn.models import Model
 
 LENGTH = 21  # no multiple of any block; a model that reads fewer tokens is given what it reads
 
@@ -36,6 +35,7 @@ class ModelUnderTest:
         causal: Whether later tokens must not move earlier outputs.
         packed: ``(tokens (1, L), position_ids (1, L)) -> outputs``; None where the model takes no ``position_ids``.
         step: ``(tokens (B, 1), state or None) -> outputs, state`` with the model's own cache; None where it keeps none.
+        masks: Whether ``run`` takes a ``key_mask``.
         length: Tokens of a sequence, L.
     """
 
@@ -46,6 +46,7 @@ class ModelUnderTest:
     causal: bool
     packed: Callable[[Tensor, Tensor], Tensor] | None = None
     step: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
+    masks: bool = True
     length: int = LENGTH
 
     @property
@@ -143,6 +144,8 @@ def past(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 
 
 def _inert(subject: ModelUnderTest, visible: Tensor, detail: str) -> Finding:
+    if not subject.masks:
+        return unclaimed("takes no key_mask")
     tokens = subject.draw()
     visible = visible.to(tokens.device)
     other = torch.where(visible, tokens, subject.draw(1))
@@ -165,6 +168,8 @@ def padding_before(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 @law("padded is like shorter")
 def shorter(subject: ModelUnderTest, device: str = "cpu") -> Finding:
     """A padded sequence gives what the shorter one gives alone."""
+    if not subject.masks:
+        return unclaimed("takes no key_mask")
     tokens, keep = subject.draw(), subject.length - subject.padding
     visible = (torch.arange(subject.length) < keep).expand(2, -1).to(tokens.device)
     alone = subject.run(tokens[:, :keep], None)
@@ -251,23 +256,20 @@ def threads(subject: ModelUnderTest, device: str = "cpu") -> Finding:
 LAWS: tuple[Law, ...] = (future, past, padding_behind, padding_before, shorter, batch, packed, decoding, threads)
 
 
-def of(model: nn.Module) -> ModelUnderTest:
-    """Describe a Hugging Face model of tokens, or a ``nn.models.Model`` of this library.
+def of(model: nn.Module, *, causal: bool | None = None, length: int = LENGTH) -> ModelUnderTest:
+    """Describe a Hugging Face model of tokens, or any module whose ``forward`` takes tokens (B, L).
 
     Raises:
         ValueError: It is neither.
     """
     config: Any = getattr(model, "config", None)
     streams = all(part.mechanism.traits.memory for part in model.modules() if isinstance(part, Bound))
-    if isinstance(model, Model):
-        tokens = model.config.head == "tokens"  # classes have one output for all tokens, whose vectors are judged
-        step = model.decode if tokens and model.config.causal and streams else None
-        run: Any = model if tokens else model.hidden
-        length = min(LENGTH, model.config.longest or LENGTH)
-        return ModelUnderTest(type(model).__name__, model, run, config.vocab_size, config.causal, None, step, length)
+    if causal is not None:
+        return _plain(model, causal, length, streams)
     if getattr(model, "main_input_name", "") != "input_ids" or config is None or config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__}: give a model that reads tokens on one side, from transformers or ours"
+            f"{type(model).__name__}: give a model of transformers that reads tokens on one side, or say causal=True "
+            "or False for a module of your own whose forward takes tokens (B, L) and, perhaps, a key_mask"
         )
     parameters = inspect.signature(model.forward).parameters
     cache = cache_argument.name_of(model.forward) or ""
@@ -294,3 +296,20 @@ def of(model: nn.Module) -> ModelUnderTest:
         type(model).__name__, model, run_, config.get_text_config().vocab_size, decodes,
         packed_ if decodes and "position_ids" in parameters else None, step_ if decodes and streams else None,
     )  # fmt: skip
+
+
+def _plain(model: nn.Module, causal: bool, length: int, streams: bool) -> ModelUnderTest:
+    """Describe a module by its ``forward(tokens, key_mask)``, its first embedding and its ``decode``, if it has one."""
+    sizes = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)]
+    if not sizes:
+        raise ValueError(f"{type(model).__name__} has no torch.nn.Embedding: it reads no tokens")
+    masks, step = "key_mask" in inspect.signature(model.forward).parameters, getattr(model, "decode", None)
+
+    def run(tokens: Tensor, mask: Tensor | None) -> Tensor:
+        out = model(tokens) if mask is None else model(tokens, key_mask=mask)
+        if not isinstance(out, Tensor) or out.shape[:2] != tokens.shape:
+            raise ValueError(f"{type(model).__name__} gives no output for each token: one tensor (B, L, ...) is needed")
+        return out
+
+    step = step if causal and streams else None
+    return ModelUnderTest(type(model).__name__, model, run, sizes[0], causal, None, step, masks, length)

@@ -1,44 +1,21 @@
-"""Saves and loads the checkpoint of a conversion: one file with its hash, written whole or not at all."""
+"""Saves and loads the finished stages of a conversion: one file with its hash, written whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fast_attention import files
+from fast_attention.conversion.outcome import Conversion
 
-Stage = Literal["transfer", "choice", "fine-tune", "done"]
-STAGES: tuple[Stage, ...] = ("transfer", "choice", "fine-tune", "done")
-FORMAT = b"fast-attention conversion 1\n"
-
-
-@dataclass
-class Progress:
-    """The present stage of a conversion, how far it has come, and the result so far."""
-
-    stage: Stage = "transfer"
-    step: int = 0
-    seconds: float = 0.0
-    batches: int = 0  # used so far, over all stages
-    loss: float | None = None  # of training, a running mean
-    result: dict[str, Any] = field(default_factory=dict)
-
-
-def identity(original: Any, settings: Any, *, mechanism: str, exact_up_to: Any, **others: Any) -> dict[str, str]:
-    """What a conversion is of, by name: one with another model, mechanism or settings cannot resume from its file."""
-    return {
-        "model": f"{type(original).__name__} of {sum(p.numel() for p in original.parameters()):,} parameters",
-        "weights": fingerprint(original),
-        "mechanism": mechanism + ("" if exact_up_to is None else f", exact up to {exact_up_to}"),
-        **{name: repr(value) for name, value in others.items()},
-        "settings": repr(settings),
-    }
+FORMAT = b"fast-attention conversion 2\n"
+State = dict[str, Tensor]
 
 
 def fingerprint(model: Any) -> str:
@@ -50,68 +27,37 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def path_of(checkpoint: str | os.PathLike[str] | None, *, resume: bool) -> Path | None:
-    """The file that ``convert`` was given for its checkpoints.
-
-    Raises:
-        ValueError: It is a folder, or there is none and the conversion is to be resumed.
-    """
-    if checkpoint is None:
-        if resume:
-            raise ValueError("resume=True needs the file to continue from: give checkpoint=...")
-        return None
-    if Path(checkpoint).is_dir():
-        raise ValueError(f"checkpoint={os.fspath(checkpoint)!r} is a folder: name a file, such as one in it")
-    return Path(checkpoint)
-
-
-def save(
-    path: Path, identity: dict[str, str], progress: Progress, tensors: dict[str, Any], optimiser: dict[str, Any] | None
-) -> None:
-    """Write a checkpoint, preceded by its SHA-256.
+def save(path: Path, of: dict[str, str], result: Conversion, finished: State, best: State) -> None:
+    """Write the file: its format, its SHA-256 and what follows.
 
     Args:
         path: The file.
-        identity: Model, mechanism and settings, by name; a conversion with others cannot resume from the file.
-        progress: How far the conversion has come.
-        tensors: The model's state.
-        optimiser: The optimiser's state, within a stage.
+        of: Model, mechanism and settings, by name; a conversion with others cannot resume from the file.
+        result: What was measured so far.
+        finished: The model's state after the last finished stage.
+        best: The state after the best one.
     """
     buffer = io.BytesIO()
-    fields = asdict(progress)
-    fields["told"] = fields.pop("result")  # the key of format 1
-    torch.save({"of": identity, "place": fields, "tensors": tensors, "optimiser": optimiser}, buffer)
+    torch.save({"of": of, "result": asdict(result), "finished": finished, "best": best}, buffer)
     data = buffer.getbuffer()
     with files.atomic(path) as partial, partial.open("wb") as handle:
         handle.write(FORMAT + hashlib.sha256(data).digest())
         handle.write(data)
 
 
-def load(
-    path: str | os.PathLike[str], identity: dict[str, str]
-) -> tuple[Progress, dict[str, Any], dict[str, Any] | None]:
-    """Read what ``save`` wrote: progress, model's and optimiser's state.
+def load(path: Path, of: dict[str, str]) -> tuple[Conversion, State, State]:
+    """Read what ``save`` wrote: result, last finished and best state.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is damaged, or of another conversion; the message says what differs.
-        Newer: A later version of this library wrote it.
+        ValueError: It is damaged, of another version, or of another conversion; the message says what differs.
     """
-    content = Path(path).read_bytes()
-    start = len(FORMAT) + hashlib.sha256().digest_size
-    try:
-        first = content[:100].partition(b"\n")[0].decode(errors="replace")
-        files.readable({"format": first}, FORMAT.decode().strip(), f"the checkpoint {os.fspath(path)}")
-        if hashlib.sha256(content[start:]).digest() != content[len(FORMAT) : start]:
-            raise ValueError("changed")
-    except files.Newer:
-        raise
-    except ValueError as error:
-        raise ValueError(f"the checkpoint {os.fspath(path)} is damaged: --restart begins anew") from error
+    content, start = path.read_bytes(), len(FORMAT) + hashlib.sha256().digest_size
+    if content[:start] != FORMAT + hashlib.sha256(content[start:]).digest():
+        what = "is damaged" if content.startswith(FORMAT) else "is of another version of this library"
+        raise ValueError(f"the checkpoint {path} {what}: begin anew (--restart)")
     stored = torch.load(io.BytesIO(content[start:]), weights_only=True)
-    for name, value in identity.items():
+    for name, value in of.items():
         if (other := stored["of"].get(name)) != value:
             remedy = ": give the model as it was before that conversion" if name == "weights" else ""
-            raise ValueError(f"{os.fspath(path)} is of a conversion with {name} {other}, not {value}{remedy}")
-    fields = stored["place"]
-    return Progress(result=fields.pop("told"), **fields), stored["tensors"], stored["optimiser"]
+            raise ValueError(f"{path} is of a conversion with {name} {other}, not {value}{remedy}")
+    return Conversion(**stored["result"]), stored["finished"], stored["best"]

@@ -1,128 +1,207 @@
-"""Runs the stages of a conversion, each of which can be interrupted and resumed."""
+"""``convert``: swap, attention transfer, fine-tune. Each finished stage is measured and can be resumed from."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fast_attention import catalogue
-from fast_attention.conversion import ablation, adapters, checkpoint, choosing, trained, transfer
-from fast_attention.conversion.adapters import Batch, Groups
-from fast_attention.conversion.checkpoint import STAGES, Progress, Stage, path_of
-from fast_attention.conversion.goals import HeldOutBatch
-from fast_attention.conversion.outcome import Conversion
+from fast_attention import catalogue, extras
+from fast_attention.conversion import checkpoint as checkpoints
+from fast_attention.conversion import goals, transfer
+from fast_attention.conversion.checkpoint import State
+from fast_attention.conversion.goals import Batch, Chunks, HeldOutBatch, Teacher
+from fast_attention.conversion.outcome import STAGES, Conversion, Diverged
 from fast_attention.conversion.settings import ConversionSettings
-from fast_attention.conversion.teachers import Teacher
-from fast_attention.integrations import crossover
+from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
-from fast_attention.training.loop import Diverged
-from fast_attention.training.signals import Signals
+from fast_attention.integrations.swapped import layers_of
+from fast_attention.integrations.swapping import pretrained
+from fast_attention.mechanism import Mechanism, Unsupported
 
+Groups = Mapping[str, Sequence[Batch]]  # what is held out; "" is the name of all if they are not in groups
 Held = Mapping[str, Sequence[HeldOutBatch]]
+Watch = Callable[[dict[str, Any]], None]
 
-POINTS = 100  # of a stage's curve of losses
+TRAINING = {"transferred": "transfer", "tuned": "fine-tune"}  # what leads to a stage
 DECAY = 0.95  # of the running mean of losses, per step
-BEST = "best:"  # before the names of the best stage's tensors in a checkpoint
 BETAS = (0.9, 0.98)  # AdamW's
+MAP_RATE_FACTOR = 10.0  # learning rate of the mechanisms' own weights in the fine-tune, relative to all others
 
 
-class _Stopped(Exception):
-    """Raised when a signal asked to stop."""
-
-
-def run(
-    model: Any, mechanism: Any, batches: Callable[[int], Batch], held_out: Sequence[Batch] | Groups, *,
-    settings: ConversionSettings, keep: Sequence[int], budget: float | None, choosing: Sequence[Batch],
-    exact_up_to: ExactUpTo | None, teacher: Teacher, checkpoint: str | os.PathLike[str] | None, resume: bool,
-    watch: Callable[[dict[str, Any]], None],
+def convert(
+    model: Any, mechanism: Mechanism[Any, Any] | str, batches: Callable[[int], Batch],
+    held_out: Sequence[Batch] | Groups, *, settings: ConversionSettings | None = None, keep: Sequence[int] = (),
+    exact_up_to: ExactUpTo | None = "auto", teacher: Teacher = "original",
+    checkpoint: str | os.PathLike[str] | None = None, resume: bool = False, watch: Watch = lambda line: None,
 ) -> Conversion:  # fmt: skip
-    """See ``fast_attention.convert``."""
-    groups = adapters.groups_of(held_out)
+    """Give a pretrained model another attention, in place, and train it until it is near the original.
+
+    First every layer learns to give the original layer's output on the original's inputs. Then all is tuned together: a
+    decoder with a head of tokens on the loss of its text, any other model on the teacher's hidden states and on the
+    cosine of the embeddings. The model gets the weights of the stage that was best on ``held_out``, the untrained swap
+    among them; groups whose names begin with "trained text" do not count there. It stays in evaluation mode.
+
+    Ctrl-C (``KeyboardInterrupt``) leaves the model as it was after the last finished stage, status ``"interrupted"``.
+    Any other exception, and Ctrl-C before the first stage is finished, gives it its own attention and weights back.
+
+    Args:
+        model: A Hugging Face model, encoder or decoder.
+        mechanism: What to run in every layer that is not kept.
+        batches: Batch number i, the same for the same number: tensors by name, as the model's forward takes them. A
+            language model predicts ``labels`` where there are some, -100 for none, and ``input_ids`` else.
+        held_out: Batches that ``batches`` never gives: all figures are of these. Or groups of them by name, such as
+            ``{"short": [...], "other text, 2048": [...]}``: each gets figures of its own, too.
+        settings: What is trained, for how long, at which rates.
+        keep: Numbers of layers that stay exact, counted from 0 in the order of the model.
+        exact_up_to: Run exact attention for queries that see at most so many tokens. ``"auto"`` measures from which
+            length on the mechanism is faster on this machine, and stays within a chunk of a teacher that reads chunks.
+            None: never. All figures are with it.
+        teacher: ``"original"`` reads every text whole, by exact attention; ``Chunks(tokens=512)``, for encoders that
+            give embeddings, in chunks, whose mean is the embedding that is asked for. There is no transfer then.
+        checkpoint: A file to which every finished stage is written, whole or not at all.
+        resume: Continue after the last stage in that file, if it exists. With ``settings.steps`` and no minutes, the
+            result equals that of an uninterrupted run to the bit.
+        watch: Called with a line (a dictionary) for every step and every measurement.
+
+    Raises:
+        Unsupported: No layer can run the mechanism, or the model is no Hugging Face model, or both encoder and decoder.
+        ModuleNotFoundError: accelerate is not installed.
+        TypeError: ``settings`` are none.
+        ValueError: An argument cannot be used, or the checkpoint is damaged or another conversion's.
+        Diverged: The training loss is not finite.
+    """
+    settings = ConversionSettings() if settings is None else settings
+    if not isinstance(settings, ConversionSettings):
+        raise TypeError(f"settings are ConversionSettings(...); got {settings!r}")
+    name = type(model).__name__
+    if "" not in pretrained(model):
+        raise Unsupported(
+            f"convert takes a Hugging Face model, and {name} is none. What would work: swap(...), and training the "
+            "model as it was trained"
+        )
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"convert takes an encoder or a decoder, and {name} is both. What would work: its encoder")
     if not callable(batches):
         raise ValueError(f"batches is a function of a number, such as lambda i: my_batches[i]; got {type(batches)}")
-    if budget is not None and not (isinstance(budget, int | float) and budget >= 1.0):
-        raise ValueError(f"budget={budget!r} is a multiple of the original's loss, at least 1, such as 1.02")
-    parsed = catalogue.parse(mechanism)
+    groups, parsed = _groups(held_out), catalogue.parse(mechanism)
     if exact_up_to is not None:
         crossover.check(exact_up_to)
         crossover.exact_below(parsed, 1)  # which refuses mechanisms that say it themselves
-    path = path_of(checkpoint, resume=resume)
-    conversion = _Run(model, parsed, batches, settings, keep, budget, exact_up_to, teacher, path, watch)
-    with Signals() as signals:
-        conversion.signals = signals
-        return conversion.run(groups, choosing or [*chain(*groups.values())], resume)
+    if resume and checkpoint is None:
+        raise ValueError("resume=True needs the file to continue from: give checkpoint=...")
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.is_dir():
+        raise ValueError(f"checkpoint={str(path)!r} is a folder: name a file, such as one in it")
+    goal = goals.goal_of(model, teacher)
+    with _accelerator(next(model.parameters()).device, settings) as accelerator:
+        run = _Run(model, parsed, batches, goal, settings, keep, exact_up_to, teacher, watch, accelerator)
+        return run.run(groups, path, resume)
+
+
+def _groups(held_out: Sequence[Batch] | Groups) -> Groups:
+    """Held-out batches by their groups."""
+    if isinstance(held_out, Mapping) and any(isinstance(x, Tensor) for x in held_out.values()):
+        raise ValueError("held_out is one batch: give a list of batches, such as [batch], or lists of them by name")
+    groups = dict(held_out) if isinstance(held_out, Mapping) else {"": held_out}
+    empty = [f"[{name!r}]" if name else "" for name, batches in groups.items() if not batches]
+    if empty or not groups:
+        which = "".join(empty[:1])
+        raise ValueError(f"held_out{which} is empty: give at least one batch that the training does not see")
+    return groups
+
+
+@contextmanager
+def _accelerator(device: torch.device, settings: ConversionSettings) -> Iterator[Any]:
+    """An ``Accelerator`` for the block. The program's own, with which it would share settings, is left as it was."""
+    try:
+        from accelerate import Accelerator, state
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"convert needs {error.name}: {extras.install('hf')}", name=error.name) from error
+    shared = [each._shared_state for each in (state.PartialState, state.AcceleratorState, state.GradientState)]
+    before = [dict(each) for each in shared]
+    for each in shared:
+        each.clear()
+    precision = "bf16" if settings.precision == "bfloat16" else "no"
+    try:
+        yield Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    finally:
+        for each, held in zip(shared, before, strict=True):
+            each.clear()
+            each.update(held)
 
 
 class _Run:
-    signals: Signals
-    teacher: Teacher
+    """A conversion under way: the model, a frozen copy of the original, and the states of the finished stages."""
 
     def __init__(
-        self, model: Any, mechanism: Any, batches: Callable[[int], Batch], settings: ConversionSettings,
-        keep: Sequence[int], budget: float | None, exact_up_to: ExactUpTo | None, teacher: Teacher, path: Path | None,
-        watch: Callable[[dict[str, Any]], None],
+        self, model: Any, mechanism: Any, batches: Callable[[int], Batch], goal: goals.Goal,
+        settings: ConversionSettings, keep: Sequence[int], exact_up_to: ExactUpTo | None, teacher: Teacher,
+        watch: Watch, accelerator: Any,
     ) -> None:  # fmt: skip
-        self.model, self.mechanism, self.batches, self.settings = model, mechanism, batches, settings
-        self.budget, self.exact_up_to, self.teacher, self.path, self.watch = budget, exact_up_to, teacher, path, watch
-        self.adapter = adapters.of(model)
-        self.original = self.adapter.original(model)
-        self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
-        mechanisms = {name: repr(bound.mechanism) for name, bound in self.adapter.layers(self.original).items()}
-        layers = [*mechanisms]
+        self.model, self.mechanism, self.batches, self.goal, self.settings = model, mechanism, batches, goal, settings
+        self.exact_up_to, self.teacher, self.watch, self.accelerator = exact_up_to, teacher, watch, accelerator
+        swap_back(model)
+        self.original = copy.deepcopy(model).eval().requires_grad_(False)
+        swap(self.original, "Softmax")
+        layers = [*layers_of(self.original)]
         for number in keep:
             if not 0 <= number < len(layers):
                 raise ValueError(f"keep names layer {number}; the model's layers go from 0 to {len(layers) - 1}")
+        self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         kept = {name: "asked for" for i, name in enumerate(layers) if i in keep}
-        self.goal = self.adapter.goal(model, settings.distil, teacher)
         with restored_generators(model):
             torch.manual_seed(settings.seed)
-            kept |= self.adapter.put(model, mechanism, [name for name in layers if name not in kept])
+            report = swap(model, {name: mechanism for name in layers if name not in kept})
+        kept |= {layer.name: layer.why for layer in report.kept if layer.name not in kept}
         model.eval()
-        self.result = Conversion(self.goal.name, repr(mechanism), layers, kept, mechanisms)
+        self.result = Conversion(goal.name, repr(mechanism), layers, kept)
         self.result.exact_up_to = None if exact_up_to == "auto" else exact_up_to
-        self.device, self.progress, self.optimiser = next(model.parameters()).device, Progress(), None
-        self.best: dict[str, torch.Tensor] = {}  # the model's state at the best stage, if that is no longer its own
-        self.identity = {} if path is None else checkpoint.identity(
-            self.original, settings, mechanism=repr(mechanism), exact_up_to=exact_up_to, keep=sorted(keep),
-            budget=budget, teacher=teacher,
-        )  # fmt: skip
+        self.bounds = {name: layers_of(model)[name].bound for name in self.result.converted}
+        self.finished: State = {}  # the model's state after the last finished stage
+        self.best: State = {}  # and after the best one
 
-    def run(self, held_out: Groups, for_choice: Sequence[Batch], resume: bool) -> Conversion:
-        """Run all stages that are left."""
+    def run(self, groups: Groups, path: Path | None, resume: bool) -> Conversion:
+        """Carry out all stages that are left, and leave the model with the best of them."""
         try:
-            if resume and self.path is not None:
-                self._resume(self.path)
-            prepared = {name: self._prepared(batches) for name, batches in held_out.items()}
-            prepared_for_choice = self._prepared(for_choice)
-            if "original" not in self.result.figures:
-                self._poll()
-                self._figures("original", self.original, prepared)
-            self._find_exact_up_to()
-            if self.progress.stage == "transfer" and not self.progress.step:
-                first = self._to_device(self.batches(0))
-                transfer.calibrate(self.model, self.original, self.result.converted, first)
-            self._measure("swapped", prepared)
-            self._train_stage("transfer")
-            self._measure("transferred", prepared)
-            self._choose(prepared_for_choice)
-            self._train_stage("fine-tune")
-            self._measure("tuned", prepared)
-            self._save()
-            self._finish(prepared)
-            self.result.status = "complete"
-        except _Stopped:
-            self.result.status = "interrupted"
+            of = {} if path is None else self._identity()
+            if resume and path is not None and path.exists():
+                self.result, self.finished, self.best = checkpoints.load(path, of)
+                self.model.load_state_dict(self.finished)
+                self.watch({"message": f"resumes from {path}: {', '.join(self.result.figures)} are measured"})
+            if left := [stage for stage in STAGES if stage not in self.result.figures]:
+                prepared = {name: [*map(self._checked, batches)] for name, batches in groups.items()}
+                held = {name: self.goal.prepare(self.original, batches) for name, batches in prepared.items()}
+                if "original" not in self.result.figures:
+                    self._measure(self.result, "original", self.original, held)
+                    self.watch({"measured": "original", **self.result.figures["original"]})
+                    self._find_exact_up_to()
+                for stage in left:
+                    result, state = self._carried_out(stage, held)
+                    best = state if result.best == stage else self.best
+                    if path is not None:
+                        checkpoints.save(path, of, result, state, best)
+                    self.result, self.finished, self.best = result, state, best
+                    self.watch({"measured": stage, **result.figures[stage]})
+            self._leave(self.result.best, self.best, "complete")
+        except KeyboardInterrupt:
+            if not self.finished:
+                self._restore()
+                raise
+            last = [stage for stage in STAGES if stage in self.result.figures][-1]
+            self._leave(last, self.finished, "interrupted")
         except BaseException:
-            self.adapter.restore(self.model, self.original)
+            self._restore()
             raise
         finally:
             for name, parameter in self.model.named_parameters():
@@ -130,171 +209,144 @@ class _Run:
                 parameter.requires_grad_(self.requires_grad.get(name, True))
         return self.result
 
-    def _resume(self, path: Path) -> None:
-        if not path.exists():
-            return
-        self.progress, tensors, self.optimiser = checkpoint.load(path, self.identity)
-        self.result = Conversion(**{**self.progress.result, "status": "running"})
-        if self.result.chosen:
-            names = [*self.result.converted, *self.result.chosen]
-            self.adapter.keep(self.model, self.original, self.mechanism, names, [*self.result.chosen])
-        self.best = {name.removeprefix(BEST): x for name, x in tensors.items() if name.startswith(BEST)}
-        self.model.load_state_dict({name: x for name, x in tensors.items() if not name.startswith(BEST)})
-        self.watch({"message": f"resumes from {path}: {self.progress.stage}, step {self.progress.step:,}"})
+    def _identity(self) -> dict[str, str]:
+        """What a conversion is of, by name: one with another model or other settings cannot resume from its file."""
+        size = sum(p.numel() for p in self.original.parameters())
+        limit = "" if self.exact_up_to is None else f", exact up to {self.exact_up_to}"
+        return {
+            "model": f"{type(self.original).__name__} of {size:,} parameters",
+            "weights": checkpoints.fingerprint(self.original), "mechanism": f"{self.mechanism!r}{limit}",
+            "layers that stay exact": repr([*self.result.kept]), "teacher": repr(self.teacher),
+            "settings": repr(self.settings),
+        }  # fmt: skip
 
-    def _save(self, optimiser: torch.optim.Optimizer | None = None) -> None:
-        if self.path is not None:
-            self.progress.result = asdict(self.result)
-            state = None if optimiser is None else optimiser.state_dict()
-            best = {BEST + name: x for name, x in self.best.items()}
-            checkpoint.save(self.path, self.identity, self.progress, self.model.state_dict() | best, state)
-
-    def _poll(self) -> None:
-        if self.signals.caught:
-            raise _Stopped
-
-    def _prepared(self, batches: Sequence[Batch]) -> list[HeldOutBatch]:
-        return self.goal.prepare(self.original, [self._to_device(batch) for batch in batches])
-
-    def _figures(self, when: str, model: Any, prepared: Held) -> None:
-        self.watch({"measuring": when})
-        figures, groups = self.goal.measure_groups(model, prepared)
-        self.watch({"measured": when, **figures})
-        self.result.figures[when] = figures
-        if [*groups] != [""]:
-            self.result.by_group[when] = groups
-
-    def _measure(self, when: str, prepared: Held) -> None:
-        """Measure a stage, unless a checkpoint brought that: figures, errors of the layers; keep the best."""
-        if when in self.result.figures:
-            return
-        self._poll()
-        result, batches = self.result, [held.batch for held in chain(*prepared.values())]
+    def _carried_out(self, stage: str, held: Held) -> tuple[Conversion, State]:
+        """Train and measure a stage: the result with its figures, and the model's state."""
+        result = copy.deepcopy(self.result)
+        if stage == "swapped":
+            transfer.calibrate(self.model, self.original, result.converted, self._checked(self.batches(0)))
+        else:
+            self._train(stage, result)
         if self.teacher == "original":
-            result.errors[when] = transfer.errors(self.model, self.original, result.converted, batches)
-        undo = self._limit()
-        self._figures(when, self.model, prepared)
-        undo()
-        if result.chosen or not result.best or result.judged(when) < result.judged(result.best):
-            result.best = when
-            self.best = {name: x.clone() for name, x in self.model.state_dict().items()}
+            batches = [each.batch for each in chain(*held.values())]
+            result.errors[stage] = transfer.errors(self.model, self.original, result.converted, batches)
+        self._limit()
+        self._measure(result, stage, self.model, held)
+        self._unlimit()
+        if not result.best or result.judged(stage) < result.judged(result.best):
+            result.best = stage
+        return result, {name: x.clone() for name, x in self.model.state_dict().items()}
+
+    def _train(self, stage: str, result: Conversion) -> None:
+        """Take the steps of a stage: none if it has no time, or nothing to train."""
+        settings, accelerator, words = self.settings, self.accelerator, TRAINING[stage]
+        share = settings.share * (self.teacher == "original")  # no transfer from a teacher that reads chunks
+        fraction = share if stage == "transferred" else 1 - share
+        groups = self._weights(stage)
+        self.model.requires_grad_(False)
+        trained = [parameter.requires_grad_(True) for group in groups for parameter in group["params"]]
+        if not trained or not fraction:
+            return
+        optimiser = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True), False)
+        step, seconds, mean, start = 0, 0.0, None, time.monotonic()
+        while settings.done(fraction, step, seconds) < 1.0:
+            pace, batch = settings.pace(fraction, step, seconds), self._checked(self.batches(result.steps))
+            if stage == "transferred":
+                with accelerator.autocast():
+                    errors = transfer.errors(
+                        self.model, self.original, result.converted, [batch], accelerator.backward
+                    )  # fmt: skip
+                loss = sum(errors.values()) / len(errors)
+            else:
+                with accelerator.autocast():
+                    total = self.goal.loss(self.model, self.original, batch)
+                if total.requires_grad:  # a window over everything has nothing to train
+                    accelerator.backward(total)
+                accelerator.clip_grad_norm_(trained, settings.clip or math.inf)
+                loss = float(total.detach())
+            if not math.isfinite(loss):
+                raise Diverged(f"in the {words}, at step {step}, the loss is {loss}: try lower rates")
+            for group in optimiser.param_groups:
+                group["lr"] = group["top"] * pace
+            optimiser.step()
+            optimiser.zero_grad()
+            mean = loss if mean is None else DECAY * mean + (1 - DECAY) * loss
+            step, seconds, result.steps = step + 1, time.monotonic() - start, result.steps + 1
+            done = min(settings.done(fraction, step, seconds), 1.0)
+            self.watch({"stage": words, "step": step, "seconds": seconds, "loss": mean, "done": done})
+
+    def _weights(self, stage: str) -> list[dict[str, Any]]:
+        """What a stage trains, as AdamW takes it, ``"top"`` the highest rate of each group."""
+        model, settings, everything = self.model, self.settings, self.settings.train == "model"
+        maps = [parameter for bound in self.bounds.values() for parameter in bound.parameters()]
+        known = {id(parameter) for parameter in maps}
+        if stage == "transferred":
+            parts = [p for name in self.bounds for p in model.get_submodule(name).parameters() if id(p) not in known]
+            rates = [(maps, settings.lr_maps, 0.0), (parts if everything else [], settings.lr_projections, 0.0)]
+            rates = [each for each in rates if each[1]]
+        else:
+            known |= {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+            others = [p for p in model.parameters() if id(p) not in known] if everything else []
+            rates = [
+                (maps, MAP_RATE_FACTOR * settings.lr, 0.0),
+                ([p for p in others if p.ndim == 2], settings.lr, settings.weight_decay),
+                ([p for p in others if p.ndim != 2], settings.lr, 0.0),
+            ]
+        return [{"params": params, "top": rate, "weight_decay": decay} for params, rate, decay in rates if params]
+
+    def _checked(self, batch: Batch) -> Batch:
+        """A batch on the model's device, each of whose texts has a token: means over none are no numbers."""
+        if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
+            shown = {name: type(x).__name__ for name, x in batch.items()} if isinstance(batch, Mapping) else type(batch)
+            raise ValueError(f"a batch is tensors by name, as the model takes them: {{'input_ids': ...}}; got {shown}")
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not mask.any(-1).all():
+            row = mask.any(-1).tolist().index(False)
+            raise ValueError(f"text {row} of a batch has no token, its attention_mask is all padding: leave it out")
+        return {name: x.to(next(self.model.parameters()).device) for name, x in batch.items()}
+
+    def _measure(self, result: Conversion, when: str, model: Any, held: Held) -> None:
+        self.watch({"measuring": when})
+        result.figures[when], groups = goals.measure(self.goal, model, held)
+        if [*groups] != [""]:
+            result.by_group[when] = groups
 
     def _find_exact_up_to(self) -> None:
-        """Measure up to which length exact attention is faster, if that was asked for."""
-        if self.exact_up_to == "auto" and self.result.exact_up_to is None:
-            layers = self.adapter.layers(self.original), self.result.converted
-            self.result.exact_up_to = adapters.crossover_of(self.adapter, self.model, *layers, self.teacher, self.watch)
+        """Measure up to which length exact attention is faster, but for what a teacher that reads chunks never sees."""
+        if self.exact_up_to != "auto":
+            return
+        self.watch({"measuring": "up to which length exact attention is faster"})
+        name, bound = next(iter(self.bounds.items()))
+        is_causal = bool(getattr(self.model.get_submodule(name), "is_causal", False))
+        like = next(self.model.parameters())
+        tokens = crossover.crossover(bound.mechanism, bound.shape, like, is_causal=is_causal)
+        self.result.exact_up_to = min(tokens, self.teacher.tokens) if isinstance(self.teacher, Chunks) else tokens
 
-    def _limit(self) -> Callable[[], None]:
-        """Let exact attention serve the queries that see few tokens, if that was asked for; what undoes that."""
-        if self.result.exact_up_to is None:
-            return lambda: None
-        return self.adapter.exact_below(self.model, self.original, self.result.converted, self.result.exact_up_to)
+    def _limit(self) -> None:
+        """Let exact attention serve the queries that see few tokens, if that was asked for."""
+        tokens, like = self.result.exact_up_to, next(self.model.parameters())
+        if tokens is not None:
+            swapped, exact = layers_of(self.model), layers_of(self.original)
+            for name, bound in self.bounds.items():
+                swapped[name].bound = crossover.limited(bound, exact[name].bound, tokens, like)
 
-    def _finish(self, prepared: Held) -> None:
-        """Give the model the weights of the best stage; measure what its mechanism's parts are worth."""
-        result = self.result
-        self._poll()
-        if result.best != "tuned":
-            self.model.load_state_dict(self.best)
-        result.ablations = ablation.measure(
-            self.model, result.converted, self._limit, lambda: self.goal.measure_groups(self.model, prepared)
-        )
-        self._poll()
+    def _unlimit(self) -> None:
+        """Let the mechanism serve all queries, as in training."""
+        swapped = layers_of(self.model)
+        for name, bound in self.bounds.items():
+            swapped[name].bound = bound
+
+    def _leave(self, stage: str, state: State, status: str) -> None:
+        """Leave the model with the weights of a finished stage, behind exact attention for short inputs."""
+        self._unlimit()
+        self.model.load_state_dict(state)
         self._limit()
-        if result.exact_up_to is not None:
-            result.mechanism = repr(crossover.exact_below(self.mechanism, result.exact_up_to))
+        self.result.best, self.result.status = stage, status
+        if self.result.exact_up_to is not None:
+            self.result.mechanism = repr(crossover.exact_below(self.mechanism, self.result.exact_up_to))
 
-    def _train_stage(self, stage: Stage) -> None:
-        """Run the steps of a stage that are left: none if it is finished or has nothing to train."""
-        if STAGES.index(self.progress.stage) > STAGES.index(stage):
-            return
-        settings, progress = self.settings, self.progress
-        groups = trained.groups(stage, self.model, self.result.converted, settings, self.teacher)
-        share = settings.share * (self.teacher == "original")
-        fraction = share if stage == "transfer" else 1 - share
-        self.model.requires_grad_(False)
-        for parameter in (p for group in groups for p in group["params"]):
-            parameter.requires_grad_(True)
-        optimiser = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True) if groups else None
-        if optimiser is not None and self.optimiser is not None:
-            optimiser.load_state_dict(self.optimiser)
-        start, saved_at, self.optimiser = time.monotonic() - progress.seconds, progress.seconds, None
-        try:
-            while optimiser is not None and settings.done(fraction, progress.step, progress.seconds) < 1.0:
-                self._poll()
-                self._step(stage, optimiser, settings.pace(fraction, progress.step, progress.seconds))
-                progress.seconds = time.monotonic() - start
-                self._report(stage, settings.done(fraction, progress.step, progress.seconds))
-                if progress.seconds - saved_at >= settings.save_seconds:
-                    saved_at = progress.seconds
-                    self._save(optimiser)
-        except _Stopped:
-            self._save(optimiser)
-            raise
-        self._enter_next(stage)
-
-    def _report(self, stage: Stage, done: float) -> None:
-        """Send a line to the watcher, and at fixed fractions of the stage add a point to the curve."""
-        at, curve = self.progress, self.result.curves.setdefault(stage, [])
-        line = {"stage": stage, "step": at.step, "seconds": at.seconds, "loss": at.loss}
-        if done * POINTS >= len(curve) + 1:
-            curve.append([line[name] for name in ("step", "seconds", "loss")])
-        self.watch({**line, "done": min(done, 1.0)})
-
-    def _enter_next(self, stage: Stage) -> None:
-        self.progress = Progress(STAGES[STAGES.index(stage) + 1], batches=self.progress.batches)
-        self._save()
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return self.adapter.to_device(batch, self.device)
-
-    def _step(self, stage: Stage, optimiser: torch.optim.Optimizer, pace: float) -> None:
-        batch = self._to_device(self.batches(self.progress.batches))
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
-        if stage == "transfer":
-            with autocast:
-                loss = transfer.train(self.model, self.original, self.result.converted, batch)
-        else:
-            with autocast:
-                loss_tensor = self.goal.loss(self.model, self.original, batch)
-            if loss_tensor.requires_grad:  # a window over everything leaves nothing to train
-                loss_tensor.backward()
-            loss = float(loss_tensor.detach())
-            parameters = [p for group in optimiser.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
-        if not math.isfinite(loss):
-            raise Diverged(f"in the {stage}, at step {self.progress.step}, the loss is {loss}: try lower rates")
-        for group in optimiser.param_groups:
-            group["lr"] = group["top"] * pace
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        self.progress.loss = loss if self.progress.loss is None else DECAY * self.progress.loss + (1 - DECAY) * loss
-        self.progress.step += 1
-        self.result.steps += 1
-        self.progress.batches += 1
-
-    def _choose(self, prepared: Sequence[HeldOutBatch]) -> None:
-        """Measure the loss with each layer put back, and choose those that stay exact for the budget."""
-        if STAGES.index(self.progress.stage) > STAGES.index("choice"):
-            return
-        names, losses = self.result.converted, {}
-
-        def loss_with(kept: Sequence[str]) -> float:
-            if (key := frozenset(kept)) not in losses:
-                self._poll()
-                self.watch({"measuring": f"with {', '.join(kept) or 'no layer'} exact"})
-                with choosing.put_back(self.model, self.original, kept):
-                    losses[key] = self.goal.measure(self.model, prepared)["loss"]
-            return losses[key]
-
-        self.result.whole = loss_with([])
-        self.result.put_back = {name: loss_with([name]) for name in names}
-        if self.budget is not None:
-            self.result.limit = self.budget * self.goal.measure(self.original, prepared)["loss"]
-            choice = choosing.within(loss_with, names, self.result.limit, f"{self.budget:g}", self.mechanism)
-            if choice.kept:
-                self.adapter.keep(self.model, self.original, self.mechanism, names, choice.kept)
-                self.result.chosen = dict(zip(choice.kept, choice.losses, strict=True))
-                self.result.kept |= dict.fromkeys(choice.kept, "for the budget")
-        self._enter_next("choice")
+    def _restore(self) -> None:
+        """Make the model what it was, weights included."""
+        swap_back(self.model)
+        state = self.original.state_dict()
+        self.model.load_state_dict({name: state[name] for name in self.model.state_dict()})

@@ -1,136 +1,221 @@
-"""Goals of a conversion: the loss that the fine-tune trains on, and the figures that are reported."""
+"""What a conversion learns: the teacher's readings, the loss of the fine-tune, and the figures that are reported."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.conversion import teachers
 from fast_attention.conversion.outcome import Figures
-from fast_attention.conversion.reads import Batch, hidden, pooled, run, tokens
-from fast_attention.tasks.task import IGNORED
+from fast_attention.mechanism import Unsupported
+from fast_attention.value import Value, at_least
 
-Scores = dict[str, Tensor]  # by their names, (N,) each: one for every sentence, token or target of a batch
+Batch = dict[str, Tensor]  # what a Hugging Face model's forward takes
+Scores = dict[str, Tensor]  # by their names, (N,) each: one for every sentence or token of a batch
+IGNORED = -100  # the label of a token that is not predicted
+
+
+def run(model: Any, batch: Batch, **options: bool) -> Any:
+    """Run a forward pass without a cache."""
+    known = inspect.signature(model.forward).parameters
+    return model(**batch, **options, **({"use_cache": False} if "use_cache" in known else {}))
+
+
+def hidden(model: Any, batch: Batch) -> tuple[Tensor, ...]:
+    """The hidden states before the first block and behind every block, (B, L, D) each."""
+    states = getattr(run(model, batch, output_hidden_states=True), "hidden_states", None)
+    if not states:
+        raise Unsupported(
+            f"{type(model).__name__} gives no hidden states, which a model that is not a decoder with a head of tokens "
+            "learns and is judged by. What would work: one encoder of it"
+        )
+    return states
+
+
+def tokens(batch: Batch) -> Tensor | None:
+    """Mask (B, L) of the positions that are tokens; None: all."""
+    mask = batch.get("attention_mask")
+    return None if mask is None or bool(mask.all()) else mask.bool()
+
+
+def pooled(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over the tokens of each sequence, (B, L, D) to (B, D), in float32 or better."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if mask is None:
+        return x.mean(1)
+    return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean squared error over the reference's variance, on tokens only: 0 is equal, 1 no better than a constant."""
+    if mask is not None and mask.shape == reference.shape[:2]:
+        output, reference = output[mask], reference[mask]
+    output, reference = output.float(), reference.float()
+    return (output - reference).pow(2).mean() / reference.var().clamp_min(1e-12)
+
+
+class Targets(NamedTuple):
+    """What a converted encoder is to give for a batch."""
+
+    states: tuple[Tensor, ...]  # hidden states before the first block and behind every one, (B, L, D) each
+    sentences: Tensor  # embeddings, (B, D)
+
+
+@dataclass(frozen=True, repr=False)
+class Chunks(Value):
+    """The original reads a long text in chunks; its embedding is the mean of theirs, weighted by their tokens.
+
+    Args:
+        tokens: Tokens of a chunk with the tokenizer's marks, as many as the original was trained to read.
+        before: Marks that the tokenizer puts before a text, which every chunk gets.
+        behind: Marks that it puts behind one.
+    """
+
+    tokens: int = 512
+    before: int = 1
+    behind: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, "before", self.before, 0)
+        at_least(self, "behind", self.behind, 0)
+        at_least(self, "tokens", self.tokens, self.before + self.behind + 1)
+
+    @torch.no_grad()
+    def read(self, original: Any, batch: Batch) -> Targets:
+        """The targets of a batch; padding gets zeros."""
+        if "input_ids" not in batch:
+            raise ValueError(f"teacher={self!r} cuts input_ids into chunks, and a batch has {', '.join(batch)}")
+        ids, mask = batch["input_ids"], tokens(batch)
+        rows = [row if mask is None else row[mask[i]] for i, row in enumerate(ids)]
+        read = [self._row(original, row) for row in rows]
+        padded = [tuple(F.pad(x, (0, 0, 0, ids.shape[1] - len(x))) for x in states) for states, _ in read]
+        return Targets(
+            tuple(torch.stack(each) for each in zip(*padded, strict=True)),
+            torch.stack([sentence for _, sentence in read]),
+        )
+
+    def _row(self, original: Any, row: Tensor) -> Targets:
+        """The targets of one text, without padding."""
+        end = len(row) - self.behind
+        contents = row[self.before : end].split(self.tokens - self.before - self.behind)
+        parts: list[tuple[Tensor, ...]] = []
+        for number, content in enumerate(contents):
+            chunk = torch.cat([row[: self.before], content, row[end:]])[None]
+            states = hidden(original, {"input_ids": chunk, "attention_mask": torch.ones_like(chunk)})
+            first = 0 if number == 0 else self.before
+            last = chunk.shape[1] - (0 if number == len(contents) - 1 else self.behind)
+            parts.append((*(x[0, first:last] for x in states), states[-1][0].mean(0)))
+        weights = row.new_tensor([len(content) for content in contents], dtype=torch.float32) / (end - self.before)
+        *layers, sentences = zip(*parts, strict=True)
+        return Targets(tuple(torch.cat(each) for each in layers), weights @ torch.stack(sentences).float())
+
+
+Teacher = Literal["original"] | Chunks
+
+
+@torch.no_grad()
+def read(teacher: Teacher, original: Any, batch: Batch) -> Targets:
+    """The teacher's targets of a batch: the original reads it whole, as the converted model does, or in chunks."""
+    if isinstance(teacher, Chunks):
+        return teacher.read(original, batch)
+    states = hidden(original, batch)
+    return Targets(states, pooled(states[-1], tokens(batch)))
 
 
 class HeldOutBatch(NamedTuple):
-    """A batch that is never trained on, and the original's output for it."""
+    """A batch that is never trained on, and what the teacher gives for it; None: the text is its own reference."""
 
-    batch: Any
-    reference: Tensor | None
-    sentences: Tensor | None = None  # the embeddings that are asked for, (B, D)
-
-
-class Goal(ABC):
-    """The loss and the figures of a converted model."""
-
-    name: str
-
-    @abstractmethod
-    def prepare(self, original: Any, batches: Sequence[Any]) -> list[HeldOutBatch]:
-        """Held-out batches with the original's outputs, to measure on."""
-
-    @abstractmethod
-    def loss(self, model: Any, original: Any, batch: Any) -> Tensor:
-        """The loss of the fine-tune."""
-
-    @abstractmethod
-    def scores(self, model: Any, held: HeldOutBatch) -> Scores:
-        """What is measured of a batch."""
-
-    @abstractmethod
-    def figures(self, scores: Scores) -> Figures:
-        """The figures of the scores of all batches; ``loss`` is the one that a budget limits."""
-
-    def measure(self, model: Any, held: Sequence[HeldOutBatch]) -> Figures:
-        """The figures of a model."""
-        return self.measure_groups(model, {"": held})[0]
-
-    @torch.no_grad()
-    def measure_groups(
-        self, model: Any, groups: Mapping[str, Sequence[HeldOutBatch]]
-    ) -> tuple[Figures, dict[str, Figures]]:
-        """The figures of a model on all batches, and on those of each group."""
-        scores = {name: _joined(self.scores(model, each) for each in held) for name, held in groups.items()}
-        return self.figures(_joined(scores.values())), {name: self.figures(each) for name, each in scores.items()}
+    batch: Batch
+    reference: Tensor | None = None  # last hidden states (B, L, D)
+    sentences: Tensor | None = None  # embeddings (B, D)
 
 
-def _joined(scores: Iterable[Scores]) -> Scores:
-    rows = [*scores]
-    return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+@torch.no_grad()
+def measure(goal: Goal, model: Any, groups: Mapping[str, Sequence[HeldOutBatch]]) -> tuple[Figures, dict[str, Figures]]:
+    """The figures of a model on all batches, and on those of each group."""
+    scores = {name: _joined(goal.scores(model, each) for each in held) for name, held in groups.items()}
+    return goal.figures(_joined(scores.values())), {name: goal.figures(each) for name, each in scores.items()}
 
 
-class LanguageModel(Goal):
-    """Next-token prediction: nats per token and, with ``distil``, distillation from the original.
+def goal_of(model: Any, teacher: Teacher) -> Goal:
+    """The loss of the text for a decoder with a head of tokens, the teacher's hidden states for every other model."""
+    if not isinstance(teacher, Chunks) and teacher != "original":
+        raise ValueError(f"teacher={teacher!r}: give 'original' or Chunks(tokens=...)")
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return HiddenStates(teacher)
+    if teacher != "original":
+        raise ValueError(
+            f"teacher={teacher!r} is for encoders that give embeddings; {type(model).__name__} learns from the text: "
+            "teacher='original'"
+        )
+    return LanguageModel()
 
-    Args:
-        distil: Weight of the divergence of the model's distribution from the original's.
-    """
 
-    name = "language model"
+class LanguageModel:
+    """Next-token prediction: nats per token."""
 
-    def __init__(self, distil: float = 0.0) -> None:
-        self.distil = distil
+    name: ClassVar[str] = "language model"
 
     def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
-        """Batches as they are: the text is its own reference."""
-        return [HeldOutBatch(batch, None) for batch in batches]
+        """Batches as they are."""
+        return [HeldOutBatch(batch) for batch in batches]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
-        """Nats per token, and ``distil`` times the Kullback-Leibler divergence of the original's distribution."""
-        logits, targets, valid = _predictions(model, batch)
-        if not valid.any():
+        """Nats per token."""
+        logits, targets = self._predictions(model, batch)
+        if not len(targets):
             raise ValueError("a batch to train on has no token to predict: give texts of two tokens or more")
-        loss = F.cross_entropy(logits[valid], targets[valid])
-        if not self.distil:
-            return loss
-        with torch.no_grad():
-            reference = _predictions(original, batch)[0][valid].log_softmax(-1)
-        output = logits[valid].log_softmax(-1)
-        return loss + self.distil * F.kl_div(output, reference, log_target=True, reduction="batchmean")
+        return F.cross_entropy(logits, targets)
 
     def scores(self, model: Any, held: HeldOutBatch) -> Scores:
         """Nats of every token."""
-        logits, targets, valid = _predictions(model, held.batch)
-        return {"nats": F.cross_entropy(logits[valid], targets[valid], reduction="none")}
+        return {"nats": F.cross_entropy(*self._predictions(model, held.batch), reduction="none")}
 
     def figures(self, scores: Scores) -> Figures:
         """``loss``: nats per token."""
-        return {"loss": mean(scores["nats"])}
+        return {"loss": _mean(scores["nats"])}
+
+    @staticmethod
+    def _predictions(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits (N, V) in float32 and the tokens (N,) that they predict, without padding and ignored labels."""
+        logits = run(model, batch).logits[:, :-1].float()
+        targets, mask = batch.get("labels", batch.get("input_ids")), tokens(batch)
+        if targets is None:
+            raise ValueError(f"a batch of {', '.join(batch)} names no tokens to predict: give labels, or input_ids")
+        targets = targets[:, 1:]
+        valid = targets != IGNORED
+        valid = valid if mask is None else valid & mask[:, 1:] & mask[:, :-1]
+        return logits[valid], targets[valid]
 
 
-class HiddenStates(Goal):
-    """Similarity to the teacher's hidden states, token by token, and to its sentence embeddings.
+class HiddenStates:
+    """Similarity to the teacher's hidden states, token by token, and to its sentence embeddings."""
 
-    The loss that a budget limits is 2 - the mean cosine of the sentence embeddings: the original's is 1, and a budget
-    of 1.02 asks for a cosine of 0.98.
-    """
+    name: ClassVar[str] = "likeness to the original"
 
-    name = "likeness to the original"
-
-    def __init__(self, teacher: teachers.Teacher = "original") -> None:
-        self.teacher = teachers.of(teacher)
+    def __init__(self, teacher: Teacher = "original") -> None:
+        self.teacher: Teacher = teacher
 
     def prepare(self, original: Any, batches: Sequence[Batch]) -> list[HeldOutBatch]:
         """Batches with the teacher's last hidden states and embeddings."""
-        read = (self.teacher.read(original, batch) for batch in batches)
-        return [HeldOutBatch(batch, each.states[-1], each.sentences) for batch, each in zip(batches, read, strict=True)]
+        targets = (read(self.teacher, original, batch) for batch in batches)
+        return [HeldOutBatch(batch, t.states[-1], t.sentences) for batch, t in zip(batches, targets, strict=True)]
 
     def loss(self, model: Any, original: Any, batch: Batch) -> Tensor:
         """Errors of the hidden states behind every block, and 1 - cosine of the sentence embeddings."""
-        reference = self.teacher.read(original, batch)
+        reference = read(self.teacher, original, batch)
         outputs, mask = [x.float() for x in hidden(model, batch)], tokens(batch)
         layers = [error(a, b, mask) for a, b in zip(outputs[1:], reference.states[1:], strict=True)]
         likeness = F.cosine_similarity(pooled(outputs[-1], mask), reference.sentences.float(), dim=-1)
         return torch.stack(layers).mean() + 1 - likeness.mean()
 
     def scores(self, model: Any, held: HeldOutBatch) -> Scores:
-        """Cosines to the original: of the sentence embeddings and of single tokens."""
+        """Cosines to the teacher: of the sentence embeddings and of single tokens."""
         assert held.reference is not None
         assert held.sentences is not None
         output, mask = hidden(model, held.batch)[-1].float(), tokens(held.batch)
@@ -141,45 +226,24 @@ class HiddenStates(Goal):
         }
 
     def figures(self, scores: Scores) -> Figures:
-        """Mean and least cosine of the sentence embeddings, mean cosine of single tokens."""
-        sentence = mean(scores["sentences"])
-        worst = float(scores["sentences"].min())
-        return {
-            "loss": 2 - sentence, "sentence_cosine": sentence, "worst_sentence_cosine": worst,
-            "token_cosine": mean(scores["tokens"]),
-        }  # fmt: skip
+        """Mean and least cosine of the sentence embeddings, mean cosine of single tokens; ``loss``: 2 - the first."""
+        sentence, worst = _mean(scores["sentences"]), float(scores["sentences"].min())
+        likeness = {
+            "sentence_cosine": sentence,
+            "worst_sentence_cosine": worst,
+            "token_cosine": _mean(scores["tokens"]),
+        }
+        return {"loss": 2 - sentence, **likeness}
 
 
-def mean(x: Tensor) -> float:
+Goal = LanguageModel | HiddenStates
+
+
+def _joined(scores: Iterable[Scores]) -> Scores:
+    rows = [*scores]
+    return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+
+
+def _mean(x: Tensor) -> float:
     """The mean of some scores; 0 if there are none."""
     return float(x.double().mean()) if len(x) else 0.0
-
-
-def is_language_model(model: Any) -> bool:
-    """Whether a model is a decoder with a head of tokens, by its class."""
-    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def error(output: Tensor, reference: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean squared error over the reference's variance, on tokens only: 0 is equal, 1 no better than a constant.
-
-    Args:
-        output: (B, L, D).
-        reference: The same shape.
-        mask: Which positions are tokens, (B, L); None: all.
-    """
-    if mask is not None and mask.shape == reference.shape[:2]:
-        output, reference = output[mask], reference[mask]
-    output, reference = output.float(), reference.float()
-    return (output - reference).pow(2).mean() / reference.var().clamp_min(1e-12)
-
-
-def _predictions(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, L - 1, V) in float32, the tokens that they predict, and which of those count."""
-    logits = run(model, batch).logits[:, :-1].float()
-    targets, mask = batch.get("labels", batch.get("input_ids")), tokens(batch)
-    if targets is None:
-        raise ValueError(f"a batch of {', '.join(batch)} names no tokens to predict: give labels, or input_ids")
-    targets = targets[:, 1:]
-    valid = targets != IGNORED
-    return logits, targets, valid if mask is None else valid & mask[:, 1:] & mask[:, :-1]

@@ -14,26 +14,23 @@ Train = Literal["mechanism", "model"]
 
 @dataclass(frozen=True, repr=False)
 class ConversionSettings(Value):
-    """The settings of a conversion: time, learning rates, seed.
+    """The settings of a conversion: what is trained, for how long, at which learning rates.
 
     Args:
-        train: ``"mechanism"`` trains the mechanisms' own weights only, which act where they run: inputs that exact
-            attention serves stay as they were, to the bit. ``"model"`` trains all weights: it may gain more on texts
-            like those of the training and lose on others and on short inputs.
-        minutes: Time for transfer and fine-tune together, measurements not included; 0 for no limit but ``steps``.
+        train: ``"mechanism"`` trains the mechanisms' own weights only: inputs that exact attention serves give what
+            they gave, to the bit. ``"model"`` trains all weights: it may gain more on texts like those of the training
+            and lose on others and on short inputs.
+        minutes: Time for transfer and fine-tune together, without measurements; 0 for no limit but ``steps``.
         steps: Training steps in each of the two; 0 for no limit but ``minutes``.
         share: The transfer's fraction of the minutes; 0 or 1 leaves one of the two out.
-        lr_maps: The highest learning rate of the mechanisms' own weights, in the transfer.
-        lr_projections: The highest one of the attention modules' projections, in the transfer; 0 does not train them.
-        lr: The highest one of all weights in the fine-tune, but for the mechanisms' own, which get ten times as much.
-        warmup: Fraction of each of the two in which the rate rises; in the rest it falls to zero along a cosine.
+        lr_maps: The highest learning rate of the mechanisms' own weights in the transfer.
+        lr_projections: The highest one of the attention modules' projections in the transfer; 0 does not train them.
+        lr: The highest one of all weights in the fine-tune. The mechanisms' own get ten times as much.
+        warmup: Fraction of each of the two in which the rate rises; then it falls to zero along a cosine.
         weight_decay: AdamW's, in the fine-tune, on matrices.
         clip: The largest norm of a gradient in the fine-tune; 0 for no limit.
-        distil: For language models and models of this library: weight of the divergence from the original's
-            distribution, added to the loss on the text or the task.
-        precision: ``"bfloat16"`` trains under autocast; weights, updates and all figures stay in float32.
+        precision: ``"bfloat16"`` trains under autocast. Weights, updates and all figures stay in float32.
         seed: For the mechanisms' weights.
-        save_seconds: Seconds between checkpoints; one is always written at the end of a stage.
     """
 
     train: Train = "mechanism"
@@ -46,24 +43,19 @@ class ConversionSettings(Value):
     warmup: float = 0.05
     weight_decay: float = 0.01
     clip: float = 1.0
-    distil: float = 0.0
     precision: Precision = "float32"
     seed: int = 0
-    save_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         at_least(self, "steps", self.steps, 0)
         is_seed(self, "seed", self.seed)
-        for setting in (
-            "minutes", "share", "lr_maps", "lr_projections", "lr", "warmup", "weight_decay", "clip", "distil",
-            "save_seconds",
-        ):  # fmt: skip
-            at_least(self, setting, getattr(self, setting), 0.0)
+        for name in ("minutes", "share", "lr_maps", "lr_projections", "lr", "warmup", "weight_decay", "clip"):
+            at_least(self, name, getattr(self, name), 0.0)
         one_of(self, "precision", self.precision, Precision)
         one_of(self, "train", self.train, Train)
-        for setting, limit in (("share", 1.0), ("warmup", 0.99)):
-            if getattr(self, setting) > limit:
-                raise ValueError(f"{self!r}: {setting} is a fraction, at most {limit:g}")
+        for name, limit in (("share", 1.0), ("warmup", 0.99)):
+            if getattr(self, name) > limit:
+                raise ValueError(f"{self!r}: {name} is a fraction, at most {limit:g}")
         if not self.steps and not self.minutes:
             raise ValueError("ConversionSettings(minutes=0.0, steps=0): give one of them, or conversion has no end")
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention.engine.fusion import allowed, fused
 from fast_attention.engine.precision import Precision
 from fast_attention.engine.tracing import batched, traced, wrapped
 
@@ -33,23 +32,16 @@ class CustomGradient:
             backward pass needs beside inputs and outputs (normalisers, coarse states); ``()`` unless ``keep``.
         backward: ``(inputs, outputs, kept, gradients, **settings)`` -> one gradient or None per input tensor.
             Gradients of outputs that nobody used are zeros.
-        fuses: Whether ``plain``, fused by ``torch.compile``, is the fastest of all where the caller allows that.
     """
 
     plain: Callable[..., Any]
     forward: Callable[..., tuple[Any, tuple[Tensor, ...]]]
     backward: Callable[..., Tensors]
-    fuses: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_fused", fused(self.plain) if self.fuses else None)
 
     def __call__(self, *tensors: Tensor | None, **settings: Any) -> Any:
-        """The outputs, by whichever of the three forms serves. A tensor may be None; settings are no tensors."""
+        """The outputs, by whichever form serves. A tensor may be None; settings are no tensors."""
         if traced() or wrapped(tensors):
             return self.plain(*tensors, **settings)
-        if self.fuses and allowed():
-            return self._fused(*tensors, **settings)  # type: ignore[attr-defined]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             return _Function.apply(self, settings, *tensors)
         return self.forward(*tensors, keep=False, **settings)[0]

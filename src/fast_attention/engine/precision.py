@@ -68,23 +68,18 @@ def alike(value: Any, like: Tensor) -> Any:
     return rebuild(value, [alike(part, like) for part in value]) if isinstance(value, tuple) else value
 
 
-def in_dtype_of_tokens(function: Function) -> Function:
-    """Give what ``function(mechanism, tokens, ...)`` gives in the tokens' dtype under autocast too; states as they are.
+def in_dtype_of_tokens(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function(x, ...)`` and give outputs in the dtype of x, its tokens, under autocast too; states as they are.
 
     An autocast to the half precision that the tokens do not have is left: torch's ``cat`` takes no other there.
     """
-
-    @functools.wraps(function)
-    def wrapped(mechanism: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        kind = x.device.type
-        if x.is_meta or not torch.is_autocast_enabled(kind):
-            return function(mechanism, x, *args, **kwargs)
-        leaves = x.dtype in _HALF and x.dtype != torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False) if leaves else _NOTHING:
-            result = function(mechanism, x, *args, **kwargs)
-        return (result[0].to(x.dtype), *result[1:]) if isinstance(result, tuple) else result.to(x.dtype)
-
-    return wrapped  # type: ignore[return-value]
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return function(x, *args, **kwargs)
+    leaves = x.dtype in _HALF and x.dtype != torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False) if leaves else _NOTHING:
+        result = function(x, *args, **kwargs)
+    return (result[0].to(x.dtype), *result[1:]) if isinstance(result, tuple) else result.to(x.dtype)
 
 
 def in_float32(function: Function) -> Function:

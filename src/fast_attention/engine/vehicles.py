@@ -9,6 +9,7 @@ SORTED = "torch's FlexAttention in 16 bits, tokens sorted by bucket; else produc
 BLOCKS = "torch's fused attention over blocks of queries with the keys they see"
 SCORES = "products of all pairs, and elementwise operations"
 PLAIN = "products and elementwise operations of torch, chunk by chunk"
+SUMS = "elementwise operations and running sums of torch"
 NEAR_FAR = "torch's FlexAttention in 16 bits for near keys, products block by block for far ones; else products for all"
 FOURIER = "torch's FFT"
 TOKENS = "products over all tokens"
@@ -17,12 +18,12 @@ PARTS = "what its parts run by"
 VEHICLES = {
     "Softmax": FUSED,
     "ReLUAttention": SCORES,
-    "LogAttention": KERNELS,
-    "Manhattan": KERNELS,
+    "LogAttention": SUMS,
+    "Manhattan": SUMS,
     "LinearAttention": KERNELS,
     "DecayedLinearAttention": KERNELS,
     "LogLinearAttention": PLAIN,
-    "Favor": KERNELS,
+    "Favor": PLAIN,
     "FavorPlus": KERNELS,
     "FavorPlusPlus": KERNELS,
     "LearnedFeatures": KERNELS,
@@ -30,9 +31,6 @@ VEHICLES = {
     "CosFormer": KERNELS,
     "Linformer": FUSED,
     "Nystrom": FUSED,
-    "LARA": SCORES,
-    "Agent": FUSED,
-    "ABC": PLAIN,
     "Local": FLEX,
     "BlockLocal": FLEX,
     "Local2d": BLOCKS,
@@ -48,9 +46,9 @@ VEHICLES = {
     "FactorizedRandomSynthesizer": SCORES,
     "MixtureSynthesizer": SCORES,
     "AFTFull": SCORES,
-    "AFTLocal": KERNELS,
+    "AFTLocal": PLAIN,
     "AFTSimple": KERNELS,
-    "AFTConv": KERNELS,
+    "AFTConv": PLAIN,
     "WKV": PLAIN,
     "FNet": FOURIER,
     "GMLP": TOKENS,

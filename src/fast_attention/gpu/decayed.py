@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
-from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.operations import scan_like
 from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, zeros
+from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 TOKENS, MAP = "Tensor q, Tensor k, Tensor v, Tensor? key_mask", "float eps, int code, float offset"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import plain
-from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
+from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 MAP = "int code, float offset"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import dispatch
-from fast_attention.gpu import cases, flex, self_check
+from fast_attention.gpu import flex, self_check
 from fast_attention.gpu.flex import Pattern
 
 CAUSAL = -1  # in place of how many blocks behind its own a query sees: none of its own behind it
@@ -20,7 +20,7 @@ def obstacle(
     if attn_mask is not None or dropout > 0.0:
         return "a mask of the caller's, or dropout"
     if not (why := flex.obstacle(q, k, v)):
-        case = cases.flex_logs() if logged else cases.flex_attention()
+        case = self_check.flex_logs() if logged else self_check.flex_attention()
         why = self_check.obstacle(case, q, v, masked=key_mask is not None)
     if why:
         dispatch.unserved(q, why)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.maps import ELU, RELU
 from fast_attention.gpu.maps import SMALLEST as SMALLEST
+from fast_attention.gpu.walking import Forms
 
 CHUNK = 128  # tokens
 

@@ -102,3 +102,18 @@ def rest_like(out: Tensor, keep: bool) -> Tensor:
 def zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
     """A gradient, or zeros where there is none."""
     return torch.zeros_like(like) if gradient is None else gradient
+
+
+def some(x: Tensor | None, other: Tensor) -> Tensor:
+    """``x``, or a tensor that is not read where there is none."""
+    return other if x is None else x
+
+
+def strides(mask: Tensor | None) -> tuple[int, int]:
+    """Of batch and heads."""
+    return (0, 0) if mask is None else (mask.stride(0), mask.stride(1))
+
+
+def power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()

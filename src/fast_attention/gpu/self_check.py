@@ -11,18 +11,42 @@ import contextlib
 import json
 import os
 import warnings
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fast_attention import __version__, files
 from fast_attention.engine.tracing import symbolic
-from fast_attention.gpu.cases import Case
+from fast_attention.feature_maps.feature_map import Elementwise
+from fast_attention.gpu import decayed as decays
+from fast_attention.gpu import flex, maps, operations, plain
+from fast_attention.gpu.exponential import operations as exponentials
+from fast_attention.gpu.exponential import plain as plain_exponentials
+from fast_attention.gpu.pooling import operations as pooling
+from fast_attention.gpu.pooling import plain as plain_pooling
+from fast_attention.gpu.walking import Forms
 
+TOKENS = 300  # more than a chunk, and no multiple of a block
+LARGEST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # error, of the largest number
+Make = Callable[[torch.device], tuple[Forms, Forms]]
 _verdicts: dict[str, str] = {}
+
+
+class Case(NamedTuple):
+    """Kernels to be compared, by name; ``compare(width, values, dtype, device, masked)`` says what is wrong."""
+
+    name: str
+    compare: Callable[[int, int, torch.dtype, torch.device, bool], str]
+
+    @classmethod
+    def of(cls, name: str, make: Make) -> Case:
+        """Of kernels and their plain forms, made for two heads on a device."""
+        return cls(name, partial(_unlike_forms, make))
 
 
 def obstacle(case: Case, q: Tensor, v: Tensor, *, masked: bool) -> str:
@@ -108,3 +132,132 @@ def _kept() -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return held if isinstance(held, dict) else {}
+
+
+def elementwise(phi: Elementwise) -> Case:
+    """The kernels of a map's number, those of features where it has none."""
+    code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
+    numbers = 1e-6, code, offset
+    return Case.of(f"map {code}", lambda device: (operations.forms(*numbers, keep=True), plain.forms(*numbers)))
+
+
+def decayed(phi: Elementwise, *, normalized: bool) -> Case:
+    """The kernels of sums that decay."""
+    code, offset = maps.code(phi) or (maps.IDENTITY, 0.0)
+
+    def make(device: torch.device) -> tuple[Forms, Forms]:
+        logs = torch.rand(1, 2, TOKENS, generator=torch.Generator(device).manual_seed(1), device=device) * -0.1
+        return decays.forms(logs, 1e-6, code, offset, keep=True, normalized=normalized)
+
+    return Case.of(f"decays {code} {normalized}", make)
+
+
+def pools() -> Case:
+    """The kernels of pools."""
+    return Case.of("pools", lambda device: (pooling.forms(gated=True, keep=True), plain_pooling.forms(gated=True)))
+
+
+def flex_attention() -> Case:
+    """Softmax over intervals of keys by torch's FlexAttention."""
+    return Case("FlexAttention", _unlike_softmax)
+
+
+def flex_logs() -> Case:
+    """The same with the logarithms of normalisers, through which gradients go too."""
+    return Case("FlexAttention's logarithms", partial(_unlike_softmax, logged=True))
+
+
+def _unlike_softmax(
+    width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool, logged: bool = False
+) -> str:
+    # about zero: of positive numbers the gradients of weights nearly cancel, and what rounding leaves is 3 % of dq
+    q, k, v, grad = (x - 0.5 for x in _heads(width, values, dtype, device))
+    at = torch.arange(TOKENS, device=device)
+    hidden = (at[None] < 80) if masked else torch.zeros_like(at[None], dtype=torch.bool)  # some queries see nothing
+    pattern, results = flex.intervals(at - 40, at + 3, TOKENS), []
+    visible = (at >= at[:, None] - 40) & (at <= at[:, None] + 3) & ~hidden
+    nothing = ~visible.any(-1, keepdim=True)
+
+    def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (q @ k.mT * width**-0.5).masked_fill(~visible & ~nothing, float("-inf"))
+        out, logs = scores.softmax(-1).masked_fill(nothing, 0.0) @ v, scores.logsumexp(-1)
+        return out, logs.masked_fill(nothing[..., 0], 0.0)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        mask = ~hidden if masked else None
+        if not logged:
+            return (out := flex.attend(q, k, v, pattern, mask, scale=None)), out[..., 0]
+        out, logs = flex.attend_with_logs(q, k, v, pattern, mask, scale=None)
+        return out, logs.masked_fill(nothing[..., 0], 0.0)
+
+    for form, kind in ((kernel, dtype), (right, torch.float64)):
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            x = [t.to(kind).requires_grad_() for t in (q, k, v)]
+            out, logs = form(*x)
+            ends = (out, logs) if logged else (out,)
+            starts = [grad.to(kind), grad[..., 0].to(logs.dtype)][: len(ends)]
+            results.append([*ends, *torch.autograd.grad(ends, x, starts)])
+    parts = ("output", *("logarithm" for _ in range(logged)), "dq", "dk", "dv")
+    return _unlike("softmax's", parts, *results, of=f"{width} and {values} in {dtype}")
+
+
+def exponential(features: int, width: int) -> Case:
+    """The kernels of so many exponentials, of heads so wide."""
+
+    def make(device: torch.device) -> tuple[Forms, Forms]:
+        rows = torch.randn(2, features, width, generator=torch.Generator(device).manual_seed(1), device=device)
+        kernels = exponentials.forms(rows, rows, None, keep=True, trained=False)
+        return kernels, plain_exponentials.forms(rows, rows, None)
+
+    return Case.of(f"exponentials {features}", make)
+
+
+def _heads(width: int, values: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Queries, keys, values and a gradient of outputs for two heads."""
+    generator, sizes = torch.Generator(device=device).manual_seed(0), (width, width, values, values)
+    return tuple(torch.rand(1, 2, TOKENS, n, generator=generator, device=device).to(dtype) for n in sizes)
+
+
+def _unlike_forms(make: Make, width: int, values: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+    q, k, v, grad = _heads(width, values, dtype, device)
+    generator = torch.Generator(device=device).manual_seed(1)
+    mask = torch.rand(1, 2, TOKENS, generator=generator, device=device) > 0.2 if masked else None
+    forms = make(device)
+    for name in ("causal",) if forms[0].read is None else ("causal", "noncausal"):
+        results = []
+        for form, kind in zip(forms, (dtype, torch.float64), strict=True):  # no TF32 of the caller's in float64
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                x, y, z = (x.to(kind).requires_grad_() for x in (q, k, v))
+                out = _result(form, x, y, z, mask, is_causal=name == "causal")
+                results.append([out, *torch.autograd.grad(out, (x, y, z), grad.to(kind))])
+        if why := _unlike(name, ("output", "dq", "dk", "dv"), *results, of=f"{width} and {values} in {dtype}"):
+            return why
+    right = forms[1].scan(k.double(), k.double(), v.double(), mask, None)[1]  # a state of many keys
+    with torch.no_grad():
+        decoded = _decoded(forms[0], q, k, v, mask, right.float())
+        expected = _decoded(forms[1], q.double(), k.double(), v.double(), mask, right)
+    return _unlike("decoded", ("output", "state"), decoded, expected, of=f"{width} and {values} in {dtype}")
+
+
+def _unlike(name: str, parts: Iterable[str], kernels: Iterable[Tensor], rights: Iterable[Tensor], *, of: str) -> str:
+    """The first part that kernels got wrong; empty for none."""
+    for part, kernel, right in zip(parts, kernels, rights, strict=True):
+        kernel, right, most = kernel.detach(), right.detach(), LARGEST[kernel.dtype]
+        error = float((kernel.double() - right).abs().max() / right.abs().max())
+        if not error <= most:  # NaN too
+            return f"{name} {part} of heads of {of} is off by {error:.2g}"
+    return ""
+
+
+def _decoded(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor) -> tuple[Tensor, ...]:
+    """The first token, added to a state."""
+    q, k, v = q[..., :1, :], k[..., :1, :], v[..., :1, :]
+    return forms.step(q, k, v, None if mask is None else mask[..., :1], state)
+
+
+def _result(forms: Forms, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    if is_causal:
+        return forms.scan(q, k, v, mask, None)[0]
+    assert forms.sums is not None
+    assert forms.read is not None
+    return forms.read(q, forms.sums(k, v, mask))

@@ -1,5 +1,9 @@
-"""Replaces the attention of other people's models by any mechanism; saves, loads and restores them."""
+"""Replaces the attention of other people's models by any mechanism; saves, loads and restores them.
 
+Importing it lets transformers' own ``from_pretrained`` read swapped models.
+"""
+
+from fast_attention.integrations import registration
 from fast_attention.integrations.extending import extend as extend
 from fast_attention.integrations.positions import Extension as Extension
 from fast_attention.integrations.report import Layer as Layer
@@ -11,3 +15,5 @@ from fast_attention.integrations.swapping import swap_back as swap_back
 __all__ = [
     "Extension", "Layer", "Report", "extend", "from_pretrained", "swap", "swap_back",
 ]  # fmt: skip
+
+registration.install()

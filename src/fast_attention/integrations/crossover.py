@@ -69,7 +69,6 @@ def limited(bound: Bound, exact: Bound, tokens: int, like: Tensor) -> Bound:
         mechanism, short = replace(mechanism, short=exact.mechanism), exact.w
     with restored_generators():
         new = relative.bound(mechanism, bound.shape, getattr(bound, "positions", None))
-    new.fusion = bound.fusion
     new = new.to(like.device, like.dtype)
     new.adopt(Weights(new.w.short if isinstance(new, relative.Tied) else short, bound.w))
     return new.train(bound.training)

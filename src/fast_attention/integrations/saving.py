@@ -1,4 +1,4 @@
-"""Saves a swapped Hugging Face model as a folder that transformers itself reads once ``fast_attention`` was imported.
+"""Saves a swapped Hugging Face model as a folder that transformers reads beside ``fast_attention.integrations``.
 
 transformers writes the folder; ``config.json`` also gets the mechanism of each layer and the SHA-256 of every file of
 weights. It names an attention implementation that transformers does not know: where this library was not imported,

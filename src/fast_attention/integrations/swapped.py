@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention import checks, invariance
+from fast_attention import checks
 from fast_attention.engine.tracing import traced
 from fast_attention.integrations import relative, visible
 from fast_attention.integrations.cache import StateLayer, layer_of
@@ -44,7 +44,7 @@ class Swapped(nn.Module):
         bound, keys = self.bound, k.shape[-2]
         if traced() or not visibility.is_whole or checks.empty(q, k, v):
             return None
-        if bound._forward_pre_hooks or bound._forward_hooks or bound.members is not None or invariance.asked():
+        if bound._forward_pre_hooks or bound._forward_hooks or bound.members is not None:
             return None
         if cache is not None:
             is_step = visibility.is_causal or q.shape[-2] == 1

@@ -1,4 +1,4 @@
-"""Measures the error against exact attention on given tensors, head by head; computes attention matrices to draw."""
+"""Measures the error against exact attention on given tensors, head by head."""
 
 from __future__ import annotations
 
@@ -39,42 +39,48 @@ class Scene:
     def __init__(self, layers: list[Layer], setting: Setting) -> None:
         self.layers, self.setting = layers, setting
         self.length = layers[0].q.shape[-2]
-        self.batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.batches: list[tuple[Tensor, ...]] = []
         for layer in layers:
             tensors = (layer.q, layer.k, layer.v)
             if self.batches and all(a.shape[1:] == b.shape[1:] for a, b in zip(tensors, self.batches[-1], strict=True)):
-                q, k, v = (torch.cat([a, b]) for a, b in zip(self.batches[-1], tensors, strict=True))
-                self.batches[-1] = (q, k, v)
+                self.batches[-1] = tuple(torch.cat([a, b]) for a, b in zip(self.batches[-1], tensors, strict=True))
             else:
                 self.batches.append(tensors)
-        self._truths: dict[tuple[str, bool], list[Tensor]] = {}
+        self._truths: dict[str, list[Tensor]] = {}
 
-    def error(self, mechanism: Any, *, matrix: bool) -> Error:
-        """Relative RMS error of the outputs, and of the attention matrices if asked for and there are any."""
+    def error(self, mechanism: Any) -> Error:
+        """Relative RMS error of the outputs."""
         against = mechanism.traits.approximates
         error = Error(repr(mechanism), self.length, against)
         try:
             for ours, truth in zip(self.ours(mechanism), self.truths(against), strict=True):
                 error.output += relative_rms(ours, truth)
             error.visible_fraction = self.visible_fraction(mechanism)
-            if matrix and mechanism.traits.matrix:
-                pairs = zip(self.ours(mechanism, matrix=True), self.truths(against, matrix=True), strict=True)
-                error.matrix = [row for ours, truth in pairs for row in relative_rms(ours, truth)]
         except (Unsupported, ValueError, RuntimeError) as problem:
-            error.output, error.matrix, error.note = [], None, first_line(problem)
+            error.output, error.note = [], first_line(problem)
         return error
 
     @torch.no_grad()
-    def ours(self, mechanism: Any, *, matrix: bool = False) -> list[Tensor]:
-        """The mechanism's outputs of every batch; with the identity as values, its attention matrices."""
+    def ours(self, mechanism: Any) -> list[Tensor]:
+        """The mechanism's outputs of every batch."""
         outputs = []
-        for q, k, v in self.batches:
-            inputs = [x.to(self.setting.device, self.setting.dtype) for x in (q, k, _identity(q) if matrix else v)]
+        for batch in self.batches:
+            q, k, v = (x.to(self.setting.device, self.setting.dtype) for x in batch)
             torch.manual_seed(self.setting.seed)
             bound = Bound(mechanism, Shape(q.shape[1], q.shape[3], max_len=self.length))
             bound.to(self.setting.device, self.setting.dtype)
-            outputs.append(bound(*inputs, is_causal=self.setting.is_causal))
+            outputs.append(bound(q, k, v, is_causal=self.setting.is_causal))
         return outputs
+
+    @torch.no_grad()
+    def truths(self, against: str = "Softmax") -> list[Tensor]:
+        """The exact outputs of every batch, by the mechanism ``against``."""
+        if against not in self._truths:
+            device = "cpu" if self.setting.device.type == "mps" else self.setting.device  # mps has no float64
+            exact: Any = F.scaled_dot_product_attention if against == "Softmax" else catalogue.default(against)
+            doubles = [[x.to(device, torch.float64) for x in batch] for batch in self.batches]
+            self._truths[against] = [exact(*batch, is_causal=self.setting.is_causal) for batch in doubles]
+        return self._truths[against]
 
     @torch.no_grad()
     def visible_fraction(self, mechanism: Any) -> float | None:
@@ -93,33 +99,3 @@ class Scene:
         weights = bound(q, k, one_hot[None, None].to(q), is_causal=self.setting.is_causal)
         pairs = int((self.length - sampled).sum()) if self.setting.is_causal else weights.numel()
         return int((weights != 0).sum()) / pairs
-
-    @torch.no_grad()
-    def truths(self, against: str = "Softmax", *, matrix: bool = False) -> list[Tensor]:
-        """The exact outputs of every batch (by the mechanism ``against``), or the attention matrices."""
-        if (against, matrix) not in self._truths:
-            device = "cpu" if self.setting.device.type == "mps" else self.setting.device  # mps has no float64
-            outputs = []
-            for q, k, v in self.batches:
-                inputs = [x.to(device, torch.float64) for x in (q, k, _identity(q) if matrix else v)]
-                exact: Any = F.scaled_dot_product_attention if against == "Softmax" else catalogue.default(against)
-                outputs.append(exact(*inputs, is_causal=self.setting.is_causal))
-            self._truths[against, matrix] = outputs
-        return self._truths[against, matrix]
-
-    def typical_head(self) -> tuple[int, int]:
-        """Layer and head whose exact attention has the median entropy: neither the sharpest nor the flattest."""
-        rows = [torch.special.entr(matrices).sum(-1).mean(-1).tolist() for matrices in self.truths(matrix=True)]
-        entropies = [row for batch in rows for row in batch]
-        ranked = sorted((value, number, head) for number, row in enumerate(entropies) for head, value in enumerate(row))
-        return ranked[len(ranked) // 2][1:]
-
-
-def one(batches: list[Tensor], number: int, head: int) -> Tensor:
-    """The matrix (L, L) of one layer and head, on the CPU."""
-    matrices = [matrix for batch in batches for matrix in batch]
-    return matrices[number][head].float().cpu()
-
-
-def _identity(q: Tensor) -> Tensor:
-    return torch.eye(q.shape[-2]).expand(*q.shape[:-1], q.shape[-2])

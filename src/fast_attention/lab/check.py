@@ -16,8 +16,9 @@ from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
     from fast_attention import conformance
+    from fast_attention.integrations import swap
     from fast_attention.known_names import known
-    from fast_attention.lab import inputs, library_source, loading, tables
+    from fast_attention.lab import inputs, loading, tables
     from fast_attention.lab.inputs import InputError
 
 
@@ -47,7 +48,7 @@ def check_command(
         else:
             model = loading.load(target)
             if mechanism is not None:
-                print(library_source.replace(model, inputs.mechanisms([mechanism])[0]), file=sys.stderr)
+                print(swap(model, inputs.mechanisms([mechanism])[0]), file=sys.stderr)
             report = conformance.check_model(model.to(where))
     if as_json:
         print(json.dumps([asdict(finding) for finding in report.findings], indent=1))

@@ -1,46 +1,90 @@
-"""Runs a comparison: errors on real tensors, then times at every length; its record is valid at any moment."""
+"""``fast-attention compare``: errors on a model's real tensors, then times at every length, and what follows."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from fast_attention import catalogue
-from fast_attention.lab import inputs
-from fast_attention.lab.accuracy import Scene, measurable, one
-from fast_attention.lab.capture import Source
-from fast_attention.lab.comparison import Comparison, Error, Matrices
-from fast_attention.lab.inputs import InputError
-from fast_attention.lab.measure import Setting, against_exact
-from fast_attention.lab.progress import nothing
-from fast_attention.lab.records import EXACT
-from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
-from fast_attention.mechanism import Unsupported
+import typer
+
+from fast_attention.lab import options
+from fast_attention.lab.options import KINDS, at_work
+
+if TYPE_CHECKING or at_work():
+    from fast_attention import catalogue
+    from fast_attention.lab import inputs, measure, progress, report, sources, tables, verdicts
+    from fast_attention.lab.accuracy import Scene, measurable
+    from fast_attention.lab.capture import Source
+    from fast_attention.lab.comparison import Comparison, Error
+    from fast_attention.lab.measure import Setting, against_exact
+    from fast_attention.lab.records import EXACT
+    from fast_attention.lab.surroundings import begun
+    from fast_attention.lab.timing import MOST_ROUNDS, TimingGroup
 
 FIXED = 1024  # of the time for a length, what does not depend on it, in tokens
-LOOK = 256  # tokens of the matrices to look at, at most
-LONGEST_MATRIX = 512  # tokens of the matrices to measure, at most
 LONGEST_ERROR = 8192  # tokens: exact attention in float64 takes seconds for each layer there, and four times at twice
-FOR_ERRORS = 0.35  # fraction of the budget
-LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-VARIANTS = (
-    "FavorPlus(num_features=64)",
-    "FavorPlus(num_features=1024)",
-    "FavorPlus(features='hyperbolic')",
-    "Local(window=32)",
-)
+FOR_ERRORS = 0.4  # fraction of the budget
+LENGTHS = (256, 1024, 4096)
+
+
+def compare_command(
+    model: Annotated[
+        str | None, typer.Option(help=f"What to measure: {KINDS}, gaussian or HEADSxWIDTH. Default: MiniLM.")
+    ] = None,
+    text: options.Text = None,
+    mechanisms: options.Mechanisms = None,
+    lengths: Annotated[list[int] | None, typer.Option(help="Sequence lengths. Default: 256, 1024 and 4096.")] = None,
+    asked: Annotated[
+        float,
+        typer.Option("--error", min=0.0, help="The largest median relative error of a head's outputs, untrained."),
+    ] = 0.1,
+    causal: options.Direction = None,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    backward: options.Backward = False,
+    threads: options.Threads = None,
+    budget: options.Seconds = 120,
+    seed: options.Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and records.json.")] = Path("report"),
+    as_json: options.AsJson = False,
+) -> int:
+    """Compare mechanisms with exact attention: error on a model's real tensors, time, memory, crossover length.
+
+    The last lines say whether anything is better here, what would have to be trained, and at which length.
+
+    [dim]fast-attention compare --mechanisms LinearAttention "FavorPlus(num_features=64)" --lengths 512 2048[/dim]
+    """
+    inputs.threads(threads or measure.useful_threads())
+    where, kind = inputs.device(device), inputs.dtype(dtype)
+    chosen = inputs.mechanisms(mechanisms) if mechanisms else default_mechanisms()
+    sizes = inputs.lengths(lengths or list(LENGTHS))
+    inputs.folder(out)
+    source = sources.source(model, text, seed, min(max(sizes), LONGEST_ERROR))
+    is_causal = source.is_causal if causal is None else causal
+    setting = Setting(source.heads, source.head_dim, where, kind, is_causal, backward, seed)
+    plan = Plan(source, chosen, sizes, setting, budget)
+    meta = begun(
+        where, source=source.title, heads=source.heads, head_dim=source.head_dim, lengths=sizes, causal=is_causal,
+        backward=backward, dtype=dtype, seed=seed, asked=asked, budget=budget,
+        reference="torch.nn.functional.scaled_dot_product_attention",
+    )  # fmt: skip
+    record = Comparison(meta)
+    with progress.counted(plan.steps) as watch:
+        status = progress.until_stopped(lambda: compare(plan, record, watch, lambda: record.save(out / record.data)))
+    finish(plan, record, status)
+    record.leave(out, report.html)
+    tables.present(record, out, as_json, report.table(record), last=verdicts.answer(record))
+    return 0 if status == "complete" else 130
 
 
 def default_mechanisms() -> list[Any]:
-    """Every mechanism of the catalogue but exact attention itself, and a few more settings."""
-    return [mechanism for mechanism in inputs.every(VARIANTS) if mechanism != catalogue.default("Softmax")]
+    """Every mechanism of the catalogue but exact attention itself."""
+    return [mechanism for mechanism in inputs.every() if mechanism != catalogue.default("Softmax")]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What to compare with exact attention, and how long that may take."""
 
     source: Source
@@ -48,12 +92,11 @@ class Plan:
     lengths: list[int]
     setting: Setting
     budget: float  # seconds
-    head: tuple[int, int] | None = None  # layer and head whose matrices are drawn; None: a typical one
 
     @property
     def steps(self) -> int:
         """How often ``watch`` will be called."""
-        errors = (len(self.error_lengths) + 1) * len(self.mechanisms)
+        errors = len(self.error_lengths) * len(self.mechanisms)
         return errors + len(self.lengths) * (len(self.mechanisms) + 1 + MOST_ROUNDS)
 
     @property
@@ -64,77 +107,63 @@ class Plan:
 
 
 def compare(
-    plan: Plan, record: Comparison, watch: Callable[[str], None] = nothing, save: Callable[[], None] = nothing
-) -> None:
+    plan: Plan, record: Comparison, watch: Callable[[str], None] = lambda what: None,
+    save: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Fill ``record``. Interrupted, it holds what was measured until then.
 
     Args:
         plan: What to compare.
         record: Where the numbers go.
-        watch: Called with every step, ``plan.steps`` times.
+        watch: Called with every step, at most ``plan.steps`` times.
         save: Called after the errors and after every length.
     """
     began = time.perf_counter()
-    until = began + plan.budget * FOR_ERRORS
-    record.matrices = _matrices(plan, watch)
-    _errors(plan, record, watch, until)
-    record.meta["seconds_for_errors"] = round(time.perf_counter() - began, 1)
+    _errors(plan, record, watch, began + FOR_ERRORS * plan.budget)
     save()
-    left = plan.budget - min(time.perf_counter(), until) + began
-    for number, length in enumerate(plan.lengths):
-        started = time.perf_counter()
-        seconds = left * (length + FIXED) / sum(later + FIXED for later in plan.lengths[number:])
-        TimingGroup(plan.setting, against_exact(plan.mechanisms), record, length, seconds, watch).run()
-        left = max(left - (time.perf_counter() - started), 1.0)
+    errors = {(error.mechanism, error.length): error.summary() for error in record.errors}
+
+    def promise(mechanism: Any) -> tuple[float, float]:
+        """The order of timing, for the time may end: what estimates exact attention, the most accurate first."""
+        known = [errors.get((repr(mechanism), length)) for length in reversed(plan.error_lengths)]
+        if any(known):
+            return 0, next(summary[0] for summary in known if summary)
+        return 1 if measurable(mechanism) else 2 if verdicts.learns(mechanism) else 3, mechanism.traits.order
+
+    competitors = against_exact(sorted(plan.mechanisms, key=promise))
+    for length, seconds in _shares(plan.lengths, began + plan.budget):
+        TimingGroup(plan.setting, competitors, record, length, seconds, watch).run()
         record.meta["seconds"] = round(time.perf_counter() - began, 1)
         save()
 
 
+def _shares(lengths: list[int], until: float) -> Iterator[tuple[int, float]]:
+    """Every length with the seconds for it, of those that are left until a time, at least one."""
+    for number, length in enumerate(lengths):
+        share = (length + FIXED) / sum(later + FIXED for later in lengths[number:])
+        yield length, max(share * (until - time.perf_counter()), 1.0)
+
+
 def _errors(plan: Plan, record: Comparison, watch: Callable[[str], None], until: float) -> None:
-    """Errors at every length the model can read, the greatest first; what the time does not allow says so."""
+    """Errors at every length the model can read; what the time does not allow says so."""
     read: dict[int, str] = {}
     record.meta["error_tensors"] = read
     if plan.source.extension:
         record.meta["extension"] = plan.source.extension
-    with_matrix = max((length for length in plan.error_lengths if length <= LONGEST_MATRIX), default=0)
-    for length in reversed(plan.error_lengths):
+    for length, seconds in _shares(plan.error_lengths, until):
+        end = time.perf_counter() + seconds
         layers, what = plan.source.layers(length)
         scene = Scene(layers, plan.setting)
-        fresh = scene.length not in read
+        if scene.length in read:  # the text is shorter than both lengths
+            continue
         read[scene.length] = what
-        record.meta["layers"] = [layer.name for layer in layers]
-        for mechanism in plan.mechanisms:
+        for mechanism in filter(measurable, sorted(plan.mechanisms, key=lambda each: each.traits.random)):
             watch(f"error at {scene.length:,} tokens: {mechanism!r}")
-            if not (measurable(mechanism) and fresh):
-                continue
-            if time.perf_counter() > until and LONGEST_MATRIX < length < plan.error_lengths[-1]:
+            if time.perf_counter() < end:
+                record.errors.append(scene.error(mechanism))
+            else:
                 note = "over budget: the time for errors was spent"
                 record.errors.append(Error(repr(mechanism), scene.length, mechanism.traits.approximates, note=note))
-            else:
-                record.errors.append(scene.error(mechanism, matrix=length == with_matrix))
-
-
-def _matrices(plan: Plan, watch: Callable[[str], None]) -> Matrices:
-    """The matrices of the chosen head, or of the head whose exact attention has the median entropy.
-
-    Raises:
-        InputError: The chosen layer or head is not there.
-    """
-    layers, _ = plan.source.layers(min(LOOK, plan.error_lengths[-1]))
-    scene = Scene(layers, plan.setting)
-    number, head = plan.head or scene.typical_head()
-    if not (0 <= number < len(layers) and 0 <= head < plan.source.heads):
-        raise InputError(
-            f"--head {number},{head}: layers go from 0 to {len(layers) - 1}, heads from 0 to {plan.source.heads - 1}"
-        )
-    shown = {}
-    for mechanism in plan.mechanisms:
-        watch(f"matrix: {mechanism!r}")
-        if measurable(mechanism) and mechanism.traits.matrix:
-            with contextlib.suppress(Unsupported, ValueError, RuntimeError):  # the table of errors says why
-                shown[repr(mechanism)] = one(scene.ours(mechanism, matrix=True), number, head)
-    where = f"{layers[number].name}, head {head}, {scene.length} tokens"
-    return Matrices(where, one(scene.truths(matrix=True), number, head), shown)
 
 
 def finish(plan: Plan, record: Comparison, status: str) -> None:

@@ -1,29 +1,32 @@
-"""Reads a text or proteins, from the user's file or the samples shipped with the package, as token numbers."""
+"""Reads a text from the user's file as token numbers; without a file, Python's language reference."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
+import io
+import os
+import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from pydoc_data.topics import topics
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from fast_attention import data
-from fast_attention.data import reading
 from fast_attention.lab.inputs import InputError
 
-SAMPLE = "sample"
+LIMIT = 1 << 30  # bytes of a file, unpacked: a device has no end, and gzip may unpack to a thousand times its size
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Named documents of one kind."""
+    """Named documents."""
 
-    kind: Literal["text", "proteins"]
     name: str
     documents: tuple[tuple[str, str], ...]
 
@@ -38,93 +41,75 @@ class Corpus:
         size = sum(len(text.encode()) for _, text in self.documents)
         return {"name": self.name, "documents": len(self.documents), "bytes": size, "sha256": self.sha256}
 
-    def passage(self, length: int) -> tuple[str, str]:
-        """The first document of at least ``length`` characters, else the longest."""
-        enough = (document for document in self.documents if len(document[1]) >= length)
-        return next(enough, None) or max(self.documents, key=lambda document: len(document[1]))
-
     def tokens(self, tokenizer: Any, length: int) -> tuple[Tensor, str]:
-        """Up to ``length`` token numbers (1, n), the tokenizer's own marks included, and where they come from.
+        """Up to ``length`` token numbers (1, n) of the first document, the tokenizer's own marks included; its name.
 
         Raises:
             InputError: There are none, or the tokenizer knows none.
         """
-        name, passage = self.passage(length)
-        best = self.numbers(tokenizer, passage[: 16 * length + 64], name, truncation=True, max_length=length)
-        if not best:
+        name, text = self.documents[0]
+        ids = self.numbers(tokenizer, text[: 16 * length + 64], name, truncation=True, max_length=length)
+        if not ids:
             raise InputError(f"{self.name}: the tokenizer finds no token in {name}")
-        return torch.tensor([best]), f"the first {len(best)} tokens of {name}"
+        return torch.tensor([ids]), f"the first {len(ids)} tokens of {name}"
 
     def numbers(self, tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
-        """A document as tokens; proteins with or without a space between residues, as the tokenizer knows better.
+        """A document as tokens.
 
         Raises:
-            InputError: It knows none of its words.
+            InputError: All its tokens mean "unknown": every word would be the same.
         """
-        layouts = [text] if self.kind == "text" else [text, " ".join(text)]
-        read = [tokenizer(each, **options)["input_ids"] for each in layouts]
-        best = max(read, key=lambda ids: sum(number != tokenizer.unk_token_id for number in ids) / max(len(ids), 1))
-        self._known(tokenizer, best, name)
-        return best
-
-    def _known(self, tokenizer: Any, ids: list[int], name: str) -> None:
-        """Refuse tokens of a document that all mean "unknown": every word would be the same.
-
-        Raises:
-            InputError: They do.
-        """
-        unknown = tokenizer.unk_token_id
+        ids, unknown = tokenizer(text, **options)["input_ids"], tokenizer.unk_token_id
         if unknown is not None and unknown in ids and {*ids} <= {unknown, *tokenizer.all_special_ids}:
             raise InputError(f"{self.name}: the tokenizer knows no word of {name}, so that all tokens are the same")
+        return ids
 
 
-def read(text: str | None = None, fasta: str | None = None, *, option: str = "--text") -> Corpus:
-    """The corpus of ``--text`` or ``--fasta`` (``"sample"``: the shipped proteins); the shipped prose without either.
+def read(path: str | None = None, *, option: str = "--text") -> Corpus:
+    """The text in a file, unpacked where its first two bytes say that it is gzip; without a path, Python's reference.
 
     Args:
-        text: A file of text.
-        fasta: A file of proteins.
-        option: What the user gave the text with, for messages.
+        path: The file.
+        option: What the user gave the path with, for messages.
 
     Raises:
-        InputError: Both are given, or the file is missing, empty or broken; the message names file and line.
+        InputError: The file is missing, empty, damaged, too long or not UTF-8; the message names it.
     """
-    if text and fasta:
-        raise InputError("give --text or --fasta, not both")
-    if fasta:
-        return _proteins(fasta)
-    if text is None:
-        return Corpus("text", "the Jargon File 4.4.7 (public domain, shipped)", (("the Jargon File", data.text()),))
-    return Corpus("text", text, ((Path(text).name, _text(Path(text), option)),))
-
-
-def _proteins(path: str) -> Corpus:
-    if path == SAMPLE and not Path(path).exists():
-        proteins, name = data.proteins(), "421 UniProt proteins (CC BY 4.0, shipped)"
-    else:
-        try:
-            proteins, name = list(data.read_fasta(path)), path
-        except data.FastaError as error:
-            raise InputError(str(error)) from error
-        except OSError as error:
-            raise InputError(f"--fasta {path}: {error.strerror or error}") from error
-    return Corpus("proteins", name, tuple((protein.name, protein.sequence) for protein in proteins))
-
-
-def _text(path: Path, option: str) -> str:
+    if path is None:
+        name, pages = "Python's language reference", (topics[title] for title in sorted(topics))
+        return Corpus(f"{name} (PSF licence, installed)", ((name, "\n\n".join(pages)),))
     raw = b""
     try:
-        raw = reading.unpacked(path)
+        with _opened(path) as file:
+            raw = _all(file, path)
+        if raw.startswith(b"\x1f\x8b"):
+            raw = _all(gzip.GzipFile(fileobj=io.BytesIO(raw)), path)
         text = raw.decode("utf-8-sig")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{option} {path}: the gzip data are cut off or damaged") from error
     except OSError as error:
         raise InputError(f"{option} {path}: {error.strerror or error}") from error
-    except reading.TooLong as error:
-        raise InputError(f"{option} {error}") from error
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise InputError(f"{option} {path}, line {line}: not UTF-8 text") from error
     if not text.strip():
         raise InputError(f"{option} {path}: the file is empty")
-    return text
+    return Corpus(path, ((Path(path).name, text),))
+
+
+def _opened(path: str) -> IO[bytes]:
+    """A file, or a pipe that a shell gives (``<(command)``); no named pipe, to which nobody may ever write."""
+    is_shells = os.path.realpath(path).startswith(("/dev/", "/proc/"))  # its other end is open already
+    if not is_shells and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "a named pipe, on which one may wait for ever: give a file")
+    return open(path, "rb")
+
+
+def _all(file: IO[bytes] | Any, path: str) -> bytes:
+    """All bytes of a file that holds no more than ``LIMIT``."""
+    content = bytearray()
+    while chunk := file.read(CHUNK):
+        content += chunk
+        if len(content) > LIMIT:
+            raise InputError(f"{path}: more than {LIMIT:,} bytes, unpacked: give a part of it")
+    return bytes(content)

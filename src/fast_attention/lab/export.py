@@ -61,12 +61,16 @@ def export_command(
     _refuse(path, suffix, as_onnx, opset)
     try:
         model = opened(loading.load(name, head="saved"))
-        trials: list[Trial] = []
+        if model.longest is not None and length > model.longest:
+            raise InputError(f"--length {length}: the model takes at most {model.longest} tokens")
         with files.atomic_group(path) as draft, progress.counted(1 + len(LENGTHS)) as watch:
             watch("tracing")
-            _write(model, draft, _example(model, length), opset)
-            _try(model, draft, trials, watch)
-            _tell(trials, model.tokens, tolerance)
+            if as_onnx:
+                exporting.onnx(model.module, model.draw(2, length), draft, model.open_sizes, opset=opset)
+            else:
+                exporting.save(model.module, model.draw(2, length), draft, model.open_sizes)
+            trials = _trials(model, draft, watch)
+            show(_differences(trials, model.tokens, tolerance))
             if max(trial.difference for trial in trials) > tolerance:
                 raise Disagreement
     except Disagreement:
@@ -79,6 +83,7 @@ def export_command(
 
 
 def _refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
+    """Refuse options that contradict each other, and an export to ONNX without its packages."""
     if path.suffix != suffix:
         other = "give --onnx" if path.suffix == ".onnx" else f"name a file that ends in {suffix}"
         raise InputError(f"--out {path}: {other}")
@@ -90,37 +95,28 @@ def _refuse(path: Path, suffix: str, as_onnx: bool, opset: int | None) -> None:
         inputs.need(module, "onnx", "export --onnx")
 
 
-def _example(model: OpenModel, length: int) -> dict[str, torch.Tensor]:
-    if model.longest is not None and length > model.longest:
-        raise InputError(f"--length {length}: the model takes at most {model.longest} tokens")
-    return model.draw(2, length)
-
-
-def _write(model: OpenModel, draft: Path, example: dict[str, torch.Tensor], opset: int | None) -> None:
-    if draft.suffix == ".onnx":
-        exporting.onnx(model.module, example, draft, model.open_sizes, opset=opset)
-    else:
-        exporting.save(model.module, example, draft, model.open_sizes)
-
-
-def _try(model: OpenModel, draft: Path, trials: list[Trial], watch: Callable[[str], None]) -> None:
+def _trials(model: OpenModel, draft: Path, watch: Callable[[str], None]) -> list[Trial]:
     """Compare the file with the model, at batches of 1, 2, 3, 1 ... and at every length the model takes."""
     try:
         run = exporting.load(draft)
     except Exception as error:  # in onnxruntime's own types
         raise InputError(f"{draft.name} cannot be run, perhaps for its --opset: {first_line(error)}") from error
     lengths = [n for n in LENGTHS if model.longest is None or n <= model.longest] if model.tokens else [0, 0, 0]
+    trials = []
     for i, length in enumerate(lengths):
         watch(f"checking {length:,} tokens")
-        given = model.draw(1 + i % 3, length)
+        example = model.draw(1 + i % 3, length)
         with torch.no_grad():
-            wanted = model.module(**given)
-        trials.append(Trial(1 + i % 3, length, exporting.difference(wanted, run(given)[0])))
+            expected = model.module(**example)
+        trials.append(Trial(1 + i % 3, length, exporting.difference(expected, run(example)[0])))
+    return trials
 
 
-def _tell(trials: list[Trial], tokens: bool, tolerance: float) -> None:
+def _differences(trials: list[Trial], tokens: bool, tolerance: float) -> Table:
+    """The trials as a table."""
     rows = []
     for trial in trials:
         difference = Value(f"{trial.difference:.1e}", "fast" if trial.difference <= tolerance else "broken")
         rows.append([str(trial.batch), *[str(trial.length)] * tokens, difference])
-    show(Table(["batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"], rows))
+    heads = ["batch", *["tokens"] * tokens, f"difference (at most {tolerance:.0e} of the largest output)"]
+    return Table(heads, rows)

@@ -1,11 +1,11 @@
-"""Turns what a user typed into values; every refusal is one line in the user's words."""
+"""Turns what a user typed into values. What cannot be had is an ``InputError``: one line, in the user's words."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,22 +17,10 @@ from fast_attention import catalogue, extras, files
 from fast_attention.lab.options import DTYPES
 from fast_attention.lab.refusals import InputError as InputError
 from fast_attention.mechanism import Unsupported
-from fast_attention.training import processes
-from fast_attention.training.settings import from_toml
-
-TRAINING = (
-    "minutes", "clock", "batch_size", "accumulate", "lr", "precision", "device", "seed", "evaluate_every", "save_every",
-    "patience", "fsdp", "sequence_parallel",
-)  # fmt: skip
-MODEL = ("width", "layers", "heads", "max_len", "positions", "conv", "dropout", "reversible")
 
 
 def need(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or say how to install what that needs.
-
-    Raises:
-        InputError: It is not installed.
-    """
+    """Import an optional dependency, or say how to install what that needs."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -56,11 +44,7 @@ def refusing(*also: type[Exception], where: str = "") -> Iterator[None]:
 
 
 def mechanisms(texts: list[str]) -> list[Any]:
-    """The mechanisms that expressions mean, each once; one text may hold several, separated by commas.
-
-    Raises:
-        InputError: No such mechanism or setting.
-    """
+    """The mechanisms that expressions mean, each once; one text may hold several, separated by commas."""
     values: list[Any] = []
     for part in (part for text in texts for part in _split(text)):
         with refusing():
@@ -88,37 +72,15 @@ def _split(text: str) -> list[str]:
 
 
 def lengths(values: list[int], option: str = "--lengths") -> list[int]:
-    """Sequence lengths in rising order, each once.
-
-    Raises:
-        InputError: One is below 1.
-    """
+    """Sequence lengths in rising order, each once; all at least 1."""
     wrong = [value for value in values if value < 1]
     if wrong:
         raise InputError(f"{option} {wrong[0]}: a sequence has at least 1 token")
     return sorted(set(values))
 
 
-def head(text: str | None) -> tuple[int, int] | None:
-    """``"2,5"`` as layer 2, head 5.
-
-    Raises:
-        InputError: The text is something else.
-    """
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"--head {text}: write LAYER,HEAD counted from 0, such as 2,5")
-    return int(parts[0]), int(parts[1])
-
-
 def numbers(option: str, text: str) -> list[int]:
-    """``"0,100"`` as numbers.
-
-    Raises:
-        InputError: The text is something else.
-    """
+    """``"0,100"`` as numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise InputError(f"{option} {text}: write numbers counted from 0 with commas between, such as 0,3")
@@ -126,11 +88,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def tokens_or_auto(option: str, text: str | None) -> Any:
-    """``"512"`` as a number of tokens, ``"auto"`` as it is, None for nothing.
-
-    Raises:
-        InputError: The text is something else.
-    """
+    """``"512"`` as a number of tokens, at least 1; ``"auto"`` as it is; None for nothing."""
     if text is None or text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
@@ -138,24 +96,8 @@ def tokens_or_auto(option: str, text: str | None) -> Any:
     return int(text)
 
 
-def run_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of training and of a model, from the arguments of a command: its options go before its ``config``."""
-    training, model = ({}, {}) if given["config"] is None else from_toml(given["config"])
-    if given["n_steps"] is not None:
-        training["steps"] = given["n_steps"]
-    elif given["minutes"] is not None or ("minutes" in training and "steps" not in training):
-        training["steps"] = 0
-    training |= {name: given[name] for name in TRAINING if given.get(name) is not None}
-    model |= {name: given[name] for name in MODEL if given.get(name) is not None}
-    return training, model
-
-
 def folder(path: Path) -> None:
-    """Try whether the folder for the results can be made and written to; nothing is left of that.
-
-    Raises:
-        InputError: It cannot.
-    """
+    """Try whether the folder for the results can be made and written to; nothing is left of that."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -174,11 +116,7 @@ def folder(path: Path) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Lock the folder for the results for this process while the block runs.
-
-    Raises:
-        InputError: It cannot be made or written to, or another process works in it.
-    """
+    """Lock the folder for the results for this process while the block runs."""
     folder(path)
     try:
         with files.locked(path):
@@ -193,12 +131,9 @@ def results(paths: list[Path], out: Path, what: str, *, resume: bool, restart: b
     Args:
         paths: The files that hold them, there or not.
         out: The folder.
-        what: How messages call them, such as ``"a study"``.
+        what: How messages call them, such as ``"a conversion"``.
         resume: They are resumed.
         restart: They may be written over.
-
-    Raises:
-        InputError: They may not, or both is asked for.
     """
     if resume and restart:
         raise InputError("--resume resumes and --restart begins anew: give one of them")
@@ -213,36 +148,26 @@ def results(paths: list[Path], out: Path, what: str, *, resume: bool, restart: b
 
 
 def dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``.
-
-    Raises:
-        InputError: No such dtype.
-    """
+    """The dtype called ``name``."""
     if name not in DTYPES:
         raise InputError(f"--dtype {name}: choose one of {', '.join(DTYPES)}")
     return getattr(torch, name)
 
 
 def device(name: str) -> torch.device:
-    """The device called ``name``, tried with one tensor.
-
-    Raises:
-        InputError: There is no such device here.
-    """
+    """The device called ``name``, tried with one tensor."""
     try:
-        return processes.usable(name)
-    except ValueError as error:
+        chosen = torch.device(name)
+        torch.zeros(1, device=chosen).item()
+    except Exception as error:  # every backend has its own kinds
         others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         others += ["mps"] if torch.backends.mps.is_available() else []
         raise InputError(f"--device {name}: not available here; there is: {', '.join(['cpu', *others])}") from error
+    return chosen
 
 
 def threads(count: int) -> None:
-    """Set the number of torch's threads.
-
-    Raises:
-        InputError: More than any machine has: they would all be started.
-    """
+    """Set the number of torch's threads; more than any machine has would all be started."""
     most = max(1024, 2 * (os.cpu_count() or 1))
     if count > most:
         raise InputError(f"--threads {count}: this machine has {os.cpu_count()} cores; at most {most} can be asked for")

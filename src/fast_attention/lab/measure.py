@@ -1,4 +1,4 @@
-"""Builds competitors with weights for one length, and measures all that their passes cost but time."""
+"""Builds competitors with weights for one length, and what their passes cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import clock
-from fast_attention.counting import count_operations, peak_bytes
-from fast_attention.lab.records import EXACT, Cell
+from fast_attention.lab.records import EXACT
 from fast_attention.mechanism import Attention, Mixer, Shape
 from fast_attention.nn.bound import Bound
 
@@ -49,17 +48,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Passes:
-    """A competitor with weights for one length: its forward pass, its forward and backward pass, its memory."""
+    """A competitor with weights for one length: its forward pass, its forward and backward pass, its weights."""
 
     forward: Run
     training: Run
-    decoded: Callable[[], int | None]  # bytes of the decoding state
     weight_bytes: int = 0
 
     @classmethod
     def of(
-        cls, attend: Callable[[], Tensor], inputs: Iterable[Tensor], weights: Iterable[Tensor] = (),
-        decoded: Callable[[], int | None] = lambda: None,
+        cls, attend: Callable[[], Tensor], inputs: Iterable[Tensor], weights: Iterable[Tensor] = ()
     ) -> Passes:  # fmt: skip
         """The passes of ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
         weights = list(weights)
@@ -69,7 +66,7 @@ class Passes:
             out = attend()
             return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
-        return cls(torch.no_grad()(attend), training, decoded, sum(weight.nbytes for weight in weights))
+        return cls(torch.no_grad()(attend), training, sum(weight.nbytes for weight in weights))
 
 
 @dataclass(frozen=True)
@@ -101,30 +98,21 @@ def exact(setting: Setting, tensors: Tensors) -> Passes:
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
 
-    return Passes.of(attend, tensors, decoded=lambda: k.nbytes + v.nbytes)
+    return Passes.of(attend, tensors)
 
 
 def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Passes:
     """A mechanism with fresh weights for the tensors' length; a mixer gets whole tokens of the same width."""
     q, k, v = tensors
-    length = q.shape[-2]
     torch.manual_seed(setting.seed)
-    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, length)).to(setting.device, setting.dtype)
+    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, q.shape[-2])).to(setting.device, setting.dtype)
     x = q.detach().transpose(1, 2).flatten(2).requires_grad_(setting.backward)
     inputs = (x,) if isinstance(mechanism, Mixer) else (q, k, v)
 
     def attend() -> Tensor:
         return bound(*inputs, is_causal=setting.is_causal)
 
-    @torch.no_grad()
-    def decoded() -> int | None:
-        memory = mechanism.traits.memory
-        if memory is None or not isinstance(mechanism, Attention):
-            return None
-        tokens = 16 if memory == "constant" else length
-        return state_bytes(bound.decode(*(z[..., :tokens, :] for z in (q, k, v)))[1])
-
-    return Passes.of(attend, inputs, [*bound.parameters(), *bound.buffers()], decoded)
+    return Passes.of(attend, inputs, [*bound.parameters(), *bound.buffers()])
 
 
 def state_bytes(state: Any) -> int:
@@ -132,14 +120,6 @@ def state_bytes(state: Any) -> int:
     if isinstance(state, Tensor):
         return state.nbytes
     return sum(state_bytes(part) for part in state) if isinstance(state, tuple | list) else 0
-
-
-def costs(passes: Passes, setting: Setting, cell: Cell) -> None:
-    """Peak memory of each pass, operations of the forward pass, weights and decoding state, into a cell."""
-    cell.forward_bytes = peak_bytes(passes.forward, setting.device)
-    cell.training_bytes = peak_bytes(passes.training, setting.device) if setting.backward else None
-    cell.operations = count_operations(passes.forward)
-    cell.state_bytes, cell.weight_bytes = passes.decoded(), passes.weight_bytes
 
 
 def useful_threads() -> int:
@@ -162,7 +142,7 @@ def useful_threads() -> int:
 
 
 def memory_at_hand(device: torch.device) -> int:
-    """Bytes that may still be taken."""
+    """Bytes that may still be taken; 4 GiB where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -170,6 +150,4 @@ def memory_at_hand(device: torch.device) -> int:
             sizes = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     except OSError:
         sizes = []
-    if sizes:
-        return sizes[0]
-    return 4 * 2**30  # no way to ask that works everywhere
+    return sizes[0] if sizes else 4 * 2**30

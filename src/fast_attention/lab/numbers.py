@@ -24,11 +24,6 @@ def digits(value: float, count: int = 2) -> str:
     return f"{float(f'{value:.{count}g}'):,.10g}" if abs(value) >= 1e-4 or not value else f"{value:.0e}"
 
 
-def exactly(value: float) -> str:
-    """Six digits, for the text that is shown where the mouse rests."""
-    return digits(value, 6) if abs(value) >= 1e-4 or not math.isfinite(value) else f"{value:.6g}"
-
-
 def count(number: int) -> Number:
     """12345 as ``12,345``."""
     return Number(f"{number:,}", number)

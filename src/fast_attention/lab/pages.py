@@ -1,4 +1,4 @@
-"""The page builder: sections of words, facts, tables and pictures as one HTML file, which loads nothing."""
+"""Builds a command's page: sections of words, facts, tables and pictures as one HTML file, which loads nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from fast_attention.lab.drawing import THEMES, Picture
+from fast_attention.lab.drawing import DARK, Picture
 from fast_attention.lab.tables import Table
 
 
@@ -27,10 +27,9 @@ class Facts(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Lines; of a pair the first stands as code. ``kind`` ``"each"``: in two columns."""
+    """Lines; of a pair the first stands as code."""
 
     lines: Sequence[str | tuple[str, str]]
-    kind: str = ""
 
 
 class Figure(NamedTuple):
@@ -67,7 +66,7 @@ class Section(NamedTuple):
 def page(command: str, sections: Iterable[Section], warnings: Iterable[Words] = ()) -> str:
     """The page of a command; all that is not a picture of ours is escaped."""
     shown = [section for section in sections if section.blocks]
-    return _template().render(command=command, warnings=list(warnings), sections=shown, themes=THEMES)
+    return _template().render(command=command, warnings=list(warnings), sections=shown, dark=DARK)
 
 
 @cache
@@ -86,7 +85,7 @@ def partial(meta: Mapping[str, Any], noun: str) -> list[Words]:
 
 
 def where(meta: Mapping[str, Any], what: str) -> Words:
-    """What stands below a page's name: what was measured, and on which machine."""
+    """What was measured, and on which machine, in a line."""
     return Words(f"{what}; {meta['hardware']}, {meta['threads']} of {meta['cores']} threads.")
 
 

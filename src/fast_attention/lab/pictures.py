@@ -1,202 +1,125 @@
-"""Draws a comparison: growth with length, errors per head, attention matrices, error against speed."""
+"""Draws error against speed, with the Pareto front, at the length at which both are known."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from typing import NamedTuple
 
-import matplotlib.colors
-import numpy as np
+import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
-from fast_attention.lab import hover
-from fast_attention.lab.comparison import Comparison, Error, Matrices
-from fast_attention.lab.drawing import (
-    COLOURS,
-    GOOD,
-    INK,
-    PALE,
-    PAPER,
-    SOFT,
-    WIN,
-    against_length,
-    attention_map,
-    figure_grid,
-    folded,
-    labelled,
-    line,
-    logarithmic,
-    panels,
-    picture,
-)
-from fast_attention.lab.hover import Series
-from fast_attention.lab.numbers import exactly, factor, percent
-from fast_attention.lab.records import EXACT, Cell, Pass
-from fast_attention.lab.tradeoff import FLOOR, TOP, Point, Tradeoff
-from fast_attention.lab.verdicts import crossing
+from fast_attention.lab.comparison import Comparison
+from fast_attention.lab.drawing import COLOURS, GOOD, INK, PALE, SOFT, STYLE, Picture, svg
+from fast_attention.lab.numbers import factor, percent
+from fast_attention.lab.records import EXACT
 
-Quantity = Callable[[Cell], float | None]
-Crossed = Pass | None
+FLOOR, TOP = 1e-3, 3.0  # of the errors that are drawn apart: 0.1 % to 300 %
+TICKS = [scale * 10.0**power for power in range(-4, 4) for scale in (1, 2, 5)]
+HIGH = 6  # half of a name's height, in points
+PLACES = [(far, rise) for far in (9, 24, 45, 70) for rise in (0, 9, -9, 18, -18, 27, -27, 38, -38, 50, -50)]
 
 
-@picture
-def growth(record: Comparison, quantity: Quantity, unit: str, alt: str, crossed: Crossed = None) -> tuple[Figure, str]:
-    """A panel per kind of mechanism: a quantity against length, log-log, beside exact attention's.
+class Point(NamedTuple):
+    """An approximation, or exact attention."""
 
-    Args:
-        record: What was measured.
-        quantity: The number of a cell, or None.
-        unit: The label of the vertical axis.
-        alt: What the picture shows.
-        crossed: The pass whose crossovers are marked.
-    """
-    families: dict[str, list[str]] = {}
+    name: str
+    speed: float  # exact attention's time divided by its own
+    error: float  # of the median head
+
+    @property
+    def height(self) -> float:
+        """The error as it is drawn."""
+        return min(max(self.error, FLOOR), TOP) if math.isfinite(self.error) else TOP
+
+
+class Tradeoff(NamedTuple):
+    """Points at the greatest length at which both error and speed are known."""
+
+    points: list[Point]
+    length: int
+
+    @property
+    def best(self) -> list[Point]:
+        """The Pareto front: no other point is both faster and more accurate; the most accurate first."""
+        front: list[Point] = []
+        for point in sorted(self.points, key=lambda point: (point.error, -point.speed)):
+            if not front or point.speed > front[-1].speed:
+                front.append(point)
+        return front
+
+
+def tradeoff(record: Comparison) -> Tradeoff | None:
+    """The points of a record; None where no approximation has both an error and a time at one length."""
+    length = record.length
+    if length is None:
+        return None
+    points = [Point(EXACT, 1.0, 0.0)]
     for name in record.mechanisms:
-        families.setdefault(name.split("(")[0], []).append(name)
-    shown = {family: names for family, names in families.items() if any(_points(record, n, quantity) for n in names)}
-    figure, grid = panels(len(shown), 2.15, 5, across="tokens", up=unit, sharex=True, sharey=True)
-    for axes, (family, names) in zip(grid, shown.items(), strict=False):
-        _panel(axes, record, family, names, (quantity, unit), crossed)
-    for axes in grid[-5:]:
-        axes.tick_params(labelbottom=True)
-    return figure, alt
+        ratio, error = record.ratios(name).get(length), record.error(name)
+        summary = error.summary() if error else None
+        if ratio is not None and summary is not None:
+            points.append(Point(name, 1 / ratio, summary[0]))
+    return Tradeoff(points, length) if len(points) > 1 else None
 
 
-def _points(record: Comparison, name: str, quantity: Quantity) -> dict[int, float]:
-    values = {cell.length: quantity(cell) for cell in record.cells if cell.mechanism == name}
-    return {length: value for length, value in sorted(values.items()) if value}
+def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> Picture:
+    """Speed to the right, error upwards; lines at exact attention's speed and at the error that is allowed."""
+    best, shown = tradeoff.best, [point for point in tradeoff.points if point.name != EXACT]
+    with matplotlib.rc_context(STYLE | {"font.size": 9}):
+        figure = Figure(figsize=(7.6, 4.6), layout="constrained", dpi=72)  # an SVG's: a pixel is a point
+        axes = figure.subplots()
+        axes.set(xscale="log", yscale="log", ylabel="error of the median head")
+        axes.set_xlabel("speed (exact attention: 1x, the line)")
+        speeds, errors = [1.0, *(p.speed for p in shown)], [*(p.height for p in shown), *([allowed] if allowed else [])]
+        axes.set(xlim=(min(speeds) / 1.3, max(speeds) * 1.6), ylim=(max(min(errors), FLOOR) / 1.5, max(errors) * 1.6))
+        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+        ticks = [tick for tick in TICKS if left < tick < right]
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+        ticks = [tick for tick in (*TICKS, TOP) if low < tick < high and tick <= TOP]
+        axes.set_yticks(ticks, [f"{100 * tick:g} %{' or more' if tick == TOP else ''}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid()
+        axes.axvline(1.0, color=INK, linewidth=0.8)
+        names = [("exact attention", 1.0, 1.25 * low, INK)]
+        if allowed:
+            axes.axhline(allowed, color=COLOURS[1], linewidth=0.9, linestyle=":")
+            names.append((f"allowed: {percent(allowed)}", left, 1.15 * allowed, COLOURS[1]))
+        for point in sorted(shown, key=lambda point: (point not in best, point.error)):
+            axes.plot(point.speed, point.height, "o", color=GOOD if point in best else PALE, markersize=6, zorder=2)
+            names.append((point.name, point.speed, point.height, INK if point in best else SOFT))
+        _label(figure, axes, names)
+        front = (f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best)
+        alt = f"Error against speed at {tradeoff.length:,} tokens. Pareto front: {'; '.join(front)}"
+        return Picture(svg(figure, alt), alt)
 
 
-def _panel(
-    axes: Axes, record: Comparison, family: str, names: list[str], shown: tuple[Quantity, str], crossed: Crossed
-) -> None:
-    quantity, unit = shown
-
-    def says(name: str) -> Series:
-        return Series(name, up=lambda value: f"{exactly(value)} {unit}")
-
-    exact = _points(record, EXACT, quantity)
-    ticks = [cell.length for cell in record.cells if cell.mechanism == EXACT]
-    against_length(axes, ticks, family)
-    label = "exact" if len(names) > 1 else None
-    line(axes, exact, says=says(EXACT), color=INK, linewidth=1.6, marker="", label=label)
-    for colour, name in zip(itertools.cycle(COLOURS), names, strict=False):
-        points = _points(record, name, quantity)
-        line(axes, points, says=says(name), color=colour, linewidth=1.6, label=name[len(family) + 1 : -1] or "default")
-        both = [length for length in points if length in exact]
-        if both and name == names[0]:
-            values, baseline = ([curve[length] for length in both] for curve in (points, exact))
-            better = [a < b for a, b in zip(values, baseline, strict=True)]
-            axes.fill_between(both, values, baseline, where=better, color=WIN, interpolate=True, linewidth=0)
-        where = crossing(record, name, crossed) if crossed else None
-        if where is not None:
-            axes.axvline(where, color=colour, linewidth=0.8, linestyle=":")
-            label = f"{where:,.0f}" if where > min(points) else f"≤ {where:,.0f}"
-            late = math.log(where / min(points)) > 0.7 * math.log(max(ticks) / min(ticks))
-            axes.annotate(label, (where, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=7,
-                          color=colour, ha="right" if late else "left")  # fmt: skip
-    if len(names) > 1:
-        axes.legend(fontsize=6, loc="lower right", handlelength=1.2, labelspacing=0.2)
+def _label(figure: Figure, axes: Axes, names: list[tuple[str, float, float, str]]) -> None:
+    """Names beside their points, at the nearest place that is free of points, of other names and of the line at 1."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    inside, places = axes.get_window_extent(), axes.transData.transform([(x, y) for _, x, y, _ in names])
+    middle = axes.transData.transform((1.0, 1.0))[0]
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    taken.append(Bbox.from_extents(middle - 1, inside.y0, middle + 1, inside.y1))
+    for (name, x, y, colour), (across, up) in zip(names, places, strict=True):
+        text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=7, color=colour, va="center")
+        wide = text.get_window_extent(canvas.get_renderer()).width
+        tried = [
+            (move, rise, Bbox.from_extents(across + move, up + rise - HIGH, across + move + wide, up + rise + HIGH))
+            for far, rise in PLACES
+            for move in (far, -far - wide)
+        ]
+        move, rise, box = next((each for each in tried if _is_free(each[2], inside, taken)), tried[0])
+        text.set_position((move, rise))
+        taken.append(box)
+        if abs(rise) > 9 or move not in (tried[0][0], tried[1][0]):
+            end, arrow = (move if move > 0 else move + wide, rise), {"arrowstyle": "-", "color": PALE, "linewidth": 0.6}
+            axes.annotate("", (x, y), end, textcoords="offset points", arrowprops=arrow)
 
 
-@picture
-def head_errors(errors: list[Error], layers: list[str]) -> tuple[Figure, str]:
-    """Output error of every approximation (a row) in every head of every layer (columns), on a logarithmic scale."""
-    heads = [len(row) for row in errors[0].output]
-    edges = list(itertools.accumulate(heads, initial=0))
-    table = np.array([[value for row in error.output for value in row] for error in errors], dtype=float)
-    names = [f"{layer} head {head}" for layer, count in zip(layers, heads, strict=True) for head in range(count)]
-    figure, (axes,) = figure_grid(1.3 + 0.24 * len(errors))
-    norm = matplotlib.colors.LogNorm(1e-2, 3.0)
-    shown = np.clip(np.nan_to_num(table, nan=np.inf), 1e-3, 10.0)
-    image = axes.imshow(shown, aspect="auto", cmap="YlOrRd", norm=norm, interpolation="nearest")
-    hover.cells(axes, table, lambda y, x: f"{errors[y].mechanism}, {names[x]}: {exactly(100 * table[y, x])} %")
-    axes.set_yticks(range(len(errors)), [error.mechanism for error in errors])
-    centres = [(before + after - 1) / 2 for before, after in itertools.pairwise(edges)]
-    axes.set_xticks(centres, [f"{layer}\n({count} heads)" for layer, count in zip(layers, heads, strict=True)])
-    for edge in edges[1:-1]:
-        axes.axvline(edge - 0.5, color=PAPER, linewidth=2)
-    right = axes.secondary_yaxis("right")
-    summaries = [error.summary() for error in errors]
-    words = [f"{percent(each[0])} / {percent(each[1])}" if each else "" for each in summaries]
-    right.set_yticks(range(len(errors)), words)
-    for side in (axes, right):
-        side.tick_params(length=0)
-        side.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=axes, extend="both", pad=0.01, aspect=30, shrink=0.9)
-    bar.set_ticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], labels=["1 %", "3 %", "10 %", "30 %", "100 %", "300 %"])
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    known = [(error.mechanism, *each) for error, each in zip(errors, summaries, strict=True) if each]
-    return figure, "Relative output error of every approximation in every head: " + "; ".join(
-        f"{name} median {percent(median)}, worst {percent(worst)}" for name, median, worst in known
-    )
-
-
-@picture
-def matrices(held: Matrices) -> tuple[Figure, str]:
-    """Exact attention's matrix of one head beside each approximation's, on one colour scale (square root)."""
-    exact, shown = held.exact, {EXACT: held.exact, **held.approximate}
-    top = float(exact.flatten().quantile(0.999)) if exact.numel() < 2**24 else float(exact.max())
-    figure, grid = panels(len(shown), 2.75, 5, margin=0.0)
-    for axes, (name, matrix) in zip(grid, shown.items(), strict=False):
-        attention_map(axes, matrix, top)
-        hover.panel(axes, f"{name}: largest weight {exactly(float(matrix.max()))}")
-        weight = "bold" if name == EXACT else "normal"
-        axes.set_title(folded(name, 30), fontsize=8, fontweight=weight, loc="center")
-    return figure, f"Attention matrices of {held.where}: exact attention, then {', '.join(held.approximate)}"
-
-
-@picture
-def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> tuple[Figure, str]:
-    """Speed to the right, error downwards to nothing, a line through the Pareto front, another at what is allowed."""
-    best, points = tradeoff.best, tradeoff.points
-    figure, (axes,) = figure_grid(4.6, width=7.6)
-    logarithmic(axes)
-    axes.axvline(1.0, color=INK, linewidth=0.8)
-    if allowed is not None:
-        axes.axhline(min(max(allowed, FLOOR), TOP), color=COLOURS[1], linewidth=0.9, linestyle=":")
-    axes.step([p.speed for p in best], list(map(_height, best)), where="pre", color=GOOD, linewidth=1.4, zorder=1)
-    for point in points:
-        colour = INK if point.name == EXACT else GOOD if point in best else PALE
-        axes.plot(point.speed, _height(point), "o", color=colour, markersize=6, zorder=2)
-        says = f"{point.name}: {exactly(point.speed)} times the speed, median error {exactly(100 * point.error)} %"
-        hover.point(axes, point.speed, _height(point), says)
-    axes.set_ylim(FLOOR / 1.5, TOP * 1.5)
-    words = ["0.1 % or less", "0.3 %", "1 %", "3 %", "10 %", "30 %", "100 %", "300 % or more"]
-    axes.set_yticks([FLOOR, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, TOP], words, fontsize=9)
-    speeds = [point.speed for point in points]
-    ticks = [x * 10.0**power for power in (-2, -1, 0, 1, 2) for x in (1, 2, 5)]
-    ticks = [tick for tick in ticks if min(speeds) / 2 < tick < 2 * max(speeds)]
-    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=9)
-    axes.set_xlim(min(speeds) / 1.5, max(speeds) * 2.5)
-    _label(axes, points, best)
-    axes.minorticks_off()
-    labelled(axes, "speed, exact attention = 1x (right is faster)", "error of the median head (down is better)", 9)
-    return figure, f"Error against speed {tradeoff.where}. Pareto front: " + "; ".join(
-        f"{point.name} {factor(1 / point.speed)} with {percent(point.error)}" for point in best
-    )
-
-
-def _height(point: Point) -> float:
-    return min(max(point.error, FLOOR), TOP) if math.isfinite(point.error) else TOP
-
-
-def _label(axes: Axes, points: list[Point], best: list[Point]) -> None:
-    """Names beside their points, or further up, with a line to them, where they would lie on a name or a point."""
-    wide = math.log10(axes.get_xlim()[1] / axes.get_xlim()[0])
-    places = [(math.log10(point.speed), math.log10(_height(point))) for point in points]
-    taken = [(x - 0.01 * wide, x + 0.01 * wide, y) for x, y in places]
-    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda each: (each[0] not in best, each[1][1])):
-        x += 0.015 * wide
-        end = x + 0.01 * wide * len(point.name)
-        while any(abs(y - other) < 0.1 and x < last and start < end for start, last, other in taken):
-            y += 0.02
-        taken.append((x, end, y))
-        weight, moved = "bold" if point in best else "normal", y > math.log10(_height(point))
-        axes.annotate(
-            point.name, (point.speed, _height(point)), (10**x, 10**y), textcoords="data", va="center",
-            fontsize=7, fontweight=weight, color=INK if point in best else SOFT,
-            arrowprops={"arrowstyle": "-", "color": PALE, "linewidth": 0.6, "relpos": (0, 0.5)} if moved else None,
-        )  # fmt: skip
+def _is_free(box: Bbox, inside: Bbox, taken: list[Bbox]) -> bool:
+    within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+    return within and not any(box.overlaps(other) for other in taken)

@@ -32,7 +32,6 @@ class Record:
     keys: ClassVar[Mapping[str, str]] = {}  # fields that the file calls otherwise; "": not in the file
     data: ClassVar[str]  # the names of its file and of its page
     page: ClassVar[str]
-    indent: ClassVar[int | None] = 1
 
     meta: dict[str, Any]
 
@@ -43,7 +42,7 @@ class Record:
 
     def to_json(self) -> str:
         """``{"schema": ..., "meta": ..., ..., "sha256": ...}``; numbers that are not finite become null."""
-        return sealed(self.kind, self.parts(), self.indent)
+        return sealed(self.kind, self.parts())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -111,9 +110,12 @@ class Record:
 
 
 def _revived(value: Any, kind: Any) -> Any:
-    """A value from JSON as a field of this kind: a dataclass, a list of them, or the value itself."""
+    """A value from JSON as a field of this kind: a dataclass, a list of them, or the value itself.
+
+    What a dataclass held in an earlier version, and no more, is left out.
+    """
     if is_dataclass(kind) and isinstance(kind, type):
-        return kind(**value)
+        return kind(**{each.name: value[each.name] for each in fields(kind) if each.name in value})
     inner: Any = next(iter(get_args(kind)), None)
     return [inner(**row) for row in value] if is_dataclass(inner) and isinstance(inner, type) else value
 

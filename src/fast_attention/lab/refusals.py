@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fast_attention import extras
 
 BROKEN = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN,
 )  # fmt: skip
 NO_MEMORY = ("alloc", "out of memory", "Cannot allocate memory", "can't start new thread", "Storage size calculation")
 UNWRITTEN = ("PytorchStreamWriter failed", "[enforce fail at inline_container.cc")  # torch's, of a full disk
+LONGEST = 2000  # characters of the line when a command fails
 _SYSTEM = re.compile(r"\(os error (\d+)\)")  # safetensors'
 _FOLDERS = re.compile(r"(?:/[\w.+-]+)+/")
 
@@ -18,13 +27,53 @@ class InputError(ValueError):
     """The user asked for something that cannot be had. The message is one line and says what would work."""
 
 
+class BrokenLibrary(Exception):
+    """A library is installed and cannot be loaded."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import libraries in the block: Ctrl-C ends the process at once, with 130.
+
+    Raises:
+        InputError: A library is not installed; the message says how to install it.
+        BrokenLibrary: One is, and cannot be loaded.
+    """
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    handled = handled and threading.current_thread() is threading.main_thread()
+    try:
+        if handled:  # a library that is interrupted half way is of no more use
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing == "fast_attention":
+            raise
+        raise InputError(f"the command line needs {missing}: {extras.install('lab')}") from error
+    except (ImportError, MemoryError, OSError) as error:
+        raise BrokenLibrary(f"a library cannot be loaded: {error}") from error
+    finally:
+        if handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def refuse(code: int, message: str) -> int:
+    """Print why a command fails, if there is a message, and return the exit code."""
+    words = " ".join(message.split())
+    if len(words) > LONGEST:  # it quotes what was typed, at any length
+        words = f"{words[: LONGEST // 2]} ... {words[-LONGEST // 2 :]}"
+    if words:
+        print(f"fast-attention: {words}", file=sys.stderr)
+    return code
+
+
 def refusal(error: Exception) -> tuple[int, str] | None:
     """Exit code and message: 2 for the user's mistakes, 1 for what went wrong. None: a fault of the program.
 
     What went wrong is the machine's: no memory, a full disk, an output that nobody reads any more (no message then).
     """
-    if isinstance(error, InputError):
-        return 2, str(error)
+    if isinstance(error, InputError | BrokenLibrary):
+        return 2 if isinstance(error, InputError) else 1, str(error)
     if isinstance(error, BrokenPipeError):
         return 1, ""
     if isinstance(error, OSError):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from fast_attention.lab import capture, corpus, library_source, loading
+from fast_attention.lab import capture, corpus, loading
 from fast_attention.lab.inputs import InputError
 
 _SHAPES = re.compile(r"(\d+)x(\d+)")
 
 
-def source(model: str | None, text: str | None, fasta: str | None, seed: int, longest: int = 0) -> capture.Source:
+def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> capture.Source:
     """The source called ``model``: what ``loading.find`` knows, ``gaussian``, or ``HEADSxWIDTH`` (such tensors).
 
     A Hugging Face model's positions are extended to ``longest`` tokens where it has fewer.
@@ -20,8 +20,8 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int, lo
     """
     sizes = _SHAPES.fullmatch(model or "")
     if sizes or model == capture.GAUSSIAN:
-        if text or fasta:
-            raise InputError(f"--model {model} reads nothing: leave out --text and --fasta")
+        if text:
+            raise InputError(f"--model {model} reads nothing: leave out --text")
         if sizes is None:
             return capture.Gaussian(seed=seed)
         heads, width = map(int, sizes.groups())
@@ -29,11 +29,10 @@ def source(model: str | None, text: str | None, fasta: str | None, seed: int, lo
             raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
         return capture.Gaussian(heads, width, seed)
     try:
-        location = loading.find(model or loading.default_model())
+        name = model or loading.default_model()
+        loading.find(name)
     except InputError as error:
         raise InputError(
             f"{error}. For a model of another kind give its heads and their width, such as 8x64"
         ) from error
-    if location.ours:
-        return library_source.LibrarySource(location.folder, location.name, text, fasta)
-    return capture.HuggingFace(location.name, corpus.read(text, fasta), longest)
+    return capture.HuggingFace(name, corpus.read(text), longest)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fast_attention import __version__
 from fast_attention.allocator import freed_memory
+
+if TYPE_CHECKING:
+    import torch
 
 
 def begun(device: torch.device, **settings: Any) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def timestamp() -> str:
 
 def surroundings(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, for the record."""
+    import torch  # here, so that a command's options are read without it
+
     return {
         "fast_attention": __version__,
         "commit": _commit(),

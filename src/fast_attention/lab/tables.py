@@ -32,7 +32,6 @@ class Value(NamedTuple):
     kind: str = ""
     title: str = ""  # shown where the mouse rests
     small: str = ""  # below it, on pages only
-    span: int = 1  # columns, on pages only
 
     @property
     def sorts_by(self) -> str:
@@ -58,19 +57,13 @@ class Table:
         rows: Sequences of strings and values, or ``Row``.
         left: Numbers of the columns, beside the first, that hold words: on the left.
         title: Stands above, on the terminal.
-        plain: Whether the page's cells hold words.
     """
 
     def __init__(
-        self,
-        heads: Sequence[str],
-        rows: Iterable[Sequence[str | Value] | Row],
-        *,
-        left: Iterable[int] = (),
+        self, heads: Sequence[str], rows: Iterable[Sequence[str | Value] | Row], *, left: Iterable[int] = (),
         title: str = "",
-        plain: bool = False,
-    ) -> None:
-        self.heads, self.title, self.plain, self.left = list(heads), title, plain, {0, *left}
+    ) -> None:  # fmt: skip
+        self.heads, self.title, self.left = list(heads), title, {0, *left}
         self.rows = [row if isinstance(row, Row) else Row(row) for row in rows]
 
     @property
@@ -117,12 +110,16 @@ def say(words: str) -> None:
     Console(stderr=True).print(Text(words), soft_wrap=True)
 
 
-def present(record: Record, folder: Path, as_json: bool, *parts: Table | Text | str, width: int = 200) -> None:
-    """Print a record as JSON, or what it shows; and where it and its page lie."""
+def present(
+    record: Record, folder: Path, as_json: bool, *parts: Table | Text | str, last: Sequence[Text | str] = ()
+) -> None:
+    """Print a record as JSON, or what it shows; where it and its page lie; and ``last``, unless it is JSON."""
     if as_json:
         print(record.to_json())
     else:
-        show(*parts, width=width)
+        show(*parts)
     if record.meta["status"] == "interrupted" and record.same:
         say("interrupted; the same command with --resume resumes it.")
     say(f"\nReport: {(folder / record.page).resolve()}\nRecord: {(folder / record.data).resolve()}")
+    if last and not as_json:
+        show("", *last)

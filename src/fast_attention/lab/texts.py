@@ -1,4 +1,4 @@
-"""Texts to train on and to judge by: the user's files, and what every machine has of Python's and its packages' own."""
+"""Texts that every machine has: what Python and the installed packages say of themselves."""
 
 from __future__ import annotations
 
@@ -6,109 +6,54 @@ import ast
 import hashlib
 import importlib.metadata
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from pydoc_data.topics import topics
 
-from fast_attention.lab import corpus
 from fast_attention.lab.corpus import Corpus
-from fast_attention.lab.inputs import InputError
 
 LIMIT = 3 << 18  # bytes that are read of a source
-NONE = "none"
 SHORTEST = 400  # characters of a document
 WORDS = 4.0  # of a line on average: prose, neither a table of numbers nor a list
 WRITTEN = (".md", ".rst", ".txt")
 NO_DOCUMENTATION = ("licen", "copying", "notice", "author", "change", "release", "requirements", "test")
 
 
-def read(names: Sequence[str] | None, judge: str | None) -> tuple[list[Corpus], Corpus | None]:
-    """The texts to train on, and the one of another source that judges, if any does.
-
-    Args:
-        names: Files, or names in ``SOURCES``; every source but the judge if None.
-        judge: The same, one; the first source that is not trained on if None, nothing if ``"none"``.
-
-    Raises:
-        InputError: A file is missing, empty or damaged, a text stands twice, or the judge is among the trained ones.
-    """
-    if judge is None:
-        judge = next((source for source in SOURCES if source not in (names or ())), None)
-        if judge is None:
-            raise InputError("--judge: every source of this machine is trained on; name a file that is not")
-    trained = [_one(name, "--text") for name in names or [source for source in SOURCES if source != judge]]
-    judging = None if judge == NONE else _one(judge, "--judge")
-    known: dict[str, str] = {}
-    for each in trained:
-        if (other := known.setdefault(each.sha256, each.name)) is not each.name:
-            raise InputError(f"--text {each.name}: the same text as {other}")
-    if judging is not None and judging.sha256 in known:
-        other = known[judging.sha256]
-        raise InputError(
-            f"--judge {judge}: the same text as --text {other}, and what is trained on does not judge: name another, "
-            f"a file or one of {', '.join(SOURCES)}"
-        )
-    return trained, judging
-
-
-def _one(name: str, option: str) -> Corpus:
-    return SOURCES[name]() if name in SOURCES and not Path(name).is_file() else corpus.read(name, option=option)
-
-
-def jargon() -> Corpus:
-    """The shipped prose, the same on every machine."""
-    return corpus.read()
-
-
 def python() -> Corpus:
     """The language reference that ``help`` prints, and the docstrings of the standard library."""
-    documents = _bounded((*_topics(), *_docstrings(Path(sysconfig.get_paths()["stdlib"]))))
-    return Corpus("text", "Python's topics and docstrings (PSF licence, installed)", documents)
+    documents = _bounded(chain(sorted(topics.items()), _docstrings(Path(sysconfig.get_paths()["stdlib"]))))
+    return Corpus("Python's topics and docstrings (PSF licence, installed)", documents)
 
 
 def packages() -> Corpus:
     """Descriptions and documentation of the installed packages, in an order that mixes them."""
-    return Corpus("text", "documentation of installed packages (their own licences)", _bounded(_installed()))
-
-
-SOURCES: dict[str, Callable[[], Corpus]] = {"jargon": jargon, "python": python, "packages": packages}
-
-
-def _topics() -> Iterator[tuple[str, str]]:
-    from pydoc_data import topics
-
-    yield from sorted(topics.topics.items())
+    return Corpus("documentation of installed packages (their own licences)", _bounded(_installed()))
 
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Every module's docstrings as one document, its own first."""
-    for path in _mixed(folder.glob("**/*.py"), folder):
-        if "site-packages" in path.parts or "test" in path.relative_to(folder).as_posix():
+    """Every module's docstrings as one document."""
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.glob("**/*.py")}
+    for name in sorted(paths, key=_rank):
+        if "site-packages" in name or "test" in name:
             continue
         try:
-            written = [*_of(ast.parse(path.read_bytes()))]
+            tree = ast.parse(paths[name].read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue
-        yield path.relative_to(folder).as_posix(), "\n\n".join(written)
-
-
-def _of(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
-    """The docstrings of a module or class and of what it defines, from the top down."""
-    if (docstring := ast.get_docstring(node)) is not None:
-        yield docstring
-    for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef):
-            yield from _of(child)
+        kinds = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+        yield name, "\n\n".join(text for node in kinds if (text := ast.get_docstring(node)))
 
 
 def _installed() -> Iterator[tuple[str, str]]:
+    """The description of every package, and the text files that it brings."""
     known = {str(each.metadata["Name"]).lower(): each for each in importlib.metadata.distributions()}
     for name in sorted(known, key=_rank):
         if name.replace("_", "-") == "fast-attention":
             continue
         package = known[name]
         yield name, str(package.metadata.json.get("description", ""))
-        files = (file for file in package.files or () if file.suffix in WRITTEN)
-        for file in sorted(files, key=str):
+        for file in sorted((file for file in package.files or () if file.suffix in WRITTEN), key=str):
             if any(word in str(file).lower() for word in NO_DOCUMENTATION):
                 continue
             try:
@@ -117,13 +62,9 @@ def _installed() -> Iterator[tuple[str, str]]:
                 continue
 
 
-def _mixed(paths: Iterable[Path], folder: Path) -> list[Path]:
-    return sorted(paths, key=lambda path: _rank(path.relative_to(folder)))
-
-
-def _rank(name: str | PurePath) -> bytes:
+def _rank(name: str) -> bytes:
     """Where a name stands in an order that is the same everywhere, and not the alphabet's."""
-    return hashlib.sha256(str(name).encode()).digest()
+    return hashlib.sha256(name.encode()).digest()
 
 
 def _bounded(documents: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

@@ -1,14 +1,12 @@
-"""The timing kit: competitors are built, warmed up, and timed in turns, round by round."""
+"""Times competitors in turns, round by round, after each was warmed up and its costs were counted."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from fast_attention import clock
 from fast_attention.counting import counted
@@ -20,9 +18,7 @@ from fast_attention.lab.refusals import failure, first_line
 from fast_attention.mechanism import Unsupported
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
-SLOW = 0.1  # seconds: a call this long is warm after one
-PASSES = FEWEST_ROUNDS + 3  # with the warm-up and the two that are watched for memory and operations
-FEWEST_PASSES = 3  # one to count operations, one to warm up, one to time
+PASSES = FEWEST_ROUNDS + 2  # with the one whose memory and operations are counted, and a warm-up
 
 
 @dataclass
@@ -31,12 +27,11 @@ class TimingGroup:
 
     Args:
         setting: What they are measured with.
-        competitors: All, with their baselines, which are their own references.
+        competitors: The baseline, then the others; the first have the first claim to the time.
         record: Where the cells go.
         length: Tokens.
         seconds: Time for this group.
         watch: Called with every step.
-        group: Its name, where not all competitors are in the same rounds.
     """
 
     setting: Setting
@@ -45,27 +40,17 @@ class TimingGroup:
     length: int
     seconds: float
     watch: Callable[[str], None]
-    group: str = ""
     started: float = field(default_factory=time.perf_counter)
     runners: dict[str, Passes] = field(default_factory=dict)
-    estimates: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def spent(self) -> float:
-        """Seconds since this group began."""
-        return time.perf_counter() - self.started
-
-    @cached_property
-    def baselines(self) -> dict[str, str]:
-        """The baseline of every competitor, with whose times its own are compared; a baseline is its own."""
-        return {each.name: each.reference for each in self.competitors}
+    estimates: dict[str, list[float]] = field(default_factory=dict)  # seconds of one call of each pass
 
     def run(self) -> None:
         """Measure all competitors."""
-        for competitor, reason in self.admitted():
+        for competitor in self.competitors:
             self.watch(f"{self.length:,} tokens: {competitor.name}")
-            cell = Cell(competitor.name, self.length, group=self.group)
+            cell = Cell(competitor.name, self.length)
             self.record.cells.append(cell)
+            reason = "" if competitor.name == competitor.reference else self.too_much(competitor)
             if reason:
                 cell.status, cell.note = "over budget", reason
             else:
@@ -74,41 +59,31 @@ class TimingGroup:
         self.runners.clear()
         gc.collect()
 
-    def admitted(self) -> list[tuple[Competitor, str]]:
-        """The baselines, then all others, the quickest first, each with why it is left out, or nothing.
+    def too_much(self, competitor: Competitor) -> str:
+        """Why a competitor is left out, or nothing.
 
-        Times and memory are predicted from the greatest length before; what is not known yet is tried.
+        Time and memory are predicted from the greatest length before. What is not known yet is tried, if time is left.
         """
-        costs = {e.name: predicted(self.record.cells, e.name, e.order, self.length) for e in self.competitors}
-        ranked = sorted(self.competitors, key=lambda each: (each.name != each.reference, costs[each.name][0]))
-        most, admitted, left = measure.memory_at_hand(self.setting.device) / 2, [], self.seconds
-        for each in ranked:
-            (seconds, size), reason = costs[each.name], ""
-            if each.name != each.reference:
-                left -= seconds * PASSES
-                reason = self.too_slow(seconds, left)
-                if size > most:
-                    reason = f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
-            admitted.append((each, reason))
-        return admitted
+        seconds, size = predicted(self.record.cells, competitor.name, competitor.order, self.length)
+        if size > measure.memory_at_hand(self.setting.device) / 2:
+            return f"it would take about {size / 2**30:.1f} GiB, more than half of the free memory"
+        promised = FEWEST_ROUNDS * sum(map(self.cost, self.runners))  # for the rounds of those that were added
+        if self.spent + promised + PASSES * seconds > self.seconds:
+            pass_takes = f"about {seconds:.1f} s a pass: " if seconds else ""
+            return f"{pass_takes}those before it fill the {self.seconds:.0f} s for this length"
+        return ""
 
-    def too_slow(self, seconds: float, left: float) -> str:
-        """Why a competitor is left out that takes so long a pass, or nothing.
+    @property
+    def spent(self) -> float:
+        """Seconds since this group began."""
+        return time.perf_counter() - self.started
 
-        Args:
-            seconds: Of a pass of each kind.
-            left: What it and all quicker ones leave of the time.
-        """
-        many = f"about {seconds:.1f} s a pass: the quicker ones fill the {self.seconds:.0f} s for this length"
-        return many if left < 0 else ""
+    def cost(self, name: str) -> float:
+        """Seconds that a competitor takes for its part of a round."""
+        return sum(seconds * clock.repeats_for(seconds) for seconds in self.estimates[name])
 
     def add(self, competitor: Competitor, cell: Cell) -> None:
-        """Build a competitor, warm it up and measure its costs; one that cannot run says so."""
-        is_baseline = competitor.name == competitor.reference
-        if self.spent > 1.5 * self.seconds and not is_baseline:
-            cell.status = "over budget"
-            cell.note = f"the {self.seconds:.0f} s for {self.length:,} tokens were spent before its turn"
-            return
+        """Build a competitor, warm it up and count its costs; one that cannot run says so."""
         try:
             passes = competitor.make(self.setting, self.length)
             self.estimates[competitor.name] = self.prepare(passes, cell)
@@ -117,104 +92,46 @@ class TimingGroup:
             cell.status, cell.note = "refused", first_line(error, 300)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # a fault, not a refusal
             cell.status, cell.note = "failed", failure(error, 300)
-        if is_baseline and cell.status == "failed":
+        if competitor.name == competitor.reference and cell.status == "failed":
             raise InputError(f"{competitor.name} itself fails at {self.length} tokens: {cell.note}")
 
-    def prepare(self, passes: Passes, cell: Cell) -> tuple[float, float]:
-        """Warm a competitor up, then measure its costs into its cell; seconds of one call of each pass."""
-        seconds = [self.warm(run) for run in self.kinds(passes)]
-        measure.costs(passes, self.setting, cell)
-        return seconds[0], seconds[-1]
-
-    def kinds(self, passes: Passes) -> list[measure.Run]:
-        """The passes that are asked for: forward, and training if so."""
-        return [passes.forward, passes.training] if self.setting.backward else [passes.forward]
-
-    def warm(self, run: measure.Run, first: measure.Run | None = None) -> float:
-        """Seconds of a call; of the second where the first, which pays for set-up, was short."""
-        seconds = clock.seconds(first or run, self.setting.device)
-        return clock.seconds(run, self.setting.device) if seconds < SLOW else seconds
-
-    def rests(self, name: str, number: int) -> bool:
-        """Whether a competitor leaves a round out; once it has, it runs in no later one."""
-        return False
-
-    def enough(self, number: int, cost: float) -> bool:
-        """Whether to stop before a round that will take ``cost`` seconds."""
-        patience = 1.0 if number >= FEWEST_ROUNDS else 2.0
-        return number > 0 and self.spent + cost > patience * self.seconds
+    def prepare(self, passes: Passes, cell: Cell) -> list[float]:
+        """Count operations and peak memory in the first call of each pass, into the cell; seconds of the second."""
+        cell.operations, cell.forward_bytes = counted(passes.forward, self.setting.device)
+        seconds = [clock.seconds(passes.forward, self.setting.device)]
+        if self.setting.backward:
+            cell.training_operations, cell.training_bytes = counted(passes.training, self.setting.device)
+            seconds.append(clock.seconds(passes.training, self.setting.device))
+        cell.weight_bytes = passes.weight_bytes
+        return seconds
 
     def rounds(self) -> None:
         """Rounds in which all run once in turn, until the time is spent; an interruption keeps complete rounds."""
-        forward: dict[str, list[float]] = {name: [] for name in self.runners}
-        training: dict[str, list[float]] = {name: [] for name in self.runners}
-        device, names = self.setting.device, list(self.runners)
+        names, device = list(self.runners), self.setting.device
+        samples: dict[str, list[list[float]]] = {name: [[] for _ in self.estimates[name]] for name in names}
         try:
             for number in range(MOST_ROUNDS):
                 self.watch(f"{self.length:,} tokens: round {number + 1}")
-                turn = [*names[number % len(names) :], *names[: number % len(names)]]
-                running = [name for name in turn if not self.rests(name, number)]
-                if self.enough(number, sum(map(self.cost, running))):
+                patience = 1.0 if number >= FEWEST_ROUNDS else 1.5
+                if number and self.spent + sum(map(self.cost, names)) > patience * self.seconds:
                     break
-                for name in running:
-                    passes, (once, both) = self.runners[name], self.estimates[name]
-                    forward[name].append(clock.seconds(passes.forward, device, clock.repeats_for(once)))
-                    if self.setting.backward:
-                        training[name].append(clock.seconds(passes.training, device, clock.repeats_for(both)))
+                for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+                    runs = (self.runners[name].forward, self.runners[name].training)
+                    for run, once, taken in zip(runs, self.estimates[name], samples[name], strict=False):
+                        taken.append(clock.seconds(run, device, clock.repeats_for(once)))
         finally:
-            for name in names:
-                self.note(name, {"forward": forward, "training": training})
+            for competitor in (each for each in self.competitors if each.name in samples):
+                self.note(competitor, samples[competitor.name], samples[competitor.reference])
 
-    def cost(self, name: str) -> float:
-        """Seconds that a competitor will take for its part of a round."""
-        passes = self.estimates[name] if self.setting.backward else self.estimates[name][:1]
-        return sum(seconds * clock.repeats_for(seconds) for seconds in passes)
-
-    def note(self, name: str, samples: dict[str, dict[str, list[float]]]) -> None:
-        """Write the summary of a competitor's samples into its cell of this group."""
-        key, baseline = (name, self.length, self.group), self.baselines[name]
-        cell = next(c for c in self.record.cells if (c.mechanism, c.length, c.group) == key)
-        for which, seconds in samples.items():
-            if seconds[name] and seconds.get(baseline):
-                summary = timing(seconds[name], seconds[baseline])
+    def note(self, competitor: Competitor, samples: list[list[float]], baseline: list[list[float]]) -> None:
+        """Write the summary of a competitor's samples into its cell."""
+        cell = next(c for c in self.record.cells if (c.mechanism, c.length) == (competitor.name, self.length))
+        for which, ours, theirs in zip(("forward", "training"), samples, baseline, strict=False):
+            if ours and theirs:
+                summary = timing(ours, theirs)
                 cell.status, cell.rounds = "measured", max(cell.rounds, summary.rounds)
                 for key, value in summary.of_a_cell().items():
                     setattr(cell, f"{which}_{key}", value)
-
-
-class FamilyGroup(TimingGroup):
-    """A timing group in which the slow run once rather than not at all, and the quick have the rounds of a median."""
-
-    def too_slow(self, seconds: float, left: float) -> str:
-        """Why a competitor is left out: each by itself must fit the time."""
-        reason = f"about {seconds:.1f} s a pass: too long for its group's {self.seconds:.0f} s at this length"
-        return reason if seconds * FEWEST_PASSES > self.seconds else ""
-
-    def rests(self, name: str, number: int) -> bool:
-        """The slow run once, the quick and the baselines in every round."""
-        return number > 0 and name != self.baselines[name] and name not in self.quick
-
-    @cached_property
-    def quick(self) -> set[str]:
-        """The quickest, as many as have time for the fewest rounds that a median needs."""
-        names = sorted((name for name in self.runners if name != self.baselines[name]), key=self.cost)
-        ends = itertools.accumulate(FEWEST_ROUNDS * self.cost(name) for name in names)
-        return {name for name, end in zip(names, ends, strict=True) if end <= self.seconds}
-
-    def enough(self, number: int, cost: float) -> bool:
-        """Once the slow have run, the others get their fewest rounds even where preparing took the time."""
-        return number >= FEWEST_ROUNDS and self.spent + cost > self.seconds
-
-    def prepare(self, passes: Passes, cell: Cell) -> tuple[float, float]:
-        """Count operations and peak memory in the first call, which saves the slow one of theirs."""
-        seconds, counts = [], []
-        for run in self.kinds(passes):
-            seconds.append(self.warm(run, lambda run=run: counts.append(counted(run, self.setting.device))))
-        cell.operations, cell.forward_bytes = counts[0]
-        if self.setting.backward:
-            cell.training_operations, cell.training_bytes = counts[1]
-        cell.weight_bytes = passes.weight_bytes
-        return seconds[0], seconds[-1]
 
 
 @dataclass(frozen=True)

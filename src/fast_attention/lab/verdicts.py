@@ -1,19 +1,20 @@
-"""Puts a comparison into words: crossovers, one sentence per mechanism, what it cannot do."""
+"""Puts a comparison into words: whether anything is better than exact attention, crossovers, what each cannot do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from fast_attention import catalogue
 from fast_attention.lab.comparison import Comparison, Error
-from fast_attention.lab.numbers import Number, bytes_of, digits, percent
+from fast_attention.lab.numbers import Number, digits, percent
 from fast_attention.lab.records import EXACT, Cell, Pass
 from fast_attention.mechanism import Mixer
 
-TRAIN_IT = "not an approximation: train it"
 NOISE = 0.05
+BETTER = 1 / 1.1  # of exact attention's time: more than 10 % faster
+ASKED = 0.1  # median relative error, where no other is asked for
 
 
 def even(cell: Cell, which: Pass = "forward") -> bool:
@@ -21,17 +22,6 @@ def even(cell: Cell, which: Pass = "forward") -> bool:
     times = cell.times(which)
     low, high = (times.ratio if edge is None else edge for edge in (times.low, times.high))
     return times.ratio is not None and (abs(times.ratio - 1) < NOISE or (low or 0.0) <= 1.0 <= (high or 0.0))
-
-
-def order(record: Comparison) -> list[str]:
-    """Exact attention and all others, the fastest first: at the greatest length, then those measured up to less."""
-
-    def rank(name: str) -> tuple[float, float]:
-        measured = record.ratios(name)
-        last = max(measured, default=0)
-        return -last, measured.get(last, math.inf)
-
-    return sorted([EXACT, *record.mechanisms], key=rank)
 
 
 def crossover(record: Comparison, name: str, which: Pass = "forward") -> int | None:
@@ -71,6 +61,12 @@ def longest(record: Comparison) -> int | None:
     return max(record.ratios(EXACT), default=None)
 
 
+def learns(mechanism: Any) -> bool:
+    """Whether a mechanism has weights of its own that can learn to stand in for exact attention's matrix."""
+    traits = mechanism.traits
+    return traits.learned and traits.matrix and {*"qk"} <= {*traits.reads}
+
+
 def kind(mechanism: Any) -> str:
     """What a mechanism's error means, or why it has none."""
     if mechanism == catalogue.default("Softmax"):
@@ -78,10 +74,8 @@ def kind(mechanism: Any) -> str:
     if mechanism.traits.approximates is not None:
         return f"approximates {mechanism.traits.approximates}"
     if mechanism.traits.learned:
-        return TRAIN_IT
-    if isinstance(mechanism, Mixer):
-        return "another function of whole tokens, not an approximation"
-    return "another function, not an approximation"
+        return "not an approximation: train it"
+    return f"another function{' of whole tokens' if isinstance(mechanism, Mixer) else ''}, not an approximation"
 
 
 def cannot(mechanism: Any) -> list[str]:
@@ -117,43 +111,11 @@ def wins(record: Comparison, name: str, which: Pass = "forward") -> str:
     return f"not up to {last:,}" if measured[last] >= 1.0 else f"not timed beyond {last:,}"
 
 
-def sentence(record: Comparison, mechanism: Any) -> str:
-    """One sentence: from which length on it is faster, and what it costs in accuracy."""
-    return f"{_speed(record, repr(mechanism))}; {_accuracy(record, mechanism)}."
-
-
-def _speed(record: Comparison, name: str) -> str:
-    measured, won, end = record.ratios(name), crossover(record, name), longest(record)
-    if not measured or end is None:
-        notes = [cell.note for cell in record.cells if cell.mechanism == name and cell.note]
-        return f"Not timed ({notes[0] if notes else 'not reached'})"
-    last = max(measured)
-    at_the_end = f"{speed(measured[last])} at {last:,}"
-    if won is not None:
-        return f"Faster than exact attention from {won:,} tokens on ({at_the_end})"
-    if last < end:
-        return f"Not timed beyond {last:,} tokens, where it is {speed(measured[last])} as exact attention"
-    return f"Not faster than exact attention up to {end:,} tokens ({at_the_end})"
-
-
 def speed(ratio: float) -> str:
     """A time ratio in words."""
     if abs(ratio - 1) < NOISE:
         return "about as fast"
     return f"{digits(1 / ratio)} times as fast" if ratio < 1 else f"{digits(ratio)} times as slow"
-
-
-def _accuracy(record: Comparison, mechanism: Any) -> str:
-    name = repr(mechanism)
-    error, ratio = record.error(name), record.ratios(name).get(record.length or 0)
-    summary = error.summary() if error else None
-    if mechanism.traits.approximates is None:
-        return kind(mechanism)
-    if error is None or summary is None:
-        return "its error was not measured" + (f" at {record.length:,} tokens" if record.length else "")
-    words = f"output error {percent(summary[0])} in the median head and {percent(summary[1])} in the worst"
-    there = f", {speed(ratio)} there" if ratio is not None and error.length != longest(record) else ""
-    return f"at {error.length:,} tokens {words}{reads(error)}{there}"
 
 
 def reads(error: Error) -> str:
@@ -162,61 +124,124 @@ def reads(error: Error) -> str:
     return "" if share is None or share == 1.0 else f", from {percent(share)} of the visible pairs"
 
 
-def headline(record: Comparison) -> list[str]:
-    """The main results in a few sentences."""
-    end = longest(record)
-    if end is None:
-        return ["Nothing was timed."]
-    return [*_fastest(record, end), *_leanest(record, end)]
+class Candidate(NamedTuple):
+    """What may stand in for exact attention at one length, untrained or trained."""
+
+    name: str
+    length: int
+    ratio: float  # of exact attention's time; not a number: not timed, for lack of time
+    error: Error | None = None  # None: it has none before training
+
+    @property
+    def median(self) -> float:
+        """The median error; not a number where none was measured."""
+        summary = self.error.summary() if self.error else None
+        return summary[0] if summary else math.nan
+
+    @property
+    def at(self) -> str:
+        """Its name and speed in words."""
+        return f"{self.name}, {speed(self.ratio)} at {self.length:,} tokens"
+
+    def could_be(self, asked: float) -> bool:
+        """Whether it is better than exact attention, as far as is known of time and error."""
+        return not (self.ratio >= BETTER or self.median > asked)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether time and error were measured."""
+        return not math.isnan(self.ratio + self.median)
 
 
-def _fastest(record: Comparison, end: int) -> list[str]:
-    firsts = {name: crossover(record, name) for name in record.mechanisms}
-    won = {name: length for name, length in firsts.items() if length is not None}
-    if not any(end in record.ratios(name) for name in record.mechanisms):
-        return [f"Nothing but exact attention was timed at {end:,} tokens: more --budget may change that."]
-    if not won:
-        return [f"Use exact attention: nothing here was faster at {end:,} tokens."]
-    sentences = [f"Below {min(won.values()):,} tokens use exact attention: nothing here is faster on this machine."]
-    if min(won.values()) == min(record.ratios(EXACT)):
-        sentences = []
-    ratios = {name: record.ratios(name)[end] for name in won}
-    fastest = min(won, key=lambda name: ratios[name])
-    sentences.append(f"At {end:,} tokens {fastest} is fastest: {speed(ratios[fastest])} as exact attention.")
-    return [*sentences, *_most_accurate(record)]
+def candidates(record: Comparison) -> list[Candidate]:
+    """All that estimates exact attention, at every length at which that was timed and errors were asked for."""
+    errors = {(error.mechanism, error.length): error for error in record.errors}
+    found = []
+    for length in record.ratios(EXACT):
+        for name in record.mechanisms:
+            cell, error = record.cell(name, length), errors.get((name, length))
+            if cell is None or error is None or cell.status in ("refused", "failed"):
+                continue
+            if error.output or error.note.startswith("over budget"):
+                found.append(Candidate(name, length, _ratio(cell), error))
+    return found
 
 
-def _most_accurate(record: Comparison) -> list[str]:
-    """The approximation of the least error among those that are faster, error and speed at one length."""
-    at = record.length
-    errors = {name: error for name in record.mechanisms if (error := record.error(name)) is not None}
-    ratios = {name: record.ratios(name).get(at or 0, math.inf) for name in errors}
-    faster = [name for name in errors if ratios[name] < 1.0 and not even(_cell(record, name, at or 0))]
-    if not faster:
-        return [f"No approximation that needs no training is faster at {at:,} tokens."] if errors else []
-    medians = {name: (errors[name].summary() or (math.inf,))[0] for name in faster}
-    best = min(medians, key=lambda name: medians[name])
-    return [
-        f"At {at:,} tokens, of the approximations that are faster there, {best} is the most accurate: median error "
-        f"{percent(medians[best])}{reads(errors[best])}, {speed(ratios[best])}."
+def _ratio(cell: Cell) -> float:
+    """A cell's time by exact attention's, 1 within noise."""
+    return 1.0 if even(cell) else math.nan if cell.forward_ratio is None else cell.forward_ratio
+
+
+def answer(record: Comparison) -> list[str]:
+    """Whether anything here is better than exact attention; what would have to be trained; at which length.
+
+    Only what stands in for a pretrained model's exact attention is an answer: untrained, what estimates it; trained,
+    also what has weights that learn to. Another function is none, however fast.
+    """
+    found, asked = candidates(record), record.meta.get("asked", ASKED)
+    could = [each for each in found if each.could_be(asked)]
+    winners, open_ones = [each for each in could if each.is_known], [each for each in could if not each.is_known]
+    to_train = _to_train(record, found, asked)
+    better = (
+        f"better than exact attention here (more than 10 % faster, median error at most {percent(asked)}, untrained)"
+    )
+    if not record.ratios(EXACT):
+        return ["Undecided: nothing was timed."]
+    if winners:
+        best = max(winners, key=lambda each: (each.length, -each.ratio))
+        share = reads(best.error) if best.error else ""
+        first = f"Yes, {best.at}, is {better}: its median error is {percent(best.median)}{share}."
+        to_train = [best, *to_train]
+    elif open_ones:
+        names, budget = list(dict.fromkeys(each.name for each in open_ones)), record.meta.get("budget")
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        first = (
+            f"Undecided whether anything is {better}: {', '.join(names[:3])}{more} may be, at "
+            f"{_lengths(each.length for each in open_ones)}, but not all of it was measured"
+            f"{f': give --budget {2 * budget:.0f}' if budget else ''}."
+        )
+    elif found:
+        first = f"No, nothing is {better}, at {_lengths(each.length for each in found)}."
+    else:
+        first = f"No, nothing is {better}: nothing that was compared estimates exact attention."
+    words = [f"{each.at} ({_untrained(each)})" for each in to_train if each not in winners]
+    second = "; or ".join(words) or "nothing that was timed is more than 10 % faster"
+    faster = [f"{each.name} is faster {_from(record, each.name)}" for each in to_train]
+    third = "; ".join(faster) or f"none of {_lengths(record.ratios(EXACT))}"
+    return [first, f"To be trained first: {second}.", f"At which length: {third}."]
+
+
+def _to_train(record: Comparison, found: list[Candidate], asked: float) -> list[Candidate]:
+    """The most accurate that is faster, and the fastest with weights to learn, each at the greatest length with one."""
+    inexact = [each for each in found if each.ratio < BETTER and each.median > asked]
+    learning = [
+        Candidate(cell.mechanism, cell.length, _ratio(cell))
+        for cell in record.cells
+        if cell.mechanism != EXACT and learns(catalogue.parse(cell.mechanism)) and _ratio(cell) < BETTER
     ]
+    nearest = max(inexact, key=lambda each: (each.length, -each.median), default=None)
+    quickest = max(learning, key=lambda each: (each.length, -each.ratio), default=None)
+    return [each for each in (nearest, quickest) if each]
 
 
-def _cell(record: Comparison, name: str, length: int) -> Cell:
-    return record.cell(name, length) or Cell(name, length)
+def _untrained(each: Candidate) -> str:
+    return "its weights are random before" if each.error is None else f"median error {percent(each.median)} untrained"
 
 
-def _leanest(record: Comparison, end: int) -> list[str]:
-    """The main result about memory."""
-    cells = [cell for cell in record.cells if cell.length == end and cell.peak_bytes is not None]
-    sizes = {cell.mechanism: cell.peak_bytes or 0 for cell in cells}
-    exact = sizes.pop(EXACT, None)
-    if exact is None or not sizes:
-        return []
-    passes = "forward and backward" if record.meta.get("backward") else "a forward pass"
-    least = min(sizes, key=lambda name: sizes[name])
-    kernel = f"exact attention's fused kernel takes {bytes_of(exact)} at {end:,} tokens ({passes})"
-    if sizes[least] > exact * (1 - NOISE):
-        return [f"Nothing clearly beats exact attention's memory: {kernel}, {least} {bytes_of(sizes[least])}."]
-    fewer = sum(size <= exact * (1 - NOISE) for size in sizes.values())
-    return [f"Less memory: {fewer} of {len(sizes)}, {least} the least with {bytes_of(sizes[least])}; {kernel}."]
+def _from(record: Comparison, name: str) -> str:
+    """From which length on it is faster."""
+    won, measured = crossover(record, name), record.ratios(name)
+    if won is None:
+        return f"at {_lengths(length for length, ratio in measured.items() if ratio < BETTER)}"
+    where, is_bound = interpolated(measured, won)
+    return (
+        f"from {won:,} tokens on, the shortest timed"
+        if is_bound
+        else f"from about {float(f'{where:.2g}'):,.0f} tokens on"
+    )
+
+
+def _lengths(lengths: Iterable[int]) -> str:
+    """``256, 1,024 and 4,096 tokens``."""
+    *first, last = [f"{length:,}" for length in sorted({*lengths})]
+    return f"{', '.join(first)} and {last} tokens" if first else f"{last} tokens"

@@ -15,10 +15,7 @@ from fast_attention.mechanisms.linear.learned_features import LearnedFeatures as
 from fast_attention.mechanisms.linear.t2r import T2R as T2R
 from fast_attention.mechanisms.linear.cosformer import CosFormer as CosFormer
 from fast_attention.mechanisms.dense.linformer import Linformer as Linformer
-from fast_attention.mechanisms.landmarks.nystrom import Nystrom as Nystrom
-from fast_attention.mechanisms.landmarks.lara import LARA as LARA
-from fast_attention.mechanisms.landmarks.agent import Agent as Agent
-from fast_attention.mechanisms.landmarks.abc import ABC as ABC
+from fast_attention.mechanisms.dense.nystrom import Nystrom as Nystrom
 from fast_attention.mechanisms.sparse.local import Local as Local
 from fast_attention.mechanisms.sparse.block_local import BlockLocal as BlockLocal
 from fast_attention.mechanisms.sparse.local2d import Local2d as Local2d
@@ -56,10 +53,10 @@ from fast_attention.feature_maps.positive import PositiveRelu as PositiveRelu
 from fast_attention.feature_maps.positive import PositiveSoftplus as PositiveSoftplus
 
 __all__ = [
-    "ABC", "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "Agent", "BigBird", "BlockLocal",
+    "AFTConv", "AFTFull", "AFTLocal", "AFTSimple", "ALiBi", "Adapted", "BigBird", "BlockLocal",
     "BlockLocal2d", "ByLength", "CosFormer", "DecayedLinearAttention", "DenseSynthesizer", "DotProduct", "FNet",
     "FactorizedDenseSynthesizer", "FactorizedRandomSynthesizer", "Favor", "FavorPlus", "FavorPlusPlus", "GMLP",
-    "Hybrid", "LARA", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d", "LogAttention",
+    "Hybrid", "LSH", "LearnedFeatures", "LinearAttention", "Linformer", "Local", "Local2d", "LogAttention",
     "LogLinearAttention", "MLPMixer", "Manhattan", "MixtureSynthesizer", "Nystrom", "PositiveElu", "PositiveExp",
     "PositiveRelu", "PositiveSoftplus", "RandomSynthesizer", "ReLUAttention", "Selected", "Sinkhorn", "Softmax",
     "SortCut", "T2R", "T5Buckets", "TransformerXL", "WKV",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from fast_attention import catalogue, grouped, packed, parallel
 from fast_attention.biases.sinks import SINKS_ARE_TAKEN, TakesSinks
 from fast_attention.engine import heads
-from fast_attention.engine.fusion import Fusion, fusing
+from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.packed import CuSeqlens, Lengths
 from fast_attention.parallel.spreading import Spread
-from fast_attention.value import one_of
 
 
 class Bound(Spread, nn.Module):
@@ -31,12 +29,10 @@ class Bound(Spread, nn.Module):
         mechanism: A mechanism, or its name or repr.
         shape: Heads, width per head and, for mechanisms with ``traits.bounded``, the longest sequence.
         tied: Another ``Bound`` of an equal mechanism and shape, to share its weights (Linformer's layerwise sharing).
-        compile: ``"auto"`` lets ``torch.compile`` fuse elementwise parts where a compiler works and that pays: the
-            first call with new sizes takes seconds. ``fast_attention.explain`` tells what ran.
 
     Raises:
         TypeError: ``shape`` is none.
-        ValueError: The shape lacks ``max_len``, ``tied`` holds another mechanism or shape, or ``compile`` is no mode.
+        ValueError: The shape lacks ``max_len``, or ``tied`` holds another mechanism or shape.
     """
 
     def __init__(
@@ -45,11 +41,10 @@ class Bound(Spread, nn.Module):
         shape: Shape,
         *,
         tied: Bound | None = None,
-        compile: Fusion = "off",
+        **gone: Never,
     ) -> None:
         super().__init__()
-        one_of(self, "compile", compile, Fusion)
-        self.fusion: Fusion = compile
+        refuse_keywords(type(self).__name__, gone)
         self.mechanism: Any = catalogue.parse(mechanism)
         self.shape = shape
         if not isinstance(shape, Shape):
@@ -154,13 +149,12 @@ class Bound(Spread, nn.Module):
             )  # fmt: skip
         options: Any = {"is_causal": is_causal, "attn_mask": attn_mask, "dropout": dropout, "enable_gqa": enable_gqa}
         run = partial(self._call, mechanism, w, **options)
-        with nullcontext() if self.fusion == "off" or torch.compiler.is_compiling() else fusing(self.fusion):
-            if cu_seqlens is None and lengths is None:
-                return run(*inputs, key_mask=key_mask)
-            together = None
-            if isinstance(mechanism, Attention) and not enable_gqa and dropout == 0.0:
-                together = packed.at_once(mechanism, w, is_causal=is_causal)
-            return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, together)
+        if cu_seqlens is None and lengths is None:
+            return run(*inputs, key_mask=key_mask)
+        together = None
+        if isinstance(mechanism, Attention) and not enable_gqa and dropout == 0.0:
+            together = packed.at_once(mechanism, w, is_causal=is_causal)
+        return self._call_packed(run, inputs, key_mask, cu_seqlens, lengths, attn_mask, together)
 
     def _with(self, sinks: Tensor | None) -> tuple[Any, Any]:
         """The mechanism and its weights, of which another module may hold the sinks."""

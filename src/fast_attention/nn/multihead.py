@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fast_attention import catalogue, checks
 from fast_attention.engine import heads
-from fast_attention.engine.fusion import Fusion
+from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn import torch_masks
 from fast_attention.nn.bound import Bound
@@ -51,7 +51,6 @@ class MultiheadAttention(Spread, Projections):
             Each serves as many queries' heads in a row (``enable_gqa`` of ``fast_attention.attention``).
         rotary: Rotate queries and keys by their positions (mechanisms with ``traits.rotary``): True for
             ``nn.positions.Rotary()``, or one with another base or scaling.
-        compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
 
     Raises:
         Unsupported: The mechanism is a mixer, or cannot take appended keys, dropout or rotary positions.
@@ -65,8 +64,9 @@ class MultiheadAttention(Spread, Projections):
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, mechanism: Mechanism[Any, Any] | str = "Softmax", max_len: int = 0, num_kv_heads: int | None = None,
-        rotary: bool | Rotary = False, compile: Fusion = "off",
+        rotary: bool | Rotary = False, **gone: Never,
     ) -> None:  # fmt: skip
+        refuse_keywords("MultiheadAttention", gone)
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, heads.width(embed_dim, num_heads)
         self.num_kv_heads = heads.grouped(num_heads, num_kv_heads)
@@ -76,11 +76,11 @@ class MultiheadAttention(Spread, Projections):
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.appended = int(add_bias_kv) + int(add_zero_attn)
         self._build(bias, add_bias_kv, device, dtype)
-        self.attention = self._bind(catalogue.parse(mechanism), max_len, rotary, compile).to(device=device, dtype=dtype)
+        self.attention = self._bind(catalogue.parse(mechanism), max_len, rotary).to(device=device, dtype=dtype)
         # torch's layers take no fused short cut around a module that has a hook.
         self.register_forward_pre_hook(_do_nothing)
 
-    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, rotary: bool | Rotary, compile: Fusion) -> Bound:
+    def _bind(self, mechanism: Mechanism[Any, Any], max_len: int, rotary: bool | Rotary) -> Bound:
         if not isinstance(mechanism, Attention):
             raise Unsupported(f"{mechanism!r} mixes whole tokens and takes no queries: use TokenMixer")
         if self.appended and not mechanism.traits.cross:
@@ -92,7 +92,7 @@ class MultiheadAttention(Spread, Projections):
         if self.rotary is not None and self.appended:
             raise ValueError("add_bias_kv and add_zero_attn append keys that have no position: leave rotary=False")
         shape = Shape(self.num_heads, self.head_dim, max_len + self.appended if max_len else 0)
-        return Bound(mechanism, shape, compile=compile)
+        return Bound(mechanism, shape)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Position encodings: learned tables, sinusoids, and rotary positions, which rotate queries and keys."""
+"""Rotary positions, which rotate queries and keys, with the scalings of transformers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from fast_attention.mechanism import Mechanism, Unsupported
 from fast_attention.packed import Packing
 from fast_attention.parallel.shards import Shards, local
 from fast_attention.value import Value, at_least, one_of
 
-Positions = Literal["auto", "learned", "sinusoidal", "rotary", "none"]
 RopeType = Literal["default", "linear", "dynamic", "yarn"]
 
 
@@ -28,18 +27,6 @@ def _rates(base: float | Tensor, width: int, device: torch.device) -> Float[Tens
 def _angle_device(device: torch.device) -> torch.device:
     """The device for angles, which are computed in float64: float32 is too coarse for positions in the millions."""
     return torch.device("cpu") if device.type == "mps" else device  # which knows no float64
-
-
-def sinusoids(
-    length: int,
-    width: int,
-    start: int = 0,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
-) -> Float[Tensor, "length width"]:
-    """Sines of the even and cosines of the odd channels (arXiv 1706.03762, section 3.5), from position ``start`` on."""
-    positions = torch.arange(length, device=_angle_device(device)) + start
-    angles = positions[:, None] * _rates(10_000.0, width, _angle_device(device))
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :width]
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,27 +261,3 @@ def positions_of(
         return at, keys_at
     queries = local(at, shards.queries, shards.rank, -1)
     return queries, queries if keys_at is at else local(keys_at, shards.keys, shards.rank, -1)
-
-
-class PositionTable(nn.Module):
-    """Learned or sinusoidal positions, added to the tokens.
-
-    Args:
-        kind: ``"learned"`` (drawn with deviation 0.02) or ``"sinusoidal"`` (any length).
-        width: Width of the tokens.
-        max_len: Longest sequence of the learned table.
-    """
-
-    def __init__(self, kind: Positions, width: int, max_len: int) -> None:
-        super().__init__()
-        self.kind, self.max_len = kind, max_len
-        self.table = nn.Parameter(torch.randn(max_len, width) * 0.02) if kind == "learned" else None
-
-    def forward(self, x: Float[Tensor, "*batch length width"], start: int = 0) -> Float[Tensor, "*batch length width"]:
-        """Tokens with their positions from ``start`` on."""
-        length = x.shape[-2]
-        if self.table is None:
-            return x + sinusoids(length, x.shape[-1], start, x.device).to(x)
-        if start + length > self.max_len:
-            raise ValueError(f"the model has learned positions for {self.max_len} tokens and got {start + length}")
-        return x + self.table[start : start + length]

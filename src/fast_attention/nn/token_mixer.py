@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fast_attention import catalogue, checks
 from fast_attention.engine import heads, masks
-from fast_attention.engine.fusion import Fusion
+from fast_attention.known_names import refuse_keywords
 from fast_attention.mechanism import Attention, Mechanism, Shape, Unsupported
 from fast_attention.nn.bound import Bound
 from fast_attention.nn.positions import Rotary, check_positions, positions_of_shard, rotary_for, rotate_by
@@ -40,7 +40,6 @@ class TokenMixer(Spread, nn.Module):
             Each serves as many queries' heads in a row; the mechanism, and its state, see it repeated.
         rotary: Rotate queries and keys by their positions (mechanisms with ``traits.rotary``): True for ``Rotary()``,
             or one with another base or scaling.
-        compile: ``"auto"`` lets elementwise parts be fused, as in ``Bound``.
         device: Where the parameters are made.
         dtype: Type of the parameters.
 
@@ -60,10 +59,11 @@ class TokenMixer(Spread, nn.Module):
         bias: bool = True,
         num_kv_heads: int | None = None,
         rotary: bool | Rotary = False,
-        compile: Fusion = "off",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **gone: Never,
     ) -> None:
+        refuse_keywords("TokenMixer", gone)
         super().__init__()
         self.num_heads, self.head_dim = num_heads, heads.width(embed_dim, num_heads)
         self.mechanism = catalogue.parse(mechanism)
@@ -74,7 +74,7 @@ class TokenMixer(Spread, nn.Module):
             self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         elif num_kv_heads not in (None, num_heads):
             raise Unsupported(f"{self.mechanism!r} mixes whole tokens and has no keys: num_kv_heads is for attentions")
-        bound = Bound(self.mechanism, Shape(num_heads, self.head_dim, max_len), compile=compile)
+        bound = Bound(self.mechanism, Shape(num_heads, self.head_dim, max_len))
         self.attention = bound.to(device=device, dtype=dtype)
 
     def forward(
@@ -184,8 +184,8 @@ class TokenMixer(Spread, nn.Module):
         like, bias = self.in_proj.weight, self.in_proj.bias is not None
         mixer = TokenMixer(
             self.num_heads * self.head_dim, self.num_heads, mechanism, max_len=self.attention.shape.max_len, bias=bias,
-            num_kv_heads=self.num_kv_heads, rotary=self.rotary or False, compile=self.attention.fusion,
-            device=like.device, dtype=like.dtype,
+            num_kv_heads=self.num_kv_heads, rotary=self.rotary or False, device=like.device,
+            dtype=like.dtype,
         )  # fmt: skip
         needed = torch.cat([
             torch.full((width,), name in mechanism.traits.reads)

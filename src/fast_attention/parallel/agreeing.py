@@ -15,9 +15,8 @@ from torch import Tensor
 from fast_attention.decoding import State
 from fast_attention.packed import Described
 from fast_attention.parallel import collectives
-from fast_attention.parallel.shards import Shards, member_of
+from fast_attention.parallel.shards import Call, Shards, member_of
 from fast_attention.parallel.states import leaves
-from fast_attention.parallel.strategy import Call
 
 Inputs = tuple[Tensor, ...]
 WORDS = {
@@ -37,7 +36,7 @@ def agreed(
 
     Args:
         call: This process's call, with the ``ProcessGroup`` in the place of its shards.
-        inputs: Queries, keys and values, or a mixer's tokens.
+        inputs: Queries, keys and values.
         error: What is wrong with this process's arguments.
         sequences: The packed sequences, if the tokens are some.
         state: The state that the tokens follow, if they follow one.
@@ -47,7 +46,7 @@ def agreed(
     """
     group, facts = member_of(call.shards), {} if error is not None else _facts(call, inputs, sequences, state)
     sizes = [0, 0] if error is not None else [inputs[0].shape[-2], inputs[-1].shape[-2]]
-    wants = [isinstance(x, Tensor) and x.requires_grad for x in (inputs * 3)[:3]]
+    wants = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     row = [error is not None, *sizes, call.masked, *wants, *(map(_digest, facts.values()) if facts else [0] * 7)]
     device = inputs[-1].device if isinstance(inputs[-1], Tensor) else torch.device("cpu")
     rows = collectives.all_gather(torch.tensor(row, dtype=torch.float64, device=device), group).tolist()
@@ -62,9 +61,8 @@ def agreed(
     inputs = tuple(_wanting(x, any(each[4 + i] for each in rows)) for i, x in enumerate(inputs))
     mask = call.key_mask
     if mask is None and any(each[3] for each in rows):
-        x = inputs[-1]
-        batch = x.shape[: -2 if len(inputs) == 1 else -3]
-        mask = torch.ones(*batch, x.shape[-2], dtype=torch.bool, device=x.device)
+        k = inputs[1]
+        mask = torch.ones(*k.shape[:-3], k.shape[-2], dtype=torch.bool, device=k.device)
     return call._replace(shards=Shards(group, dist.get_rank(group), queries, keys), key_mask=mask), inputs
 
 

@@ -1,23 +1,49 @@
-"""Attends with local shards of one sequence: every process hands in its tokens and gets their outputs."""
+"""Attends with local shards of one sequence: every process hands in its tokens and gets their outputs.
+
+Packed sequences that one process holds stay there, and those over borders are spread one by one.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fast_attention import checks, invariance, packed
+from fast_attention import checks, decoding, packed
 from fast_attention.decoding import State
 from fast_attention.engine import dispatch
-from fast_attention.mechanism import Attention, Mechanism, Mixer, Unsupported
-from fast_attention.packed import CuSeqlens, Described, Lengths
-from fast_attention.parallel import streaming
+from fast_attention.mechanism import Attention, Mechanism, Unsupported
+from fast_attention.packed import CuSeqlens, Described, Lengths, Packing
 from fast_attention.parallel.agreeing import agreed
-from fast_attention.parallel.packing import packed_over
-from fast_attention.parallel.shards import Shards
-from fast_attention.parallel.strategies import strategy
-from fast_attention.parallel.strategy import Call, Sizes
+from fast_attention.parallel.heads import HEADS
+from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy, shards
+from fast_attention.parallel.states import STATES
+from fast_attention.parallel.windows import WINDOWS, Windowed
+
+
+def strategy(mechanism: Mechanism[Any, Any], is_causal: bool) -> Strategy:
+    """How calls of a mechanism are spread over processes.
+
+    Raises:
+        Unsupported: It mixes whole tokens.
+    """
+    if not isinstance(mechanism, Attention):
+        raise _refused(mechanism)
+    if mechanism.parts_by_states(is_causal):
+        return STATES
+    return WINDOWS if isinstance(mechanism, Windowed) else HEADS
+
+
+def _refused(mechanism: Mechanism[Any, Any]) -> Unsupported:
+    return Unsupported(
+        f"{mechanism!r} mixes whole tokens and has no heads to spread over processes. What would work: an attention, "
+        "such as LinearAttention(), Local() or Softmax(), or one process"
+    )
 
 
 def attend(
@@ -53,7 +79,14 @@ def attend(
     call, inputs = _call(mechanism, w, (q, k, v), group, is_causal, key_mask, error, sequences)
     if is_causal:
         _as_many(call, sequences)
-    return _spread(call, sequences, inputs, Sizes(*_sizes(q), v.shape[-1], q.element_size()))
+    chosen = strategy(mechanism, is_causal)
+    if sequences is not None:
+        chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
+    if dispatch.asked():
+        sizes = Sizes(q.shape[:-3].numel(), q.shape[-3], q.shape[-1], v.shape[-1], q.element_size())
+        number = chosen.sends(call._replace(key_mask=None), sizes)
+        dispatch.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
+    return chosen.attend(call, *inputs)
 
 
 def decode(
@@ -84,51 +117,25 @@ def decode(
     _, error = _checked(lambda: mechanism.check(mechanism.traits, q, k, v, True, key_mask))
     call, (q, k, v) = _call(mechanism, w, (q, k, v), group, True, key_mask, error, None, state)
     _as_many(call, None)
-    return streaming.decode(call, q, k, v, state)
+    decoding.validated(state, decoding.empty(mechanism, q, k, v, w))
+    return strategy(mechanism, is_causal=True).decode(call, q, k, v, state)
 
 
-def mix(
-    mechanism: Mixer[Any, Any], x: Tensor, w: Any = (), *, group: Any, is_causal: bool = False,
-    key_mask: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, lengths: Lengths | None = None,
+def run(
+    mechanism: Mechanism[Any, Any], inputs: tuple[Tensor, ...], w: Any, *, attn_mask: Tensor | None = None,
+    dropout: float = 0.0, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Mix the tokens of the sequence that the shards of all processes of a group make, in the order of ranks.
-
-    Args:
-        mechanism: The mixer, the same on every process.
-        x: This process's tokens (..., N, E). Processes may differ in N.
-        w: Weights, as in ``attend``, and so is ``group``.
-        group: The ``ProcessGroup``, or the ``Shards`` of it.
-        is_causal: Output i depends on tokens up to i of the whole sequence.
-        key_mask: Boolean (..., N) of this process's tokens, True = may be seen.
-        cu_seqlens: The tokens of all processes are packed sequences, as in ``attend``.
-        lengths: Instead of it the number of tokens of each sequence.
-
-    Returns:
-        This process's outputs (..., N, E).
-
-    Raises:
-        Unsupported: The mixer's traits deny what was asked, or it is none of ours.
-        ValueError: As in ``attend``, on all processes.
-    """
-    sequences, error = _checked(lambda: mechanism.check(x, is_causal, key_mask), cu_seqlens, lengths)
-    call, inputs = _call(mechanism, w, (x,), group, is_causal, key_mask, error, sequences)
-    batch = x.shape[:-2].numel()
-    return _spread(call, sequences, inputs, Sizes(batch, 1, x.shape[-1], x.shape[-1], x.element_size()))
-
-
-def _spread(call: Call, sequences: Described | None, inputs: tuple[Tensor, ...], sizes: Sizes) -> Tensor:
-    """Outputs by the mechanism's strategy."""
-    chosen = strategy(call.mechanism, call.is_causal)
-    if sequences is not None:
-        chosen = packed_over(chosen, sequences.of(call.shards.length, call.shards.num_keys))
-    if dispatch.asked():
-        number = chosen.sends(call._replace(key_mask=None), sizes)
-        dispatch.record(f"over {call.shards.world} processes: {chosen.name}", chosen.collectives, bytes=number)
-    return chosen.attend(call, *inputs)
-
-
-def _sizes(q: Tensor) -> tuple[int, int, int]:
-    return q.shape[:-3].numel(), q.shape[-3], q.shape[-1]
+    """A module's call over processes: ``attend``, after what cannot be spread is refused."""
+    if attn_mask is not None or dropout != 0.0:
+        what = "an attn_mask" if attn_mask is not None else "attention dropout"
+        raise Unsupported(
+            f"{mechanism!r} does not take {what} over several processes. What would work: is_causal, key_mask, and "
+            "dropout=0.0"
+        )
+    if not isinstance(mechanism, Attention):
+        raise _refused(mechanism)
+    q, k, v = inputs
+    return attend(mechanism, q, k, v, w, **options)
 
 
 def _as_many(call: Call, sequences: Described | None) -> None:
@@ -159,7 +166,6 @@ def _call(
     key_mask: Tensor | None, error: Exception | None, sequences: Described | None, state: State | None = None,
 ) -> tuple[Call, tuple[Tensor, ...]]:  # fmt: skip
     """The call and its inputs as every process knows them; raises on all processes what is wrong on any."""
-    invariance.refuse_group(mechanism)
     call = Call(mechanism, w, group, is_causal, key_mask)
     if not isinstance(group, Shards):
         call, inputs = agreed(call, inputs, error, sequences, state)
@@ -168,18 +174,75 @@ def _call(
     return call._replace(w=checks.weights(mechanism, w, inputs[0])), inputs
 
 
-def run(
-    mechanism: Any, inputs: tuple[Tensor, ...], w: Any, *, attn_mask: Tensor | None = None, dropout: float = 0.0,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """A module's call over processes: ``attend``, after what cannot be spread is refused."""
-    if attn_mask is not None or dropout != 0.0:
-        what = "an attn_mask" if attn_mask is not None else "attention dropout"
-        raise Unsupported(
-            f"{mechanism!r} does not take {what} over several processes. What would work: is_causal, key_mask, and "
-            "dropout=0.0"
-        )
-    if isinstance(mechanism, Mixer):
-        return mix(mechanism, inputs[0], w, **options)
-    q, k, v = inputs
-    return attend(mechanism, q, k, v, w, **options)
+class Part(NamedTuple):
+    """How many queries and keys of one packed sequence each process holds."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def is_over_a_border(self) -> bool:
+        """Whether several processes hold some of it, and there are keys to see."""
+        return any(self.keys) and len({rank for sizes in self for rank, n in enumerate(sizes) if n}) > 1
+
+
+def _parts(sequences: Packing, everyone: Shards) -> list[Part]:
+    """The packed sequences, in their order, but for those without a token."""
+
+    def held(lengths: tuple[int, ...], borders: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+        spans = pairwise([0, *accumulate(lengths)])
+        return [tuple(max(0, min(b, last) - max(a, first)) for first, last in borders) for a, b in spans]
+
+    pairs = zip(
+        held(sequences.queries, everyone.borders(keys=False)), held(sequences.keys, everyone.borders()), strict=True
+    )
+    return [Part(*each) for each in pairs if any(map(sum, each))]
+
+
+def packed_over(inner: Strategy, sequences: Packing) -> Strategy:
+    """The strategy of packed sequences, from that of one."""
+
+    def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rank, each = call.shards.rank, _parts(sequences, call.shards)
+        queries, keys = [part.queries[rank] for part in each], [part.keys[rank] for part in each]
+        cuts = [x.split(lengths, -2) for x, lengths in ((q, queries), (k, keys), (v, keys))]
+        masks = [None] * len(each) if call.key_mask is None else call.key_mask.split(keys, -1)
+        outs: dict[int, Tensor] = {}
+        for i, part in enumerate(each):
+            if part.is_over_a_border:
+                over = call._replace(shards=call.shards.of(*part), key_mask=masks[i])
+                outs[i] = inner.attend(over, *(cut[i] for cut in cuts))
+        whole = [i for i, part in enumerate(each) if not part.is_over_a_border]
+        if whole:
+            rows = [torch.cat([cut[i] for i in whole], -2) for cut in cuts]
+            mask = None if call.key_mask is None else torch.cat([masks[i] for i in whole], -1)  # type: ignore[misc]
+            lengths = Packing(*(tuple(sizes[i] for i in whole) for sizes in (queries, keys)))
+            run = functools.partial(call.mechanism, w=call.w, is_causal=call.is_causal)
+            out = packed.attend(run, rows[0], rows[1], rows[2], lengths, mask)
+            outs |= dict(zip(whole, out.split(list(lengths.queries), -2), strict=True))
+        return torch.cat([outs[i] for i in sorted(outs)], -2)
+
+    def sends(call: Call, sizes: Sizes) -> int:
+        over = [part for part in _parts(sequences, call.shards) if part.is_over_a_border]
+        return sum(inner.sends(call._replace(shards=call.shards.of(*part)), sizes) for part in over)
+
+    collectives = f"for each sequence over a border: {inner.collectives}"
+    return replace(inner, name=f"packed, {inner.name}", collectives=collectives, attend=attend, sends=sends)
+
+
+def longest(
+    group: Any, queries: int, keys: int, device: torch.device, cu_seqlens: CuSeqlens | None, lengths: Lengths | None
+) -> int:
+    """The most queries or keys that a sequence has on all processes together, for weights that depend on it.
+
+    Args:
+        group: The ``ProcessGroup``, or the ``Shards`` of it.
+        queries: Number of this process's queries.
+        keys: Number of its keys.
+        device: Where the numbers are exchanged.
+        cu_seqlens: The borders of packed sequences, as in ``attend``.
+        lengths: Instead of it the number of tokens of each sequence.
+    """
+    everyone = group if isinstance(group, Shards) else shards(group, queries, keys, device)
+    sequences = packed.packing(cu_seqlens, lengths, everyone.length, everyone.num_keys)
+    return max(everyone.length, everyone.num_keys) if sequences is None else sequences.longest

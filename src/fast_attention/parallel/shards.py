@@ -1,15 +1,17 @@
-"""Who holds which tokens of one sequence: the lengths of every process's shard, agreed on once."""
+"""Who holds which tokens of one sequence, and a call over them: ``Shards``, ``Call`` and ``Strategy``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fast_attention.decoding import State
 from fast_attention.parallel import collectives
 
 
@@ -49,18 +51,9 @@ class Shards:
         """The position of this process's first query."""
         return sum(self.queries[: self.rank])
 
-    @property
-    def key_start(self) -> int:
-        """The position of this process's first key."""
-        return sum(self.keys[: self.rank])
-
-    def starts(self, keys: bool = True) -> list[int]:
-        """The positions of every process's first token, and the number of all."""
-        return [0, *accumulate(self.keys if keys else self.queries)]
-
     def borders(self, keys: bool = True) -> list[tuple[int, int]]:
         """The position of every process's first token and the one behind its last."""
-        return list(pairwise(self.starts(keys)))
+        return list(pairwise([0, *accumulate(self.keys if keys else self.queries)]))
 
     def of(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Shards:
         """The same processes with other lengths."""
@@ -101,3 +94,49 @@ def member_of(group: Any) -> Any:
 def local(x: Tensor, sizes: tuple[int, ...], rank: int, axis: int = -2) -> Tensor:
     """The part of a whole tensor that one process holds."""
     return x.narrow(axis, sum(sizes[:rank]), sizes[rank])
+
+
+class Call(NamedTuple):
+    """One call as every process knows it. ``key_mask`` is None on all processes or on none."""
+
+    mechanism: Any
+    w: Any
+    shards: Shards
+    is_causal: bool
+    key_mask: Tensor | None = None  # boolean (..., S), this process's keys
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is a mask."""
+        return self.key_mask is not None
+
+
+class Sizes(NamedTuple):
+    """The sizes of one process's queries (batch, heads, L, width) and values, of which bytes are counted."""
+
+    batch: int
+    heads: int
+    width: int
+    values: int
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to spread attention over processes: what is computed, and how many bytes are sent for it.
+
+    Args:
+        name: One word.
+        collectives: What is sent, in words.
+        attend: ``(call, q, k, v) -> outputs`` of this process's queries. Raises ``Unsupported`` on all processes alike.
+        decode: ``(call, q, k, v, state) -> (outputs, state)``: this process's outputs after ``state``, and the state
+            after the tokens of all processes.
+        sends: ``(call, sizes) -> bytes`` that this process sends to others in the forward pass of ``attend``. It reads
+            no tensors but the weights. The backward pass sends as many, of gradients.
+    """
+
+    name: str
+    collectives: str
+    attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]
+    decode: Callable[[Call, Tensor, Tensor, Tensor, State | None], tuple[Tensor, State]]
+    sends: Callable[[Call, Sizes], int]

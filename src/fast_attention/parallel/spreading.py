@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fast_attention import cache_argument
-from fast_attention.mechanism import Unsupported
-from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.mechanism import Mixer, Unsupported
+from fast_attention.parallel.attending import strategy
 from fast_attention.parallel.shards import Shards, member_of, shards
+from fast_attention.parallel.windows import Windowed
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -70,7 +71,8 @@ def parallelize(model: Model, mesh: Any) -> Model:
         The model.
 
     Raises:
-        Unsupported: A layer's attention is not ours, and would see the tokens of its own process alone.
+        Unsupported: A layer's attention is not ours, and would see the tokens of its own process alone; or a layer
+            mixes whole tokens.
         ValueError: The mesh has several dimensions, no layer can be spread, or processes hold different weights.
     """
     group = mesh
@@ -87,6 +89,9 @@ def parallelize(model: Model, mesh: Any) -> Model:
     if group is not None:
         member_of(group)
         _refuse_others(model)
+        for layer in layers:
+            if isinstance(mixer := getattr(layer, "mechanism", None), Mixer):
+                strategy(mixer, is_causal=False)  # raises
         _compare(model, group)
     for layer in layers:
         layer.members = None if group is None else Members(group)
@@ -115,12 +120,19 @@ def _refuse_window(model: nn.Module, length: int) -> None:
     reach = min((each // 2 for each in windows if isinstance(each, int)), default=length)
     for layer in model.modules():
         mechanism = getattr(layer, "mechanism", None) if isinstance(layer, Spread) else None
-        within = isinstance(mechanism, Local) and max(mechanism.sides) <= reach
-        if reach < length and mechanism is not None and not within:
+        if mechanism is not None and reach < length and not _is_within(mechanism, reach):
             raise Unsupported(
                 f"{type(model).__name__} has layers with a window, and {mechanism!r} over several processes would not "
                 f"keep it in {length} tokens. What would work: Local(window={reach}), or one process"
             )
+
+
+def _is_within(mechanism: Any, reach: int) -> bool:
+    """Whether no query sees a key more than ``reach`` positions away; blocks repeat within so many positions."""
+    if not isinstance(mechanism, Windowed):
+        return False
+    spans = [(i, *mechanism.key_range(i, i + 1)) for i in range(reach + 1)]
+    return all(i - low <= reach and high - 1 - i <= reach for i, low, high in spans)
 
 
 def _compare(model: nn.Module, group: Any) -> None:

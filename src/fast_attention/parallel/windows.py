@@ -5,59 +5,98 @@ Gradients go home the way the keys came. Where a shard is shorter than the windo
 
 from __future__ import annotations
 
-from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention import checks
-from fast_attention.mechanisms.hybrid.ranges import near_range
-from fast_attention.mechanisms.sparse.block_local import BlockLocal
-from fast_attention.mechanisms.sparse.local import Local
-from fast_attention.parallel import collectives
-from fast_attention.parallel.fetching import Ranges, fetch, tokens_sent
-from fast_attention.parallel.strategy import Call, Sizes, Strategy
+from fast_attention.parallel import collectives, heads
+from fast_attention.parallel.shards import Call, Shards, Sizes, Strategy
+
+Ranges = list[tuple[int, int]]
 
 
-def ranges(call: Call, near: Local | BlockLocal) -> Ranges:
-    """The keys that are near some query of each process, by positions in the whole sequence."""
-    shards = call.shards
-    behind = shards.num_keys - shards.length  # the last query stands at the last key
-    queries = pairwise(start + behind for start in shards.starts(keys=False))
-    return [near_range(near, each, shards.num_keys, is_causal=call.is_causal) for each in queries]
+@runtime_checkable
+class Windowed(Protocol):
+    """An attention whose queries see only keys at a bounded distance, and which gives the same over these keys alone.
+
+    Its queries are then aligned to the bottom right of the keys, as in every causal call with fewer queries than keys.
+    """
+
+    def key_range(self, first: int, end: int) -> tuple[int, int]:
+        """The positions of the first key that queries ``first`` to ``end - 1`` see, and of the one behind the last.
+
+        Positions may lie outside of the sequence, and with is_causal=True no key behind a query is seen.
+        """
+        ...
+
+
+def ranges(call: Call) -> Ranges:
+    """The keys that queries of each process see, by positions in the whole sequence."""
+    shards, mechanism = call.shards, call.mechanism
+    assert isinstance(mechanism, Windowed)
+    shift, wanted = shards.num_keys - shards.length, []  # the last query stands at the last key
+    for first, end in shards.borders(keys=False):
+        first, end = first + shift, end + shift
+        low, high = mechanism.key_range(first, end) if end > first else (first, first)
+        low = min(max(low, 0), shards.num_keys)
+        high = end if call.is_causal else high
+        wanted.append((low, max(min(high, shards.num_keys), low)))
+    return wanted
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """This process's outputs, over its keys and its neighbours'."""
-    mechanism, shards = call.mechanism, call.shards
-    assert isinstance(mechanism, Local | BlockLocal)
-    needed = ranges(call, mechanism)
-    near_k, near_v, key_mask, fetched = fetch_near(call, k, v, needed)
-    length, end = q.shape[-2], shards.start + q.shape[-2] + shards.num_keys - shards.length
-    behind = max(needed[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
-    queries, weights = F.pad(q, (0, 0, 0, behind)), checks.weights(mechanism, call.w, q)
-    out = mechanism(queries, near_k, near_v, weights, is_causal=call.is_causal, key_mask=key_mask)
-    return collectives.with_gradient(out[..., :length, :], fetched)
-
-
-def fetch_near(call: Call, k: Tensor, v: Tensor, needed: Ranges) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Keys and values in this process's range, which of them are visible (..., S), the tensor they are parts of."""
+    mechanism, shards, wanted = call.mechanism, call.shards, ranges(call)
     columns = [k, v]
     if call.key_mask is not None:
-        rows = call.key_mask[..., None, :].expand(*k.shape[:-1]).to(k.dtype)
-        columns.append(rows[..., None])
-    fetched = fetch(torch.cat(columns, -1), needed, call.shards)
+        columns.append(call.key_mask[..., None, :].expand(*k.shape[:-1]).to(k.dtype)[..., None])
+    fetched = fetch(torch.cat(columns, -1), wanted, shards)
     near_k, near_v, *mask = fetched.split([x.shape[-1] for x in columns], -1)
-    return near_k, near_v, mask[0][..., 0, :, 0].detach() > 0.5 if mask else None, fetched
+    visible = mask[0][..., 0, :, 0].detach() > 0.5 if mask else None
+    end = shards.start + q.shape[-2] + shards.num_keys - shards.length
+    behind = max(wanted[shards.rank][1] - end, 0)  # keys behind the last query, at which rows of zeros stand
+    queries, w = F.pad(q, (0, 0, 0, behind)), checks.weights(mechanism, call.w, q)
+    out = mechanism(queries, near_k, near_v, w, is_causal=call.is_causal, key_mask=visible)
+    return collectives.with_gradient(out[..., : q.shape[-2], :], fetched)
+
+
+def fetch(x: Tensor, wanted: Ranges, shards: Shards) -> Tensor:
+    """The keys' tokens ``wanted[rank]`` of the whole sequence, from this process's (..., S, E).
+
+    One all-to-all, in which every process sends what others want of its tokens; gradients go home the same way.
+
+    Args:
+        x: This process's tokens.
+        wanted: First position and the one behind the last, for each process, inside the sequence.
+        shards: Who holds what.
+    """
+    borders, token = shards.borders(), x.shape[:-2].numel() * x.shape[-1]
+    first = borders[shards.rank][0]
+    outgoing = [x[..., a - first : b - first, :] for a, b in (_common(borders[shards.rank], each) for each in wanted)]
+    incoming = [b - a for a, b in (_common(each, wanted[shards.rank]) for each in borders)]
+    sizes = [n * token for n in incoming]
+    flat = torch.cat([part.reshape(-1) for part in outgoing])
+    parts = collectives.all_to_all(flat, [part.numel() for part in outgoing], sizes, shards.group).split(sizes)
+    return torch.cat([p.view(*x.shape[:-2], n, x.shape[-1]) for p, n in zip(parts, incoming, strict=True)], -2)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
 
 
 def sends(call: Call, sizes: Sizes) -> int:
-    """Bytes sent: keys and values that are near others' queries, with a mask a number for each."""
-    mechanism = call.mechanism
-    assert isinstance(mechanism, Local | BlockLocal)
+    """Bytes sent: keys and values that others' queries see, with a mask a number for each."""
+    shards = call.shards
+    shard = shards.borders()[shards.rank]
+    common = [_common(shard, each) for rank, each in enumerate(ranges(call)) if rank != shards.rank]
     numbers = sizes.batch * sizes.heads * (sizes.width + sizes.values + call.masked)
-    return tokens_sent(ranges(call, mechanism), call.shards) * numbers * sizes.itemsize
+    return sum(end - first for first, end in common) * numbers * sizes.itemsize
 
 
-WINDOWS = Strategy("neighbours", "one all-to-all of the keys and values near the borders of shards", attend, sends)
+WINDOWS = Strategy(
+    "windows", "one all-to-all of the keys and values near the borders of shards", attend, heads.decode, sends
+)

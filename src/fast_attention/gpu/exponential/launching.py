@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.gpu import sums as elementwise
-from fast_attention.gpu.configurations import Exponential, exponential
-from fast_attention.gpu.exponential import gradients, reading, sums, values
-from fast_attention.gpu.pointers import power, some, strides
+from fast_attention.gpu.configurations import STEP, Exponential, exponential
+from fast_attention.gpu.exponential import gradients, reading, steps, sums, values
+from fast_attention.gpu.registering import power, some, strides
 
 
 class Weights(NamedTuple):
@@ -187,3 +187,18 @@ def _parts(rows: Tensor, like: Tensor) -> Tensor:
         return rows.contiguous()
     high = rows.to(like.dtype)
     return torch.stack([high, (rows - high).to(like.dtype)])
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Tensor, weights: Weights
+) -> tuple[Tensor, Tensor]:
+    """The output of one token behind a state, and the state after it; rows in float32."""
+    (batch, heads, _, width), E, D = q.shape, v.shape[-1], weights.keys.shape[-2]
+    out, following = v.new_empty((batch, heads, 1, E), dtype=q.dtype), state.new_empty(state.shape)
+    queries, keys, bias = (some(x, weights.keys).contiguous() for x in weights[:3])
+    steps.exponential[(batch * heads * -(-E // STEP),)](
+        q, k, v, queries, keys, bias, some(mask, q), state, out, following, heads, D, width, E, width**-0.25,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *strides(mask), HAS_BIAS=weights.bias is not None,
+        HAS_MASK=mask is not None, BD=STEP, BW=power(width), BE=STEP, num_warps=4,
+    )  # fmt: skip
+    return out, following

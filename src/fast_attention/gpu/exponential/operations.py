@@ -16,6 +16,7 @@ from torch import Tensor
 from fast_attention.gpu.configurations import exponential
 from fast_attention.gpu.exponential import plain
 from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
+from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 TOKENS, ROWS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask", "Tensor query_rows, Tensor key_rows, Tensor? bias"
@@ -169,6 +170,22 @@ _feature_read_vjp = operation(
 )  # fmt: skip
 
 
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Tensor, query_rows: Tensor, key_rows: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    launching = _launching()
+    weights = launching.Weights(query_rows, key_rows, bias, trained=False)
+    q, k, v = contiguous(q, k, v)
+    return launching.step(q, k, v, as_bytes(key_mask, k), state.contiguous(), weights)
+
+
+feature_step = operation(
+    "feature_step", f"{TOKENS}, Tensor state, {ROWS}", "(Tensor, Tensor)", _step,
+    lambda q, k, v, mask, state, *x: (q.new_empty((*q.shape[:-1], v.shape[-1])), *empty(state)),
+)  # fmt: skip
+
+
 def _of_scan(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
     q, k, v, key_mask, first, *rows, begins = given
     out, last, *read, states = results
@@ -192,3 +209,16 @@ def _of_read(given: Any, results: Any, gradients: Any, numbers: Any) -> Any:
 differentiable(feature_scan, plain.scan, _of_scan, tensors=9, visible=2)
 differentiable(feature_sums, plain.key_sums, _of_sums, tensors=5, visible=1)
 differentiable(feature_read, plain.read_sums, _of_read, tensors=4, visible=1)
+
+
+def forms(
+    query_rows: Tensor, key_rows: Tensor, bias: Tensor | None, keep: bool, trained: bool, begins: Tensor | None = None
+) -> Forms:
+    """The kernels with one projection; ``begins``: of packed sequences, causal."""
+    rows = query_rows, key_rows, bias, begins
+    return Forms(
+        lambda q, k, v, mask, first: feature_scan(q, k, v, mask, first, *rows, keep, trained)[:2],
+        lambda k, v, mask: feature_sums(k, v, mask, key_rows, bias, trained),
+        lambda q, sums: feature_read(q, sums, query_rows, bias, keep, trained)[0],
+        lambda q, k, v, mask, state: feature_step(q, k, v, mask, state, query_rows, key_rows, bias),
+    )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.gpu.forms import Forms
-from fast_attention.gpu.packing import one_by_one
 from fast_attention.gpu.plain import SMALLEST
+from fast_attention.gpu.walking import Forms, one_by_one
 
 FEW = 16  # tokens
 FLOOR = -1e30

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast_attention.gpu.forms import Forms
 from fast_attention.gpu.pooling import plain
 from fast_attention.gpu.registering import as_bytes, contiguous, differentiable, empty, operation, rest_like, zeros
+from fast_attention.gpu.walking import Forms
 
 Results = tuple[Tensor, ...]
 TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? key_mask"

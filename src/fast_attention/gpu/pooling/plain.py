@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine.decay import decayed_sums, spread
 from fast_attention.engine.scan import FLOOR, running_max
-from fast_attention.gpu.forms import Forms
-from fast_attention.gpu.packing import one_by_one
+from fast_attention.gpu.walking import Forms, one_by_one
 
 
 def scan(

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft.aft_local import aft_local, aft_local_part
+from fast_attention.mechanisms.aft.aft_local import WindowState, advanced, aft_local
 from fast_attention.mechanisms.aft.reference import same_width
-from fast_attention.mechanisms.aft.window_state import WindowState, advanced
 from fast_attention.value import at_least
 
 
@@ -66,11 +65,6 @@ class AFTConv(Attention[ConvKernel, WindowState]):
         if self.kernel_size % 2 == 0:
             raise ValueError(f"{self!r}: kernel_size must be odd, for the kernel is centred on the query")
 
-    @property
-    def reach(self) -> int:
-        """How many positions away the furthest key under the kernel stands."""
-        return self.kernel_size // 2
-
     def weights(self, shape: Shape) -> ConvKernel:
         """Kernels from N(0, 0.01^2), gain and shift 0."""
         kernel = nn.Parameter(0.01 * torch.randn(shape.heads, self.kernel_size))
@@ -83,16 +77,6 @@ class AFTConv(Attention[ConvKernel, WindowState]):
         """``aft_local`` with the kernel as every position's band."""
         same_width(self, k, v)
         return aft_local(q, k, v, conv_band(*widen(w)), is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def attend_part(
-        self, q: Tensor, k: Tensor, v: Tensor, w: ConvKernel, far: tuple[Tensor, Tensor], *, start: int, before: int,
-        is_causal: bool, key_mask: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """``aft_local_part`` of the queries from position ``start`` on."""
-        return aft_local_part(
-            q, k, v, far, conv_band(*w), before=before, strict=False, is_causal=is_causal, key_mask=key_mask
-        )
 
     @in_float32
     def advance(

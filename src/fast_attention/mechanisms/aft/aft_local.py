@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
+from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import fast_window, gpu, reference
+from fast_attention.mechanisms.aft import fast_window, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
-from fast_attention.mechanisms.aft.window_state import WindowState, advanced
 from fast_attention.value import at_least
 
 
+@in_float32
 def aft_local(
     q: Float[Tensor, "*batch heads length width"],
     k: Float[Tensor, "*batch heads length width"],
@@ -39,55 +39,64 @@ def aft_local(
     """
     if band.shape[-1] % 2 == 0:
         raise ValueError(f"band has shape {tuple(band.shape)}: its last size, the taps, must be odd")
-    if why := gpu.window_obstacle(q, k, v, key_mask, band):
-        dispatch.unserved(q, why)
-        return _attend(q, k, v, band, key_mask, is_causal=is_causal, strict=strict)
-    return gpu.attend_window(q, k, v, key_mask, band, is_causal=is_causal, strict=strict)
-
-
-@in_float32
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, key_mask: Tensor | None, *, is_causal: bool, strict: bool
-) -> Tensor:
-    """``aft_local`` without kernels for GPUs."""
     k, v = reference.masked_scores(k, key_mask), masks.drop(v, key_mask)
     any_masked = key_mask is not None
     return fast_window.windowed(q, k, v, band, is_causal=is_causal, strict=strict, any_masked=any_masked)
-
-
-def aft_local_part(
-    q: Float[Tensor, "*batch heads length width"],
-    k: Float[Tensor, "*batch heads keys width"],
-    v: Float[Tensor, "*batch heads keys width"],
-    far: tuple[Float[Tensor, "*batch heads 1 width"], Float[Tensor, "*batch heads 1 width"]],
-    band: Float[Tensor, "#heads2 #length2 taps"],
-    *,
-    before: int,
-    strict: bool,
-    is_causal: bool,
-    key_mask: Bool[Tensor, "*#batch2 1 keys"] | None,
-) -> Float[Tensor, "*batch heads length width"]:
-    """``aft_local`` of queries that follow one another; ``band`` holds their biases.
-
-    ``k`` are the keys in the window of some of them, in order; ``before`` of these, at most half a window, stand before
-    the first query. ``far`` is what ``reference.one_key`` makes of all other keys.
-    """
-    reach, length = band.shape[-1] // 2, q.shape[-2]
-    first, behind = reach + 1, k.shape[-2] - before - length  # the far key stands outside of the first query's window
-    ones = torch.ones_like(k[..., :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-    visible = F.pad(ones.expand(*k.shape[:-3], 1, k.shape[-2]), (reach - before, 0))
-    visible = torch.cat([far[0][..., :1, :, 0] > FLOOR / 2, visible], -1)
-    k, v = (torch.cat([one, F.pad(x, (0, 0, reach - before, 0))], -2) for one, x in zip(far, (k, v), strict=True))
-    around = (0, 0, first, behind)
-    band = band if band.shape[-2] == 1 else F.pad(band, around)
-    out = aft_local(F.pad(q, around), k, v, band, strict=strict, is_causal=is_causal, key_mask=visible)
-    return out[..., first : first + length, :]
 
 
 class Band(NamedTuple):
     """A bias for every position and every key less than a window away, for all heads and channels."""
 
     band: Float[Tensor, "max_len taps"]
+
+
+class WindowState(NamedTuple):
+    """State for decoding: the last ``window - 1`` keys, and in front of them the pool of all earlier ones as a key."""
+
+    scores: Float[Tensor, "*batch window width"]
+    both: Float[Tensor, "*batch window both"]
+    position: Int[Tensor, ""]  # tokens so far
+
+
+def one_row(
+    biases: Float[Tensor, "#heads 1 window"],
+    scores: Float[Tensor, "*batch heads keys width"],
+    both: Float[Tensor, "*batch heads keys both"],
+    *,
+    strict: bool,
+) -> Float[Tensor, "*batch heads 1 both"]:
+    """The sums of one new token, up to a factor, over its window and the row of all earlier keys in front of it."""
+    if strict:
+        scores, both = scores[..., 1:, :], both[..., 1:, :]
+    else:
+        biases = F.pad(biases, (1, 0))
+    scores = scores + biases.mT
+    return reference.pooled(scores, both).sums
+
+
+def advanced(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, state: WindowState | None, *, strict: bool, key_mask: Tensor | None
+) -> tuple[Tensor, WindowState]:
+    """The outputs of N new tokens after ``state``, and the state after them; ``band`` (heads or 1, N or 1, taps)."""
+    window, length = band.shape[-1] // 2 + 1, k.shape[-2]
+    scores, both = reference.terms(k, v, key_mask)
+    if state is None:
+        start = (0, 0, window, 0)
+        scores, both = F.pad(scores, start, value=FLOOR), F.pad(both, start)
+        position = torch.zeros((), dtype=torch.long, device=k.device)
+    else:
+        scores, both = torch.cat([state.scores, scores], -2), torch.cat([state.both, both], -2)
+        position = state.position
+    if not symbolic() and length == 1:
+        dispatch.record("one token against its window", "decoding token by token", window=window)
+        sums = one_row(band[..., :window], scores, both, strict=strict)
+    else:
+        if band.shape[-2] > 1:
+            band = F.pad(band, (0, 0, window, 0))
+        sums = reference_biased.windowed(band, scores, both, is_causal=True, strict=strict)[..., window:, :]
+    past = reference.pooled(scores[..., : length + 1, :], both[..., : length + 1, :])
+    scores, both = reference.prepended(past, scores[..., length + 1 :, :], both[..., length + 1 :, :])
+    return q.sigmoid() * reference.mean(sums, v.shape[-1]), WindowState(scores, both, position + length)
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,11 +133,6 @@ class AFTLocal(Attention[Band, WindowState]):
         """Biases from N(0, 0.01^2)."""
         return Band(nn.Parameter(0.01 * torch.randn(shape.max_len, 2 * self.window - 1)))
 
-    @property
-    def reach(self) -> int:
-        """How many positions away the furthest key with a bias of its own stands."""
-        return self.window - 1
-
     def heads_of(self, w: Band) -> None:
         """None: the biases are those of all heads, however many."""
 
@@ -138,17 +142,6 @@ class AFTLocal(Attention[Band, WindowState]):
         self.within(k.shape[-2], w.band.shape[0])
         band = narrow(w.band, k.shape[-2], axis=0)[None]
         return aft_local(q, k, v, band, strict=self.strict, is_causal=is_causal, key_mask=key_mask)
-
-    @in_float32
-    def attend_part(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Band, far: tuple[Tensor, Tensor], *, start: int, before: int,
-        is_causal: bool, key_mask: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """``aft_local_part`` of the queries from position ``start`` on."""
-        band = narrow(w.band, q.shape[-2], axis=0, start=start)[None]
-        return aft_local_part(
-            q, k, v, far, band, before=before, strict=self.strict, is_causal=is_causal, key_mask=key_mask
-        )
 
     @in_float32
     def advance(

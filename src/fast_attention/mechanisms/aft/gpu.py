@@ -1,4 +1,4 @@
-"""AFT-simple, and AFT with biases in a window, by Triton kernels: pools of keys, chunk beside chunk."""
+"""AFT-simple by Triton kernels: pools of keys, chunk beside chunk."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import dispatch
-from fast_attention.gpu import cases, self_check, walking
-from fast_attention.gpu.packing import Chunks
+from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.pooling import operations
-from fast_attention.gpu.windowed import operations as windowed
+from fast_attention.gpu.walking import Chunks
 from fast_attention.mechanisms.aft.reference import Pool
 
 TOKENS = 64  # of a chunk of packed sequences
@@ -19,26 +18,13 @@ WIDEST = 1 << 16  # channels: any number, which a program takes a few of
 def obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
     """Why kernels cannot compute this call; empty where they can."""
     why = dispatch.gpu_obstacle(q, k, v, widest=WIDEST)
-    return why or self_check.obstacle(cases.pools(), q, v, masked=key_mask is not None)
-
-
-def window_obstacle(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, band: Tensor) -> str:
-    """The same of a call with biases in a window."""
-    why = dispatch.gpu_obstacle(q, k, v, widest=WIDEST)
-    return why or self_check.obstacle(cases.windows(band.shape[-1] // 2), q, v, masked=key_mask is not None)
+    return why or self_check.obstacle(self_check.pools(), q, v, masked=key_mask is not None)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor:
     """Outputs (..., L, C): see ``aft_simple``."""
     forms = operations.forms(gated=True, keep=walking.trains(q, k, v))
     return walking.walk(forms, q, k, v, key_mask, is_causal=is_causal)
-
-
-def attend_window(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, band: Tensor, *, is_causal: bool, strict: bool
-) -> Tensor:
-    """Outputs (..., H, L, C): see ``aft_local``."""
-    return windowed.attend(q, k, v, key_mask, band, is_causal=is_causal, strict=strict)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], key_mask: Tensor | None) -> Tensor:

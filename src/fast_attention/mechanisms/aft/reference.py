@@ -74,17 +74,6 @@ def running(scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*
     return Pool(log_scale, decayed_sums(weighted(scores, both, log_scale), log_scale))
 
 
-def one_key(k: Float[Tensor, "*batch keys width"], v: Float[Tensor, "*batch keys width"]) -> tuple[Tensor, Tensor]:
-    """One key and its value (..., 1, width) that stand for all of these wherever biases are 0, with gradients.
-
-    The key is the logarithm of their sum of exponentials, the value their mean. Keys at ``FLOOR`` are masked, their
-    values zero; so is the one key where all are.
-    """
-    log_scale, sums = pooled(k, with_ones(k, v))
-    total = sums[..., v.shape[-1] :]
-    return log_scale + total.masked_fill(total == 0, 1.0).log(), mean(sums, v.shape[-1])
-
-
 def prepended(
     pool: Pool | None, scores: Float[Tensor, "*batch keys weights"], both: Float[Tensor, "*batch keys both"]
 ) -> tuple[Tensor, Tensor]:

@@ -140,6 +140,10 @@ class Adapted(Attention[Deltas, Any]):
         q, k, v = self.adapted(q, k, v, w)
         return self.mechanism.advance(q, k, v, w.inner, state, key_mask=key_mask)
 
+    def parts_by_states(self, is_causal: bool) -> bool:
+        """As those of the mechanism."""
+        return self.mechanism.parts_by_states(is_causal)
+
     def summary(self, k: Tensor, v: Tensor, w: Deltas, *, key_mask: Tensor | None) -> Any:
         """The mechanism's state of the adapted tokens."""
         return self.mechanism.summary(_moved(k, w.k), _moved(v, w.v), w.inner, key_mask=key_mask)

@@ -21,8 +21,7 @@ from fast_attention.feature_maps.feature_map import Features
 from fast_attention.gpu import flex, patterns
 from fast_attention.mechanisms.hybrid import reference
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums, sums_outside
-from fast_attention.mechanisms.hybrid.positions import Plan
-from fast_attention.mechanisms.hybrid.ranges import plan_of
+from fast_attention.mechanisms.hybrid.positions import Plan, plan_of
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.kernelised import Kernelised

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fast_attention.engine.blocks import count
+from fast_attention.engine.blocks import count, smaller
 from fast_attention.engine.tracing import exporting, symbolic
+from fast_attention.mechanisms.sparse.block_local import BlockLocal
+from fast_attention.mechanisms.sparse.local import Local
 
 BLOCK = 64  # queries that share a span of keys, and keys that are summed up together
 CHUNK_TOKENS = 2**13  # tokens of a chunk or a quarter more, all heads together: a few MiB of features
@@ -152,3 +154,17 @@ class Chunk(NamedTuple):
 def in_blocks(x: Tensor, blocks: slice) -> Tensor:
     """A run of whole blocks, or a part of one, with an axis of blocks: (heads, n, E) to (heads, blocks, rows, E)."""
     return x.unflatten(1, (blocks.stop - blocks.start, -1))
+
+
+def plan_of(near: Local | BlockLocal, length: int, keys: int, start: int, *, is_causal: bool) -> Plan:
+    """Where blocks lie for ``length`` queries from position ``start`` on; those of ``BlockLocal`` begin a block."""
+    end, rest = start + length if symbolic() else max(start + length, 1), keys - start
+    if isinstance(near, BlockLocal):
+        size = near.block_size
+        before, after = smaller(near.before, end // size), smaller(near.after, rest // size + 1)
+        return Plan.of_blocks(length, size, before, after, is_causal, start)
+    left, right = near.sides
+    left, right = smaller(left, end - 1), smaller(right, rest - 1)
+    if not symbolic() and start + length == keys <= SHORT:
+        return Plan.dense(length, left, right, is_causal, start)
+    return Plan.of(length, left, right, is_causal, start)

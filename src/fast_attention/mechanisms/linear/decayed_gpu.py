@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fast_attention.engine import dispatch
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap
-from fast_attention.gpu import cases, decayed, plain, self_check, walking
+from fast_attention.gpu import decayed, plain, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear import gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
@@ -34,7 +34,7 @@ def obstacle(
         return "a feature map that is not elementwise"
     if not is_causal:  # heads as ``attend`` has them then
         q, v = (q.new_empty((0, x.shape[-1] + one), dtype=torch.float32) for x, one in ((q, 0), (v, ones)))
-    case = cases.decayed(phi, normalized=normalize and is_causal)
+    case = self_check.decayed(phi, normalized=normalize and is_causal)
     return self_check.obstacle(case, q, v, masked=key_mask is not None)
 
 

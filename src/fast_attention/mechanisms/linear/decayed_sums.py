@@ -9,7 +9,7 @@ each feature of the keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,31 +39,21 @@ class DecayedState(NamedTuple):
     log_decay: Float[Tensor, "*batch decays"]
 
 
-class Sides(NamedTuple):
-    """The sums of the tokens before some others and of those after, up to their borders; None where there are none."""
-
-    before: DecayedState | None
-    after: DecayedState | None
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, normalize: bool,
-    eps: float, is_causal: bool, sides: Sides | None = None,
+    eps: float, is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Outputs (..., L, Ev); not causal, the sums from the left and those from the right, beginning with ``sides``."""
+    """Outputs (..., L, Ev); not causal, the sums from the left and those from the right."""
     directed = partial(_directed, phi=phi, normalize=normalize)
     if is_causal:
         return _finished(*directed(q, k, v, log_decay, key_mask, _empty(k, v, phi, log_decay), eps=eps)[0], normalize)
     log_scale = in_range.log_scale(_keys(phi, k, key_mask))  # one for both directions
-    sides = sides or Sides(None, None)
-    log_scale = reduce(torch.maximum, (each.log_scale for each in sides if each is not None), log_scale)
     empty = replaced(_empty(k, v, phi, log_decay), log_scale=log_scale)
-    first, last = (empty if each is None else combine(each, empty) for each in sides)
-    left = directed(q, k, v, log_decay, key_mask, first, eps=eps)[0]
+    left = directed(q, k, v, log_decay, key_mask, empty, eps=eps)[0]
     to_next = F.pad(log_decay, (0, 0, 0, 1))[..., 1:, :].flip(-2)
     mask = None if key_mask is None else key_mask.flip(-1)
     q, k, v = (x.flip(-2) for x in (q, k, v))
-    right = directed(q, k, v, to_next, mask, last, eps=0.0, strict=True)[0]
+    right = directed(q, k, v, to_next, mask, empty, eps=0.0, strict=True)[0]
     numerator, denominator = (a + b.flip(-2) for a, b in zip(left, right, strict=True))
     return _finished(numerator, denominator, normalize)
 
@@ -78,13 +68,11 @@ def streamed(
     return _finished(*sums, normalize), after
 
 
-def summarise(
-    k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap, backwards: bool = False
-) -> DecayedState:
-    """The state after some tokens that nothing precedes; ``backwards``: before them, ready for the token there."""
+def summarise(k: Tensor, v: Tensor, log_decay: Tensor, key_mask: Tensor | None, *, phi: FeatureMap) -> DecayedState:
+    """The state after some tokens that nothing precedes."""
     keys = _keys(phi, k, key_mask)
     log_scale, reached = in_range.log_scale(keys), log_decay.double().cumsum(-2)
-    rescale = (reached if backwards else reached[..., -1:, :] - reached).exp().to(v.dtype)
+    rescale = (reached[..., -1:, :] - reached).exp().to(v.dtype)
     scaled = keys.values * (-log_scale).exp()[..., None] * rescale
     return DecayedState(scaled.mT @ v, scaled.sum(-2), log_scale, reached[..., -1, :].to(v.dtype))
 

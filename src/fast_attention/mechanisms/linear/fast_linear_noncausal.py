@@ -127,4 +127,4 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, phi: InP
     return linear_state.normalise(linear_state.read(phi(q), linear_state.summarise(keys, v)), eps)
 
 
-attention = CustomGradient(_plain, _forward, _backward, fuses=True)  # (q, k, v, key_mask, *, phi, eps) -> outputs
+attention = CustomGradient(_plain, _forward, _backward)  # (q, k, v, key_mask, *, phi, eps) -> outputs

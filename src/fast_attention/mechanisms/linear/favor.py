@@ -12,17 +12,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import advancing, dispatch
+from fast_attention.engine import advancing
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import cummax
 from fast_attention.feature_maps.features import Features
 from fast_attention.feature_maps.random_features import draw, trigonometric
 from fast_attention.mechanism import Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import fast_favor, gpu, linear_state, reference, signed_gpu
+from fast_attention.mechanisms.linear import fast_favor, linear_state, reference
 from fast_attention.mechanisms.linear.kernelised import Kernelised, Map
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
-from fast_attention.mechanisms.linear.signed_gpu import Signed
 from fast_attention.value import at_least, one_of
 
 
@@ -46,11 +45,6 @@ def favor_attention(
     are estimates of positive numbers and may come out negative: ``clamp`` (see ``Favor``). A query that sees nothing
     gets zeros.
     """
-    phi = _signed(projection, phase, clamp)
-    count = projection.shape[-2] * (2 if phase is None else 1)
-    if not (why := signed_gpu.obstacle(q, k, v, count, key_mask, is_causal=is_causal)):
-        return phi.attend(q, k, v, key_mask, is_causal=is_causal)
-    dispatch.unserved(q, why)
     if phase is None and clamp is None:
         return fast_favor.attend(
             RandomFeatureMap("sincos"), q, k, v, Heads(projection), is_causal=is_causal, key_mask=key_mask
@@ -69,16 +63,6 @@ def favor_attention(
 
 def _map(projection: Tensor, phase: Tensor | None) -> Callable[[Tensor], Features]:
     return lambda x: trigonometric(x * x.shape[-1] ** -0.25, projection, phase)
-
-
-def _signed(projection: Tensor, phase: Tensor | None, clamp: float | None) -> Signed:
-    """The features as kernels for GPUs take them."""
-
-    def finish(sums: Sums, largest: Tensor) -> Tensor:
-        assert clamp is not None
-        return linear_state.normalise(_clamped(sums, largest, projection, phase, clamp))
-
-    return Signed(_map, (projection, phase), None if clamp is None else finish)
 
 
 def _clamped(sums: Sums, largest: Tensor, projection: Tensor, phase: Tensor | None, clamp: float) -> Sums:
@@ -135,6 +119,10 @@ class Favor(Kernelised[TrigonometricWeights]):
         if self.clamp is not None:
             at_least(self, "clamp", self.clamp, 0.0)
 
+    def parts_by_states(self, is_causal: bool) -> bool:
+        """Not with a clamp: a state holds its unit without a gradient."""
+        return self.clamp is None
+
     def weights(self, shape: Shape) -> TrigonometricWeights:
         """Draw the projection of every head, and its phases."""
         projection = draw(shape.heads, self.num_features, shape.head_dim, orthogonal=self.orthogonal)
@@ -163,20 +151,6 @@ class Favor(Kernelised[TrigonometricWeights]):
         )  # fmt: skip
 
     @in_float32
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, lengths: tuple[int, ...], *, is_causal: bool,
-        key_mask: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """Causal, by kernels of sums that decay: to nothing where a sequence begins."""
-        if not is_causal or signed_gpu.obstacle(q, k, v, self._count(w), key_mask, is_causal=True):
-            return None
-        return _signed(*w, self.clamp).packed(q, k, v, lengths, key_mask)
-
-    def _count(self, w: TrigonometricWeights) -> int:
-        """Features of a token."""
-        return w.projection.shape[-2] * (2 if w.phase is None else 1)
-
-    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: TrigonometricWeights, state: LinearState | None, *,
         key_mask: Tensor | None,
@@ -184,10 +158,6 @@ class Favor(Kernelised[TrigonometricWeights]):
         """Outputs of the new tokens, and the sums over all keys up to their end."""
         if self.clamp is not None and state is not None and torch.is_grad_enabled() and state.k.requires_grad:
             raise Unsupported(f"{self!r}: a state holds the clamp's unit without a gradient; detach it, or use no_grad")
-        why = signed_gpu.obstacle(q, k, v, self._count(w), key_mask, is_causal=True) or gpu.few(q, k, v, state)
-        if not why:
-            return _signed(*w, self.clamp).advance(q, k, v, state, key_mask)
-        dispatch.unserved(q, why)
         if self.clamp is None:
             return super().advance(q, k, v, w, state, key_mask=key_mask)
         phi = _map(*w)

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.bounds import bounded
-from fast_attention.gpu import cases, self_check, walking
+from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
-from fast_attention.gpu.exponential import kernels
-from fast_attention.gpu.forms import Forms
-from fast_attention.gpu.packing import Chunks
+from fast_attention.gpu.exponential import operations
+from fast_attention.gpu.walking import Chunks, Forms
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
@@ -25,7 +24,7 @@ def obstacle(
         return why or "features of either sign"
     if heads.bias is not None and heads.bias.requires_grad:
         return "a bias that is trained"
-    case = cases.exponential(phi.width(heads.rows), q.shape[-1])
+    case = self_check.exponential(phi.width(heads.rows), q.shape[-1])
     return self_check.obstacle(case, q, v, masked=masked)
 
 
@@ -76,4 +75,4 @@ def _forms(
     keys = queries if heads.key_rows is None else both(heads.key_rows)
     bias = None if heads.bias is None else flat(heads.bias)[:, 0]
     trained = walking.trains(queries, keys)
-    return kernels.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained, begins)
+    return operations.forms(queries, keys, bias, walking.trains(q, k, v, queries, keys), trained, begins)

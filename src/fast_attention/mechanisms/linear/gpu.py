@@ -8,7 +8,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.tracing import symbolic
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Features
-from fast_attention.gpu import cases, maps, operations, self_check, walking
+from fast_attention.gpu import maps, operations, self_check, walking
 from fast_attention.gpu.configurations import WIDEST
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
 from fast_attention.mechanisms.linear.linear_state import LinearState
@@ -22,7 +22,7 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap, key_mask: Tensor 
         return why
     if not isinstance(phi, Elementwise):
         return "a feature map that is not elementwise"
-    return self_check.obstacle(cases.elementwise(phi), q, v, masked=key_mask is not None)
+    return self_check.obstacle(self_check.elementwise(phi), q, v, masked=key_mask is not None)
 
 
 def few(q: Tensor, k: Tensor, v: Tensor, state: LinearState | DecayedState | None, *weights: Tensor | None) -> str:

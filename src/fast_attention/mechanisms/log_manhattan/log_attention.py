@@ -1,19 +1,40 @@
-"""Log attention (Jiang and Zuo, "Fast Attention"): the logarithm of query times key, so that products become sums."""
+"""Log attention (Jiang and Zuo, "Fast Attention"): the logarithm of query times key, so that products become sums.
+
+Log attention in chunks that stay in cache: ``o_i = (a_i P + R) / (n a_i + B)``, with a hand-written gradient.
+
+P, B, R are the sums of v_j, b_j, b_j v_j over the n keys that query i may see. With ``d = g / (n a + B)`` their
+gradients are the sums of ``a d``, ``-o d`` and ``d`` over the queries. The backward pass maps queries and keys again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import advancing, dispatch, masks, summed
+from fast_attention.engine.chunks import sum_to_width, visible_counts, vjp
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
-from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.log_manhattan import gpu
-from fast_attention.mechanisms.log_manhattan.log_forms import LogForms, Normalize, Score, States
-from fast_attention.mechanisms.log_manhattan.reference import KeySums
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.aft import reference as pool
+from fast_attention.mechanisms.aft.reference import Pool, same_width
+from fast_attention.mechanisms.linear import in_range, linear_state
+from fast_attention.mechanisms.linear import reference as linear
+from fast_attention.mechanisms.linear.linear_state import LinearState
+from fast_attention.mechanisms.log_manhattan import reference
+from fast_attention.mechanisms.log_manhattan.reference import KeySums, LogSettings, log_sums
 from fast_attention.value import at_least, one_of
+
+Score = Literal["channel", "sum", "logdot"]
+Normalize = Literal["sum", "softmax", "none"]
+States = Pool | KeySums | LinearState
+EPS = 1e-6  # added to the denominators of logdot, as in linear attention
 
 
 def log_attention(
@@ -46,8 +67,96 @@ def log_attention(
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
+def chunked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, settings: LogSettings, *, fixed: bool) -> Tensor:
+    """``reference.log_sums``; ``fixed`` scores hold nothing to learn, so that the backward pass may map again."""
+    why = dispatch.obstacle(q, k, v, even=True) if fixed else "a map with something to learn"
+    if not why and settings.is_causal and q.shape[-2] != k.shape[-2]:
+        why = "causal, and not as many queries as keys"
+    if why:
+        dispatch.record("whole tensors at a time", why)
+        return log_sums(q, k, v, key_mask, settings=settings)
+    summed.record(v, is_causal=settings.is_causal)
+    return _RULE(q, k, v, key_mask, settings=settings)
+
+
+class _Log:
+    def __init__(self, tensors: tuple[Any, ...], out: Tensor, settings: LogSettings, *gradients: Tensor) -> None:
+        (self.q, self.k, self.v, self.key_mask), self.out, self.settings = tensors, out, settings
+        self.gradients, self.width = gradients, out.shape[-1]  # of the outputs, queries, keys and values
+        self.count = visible_counts(self.key_mask, self.v, is_causal=settings.is_causal)
+
+    def terms(self, at: slice) -> tuple[Tensor, ...]:
+        v, b = self._visible(at, self.settings.score(self.k[..., at, :]))
+        return v, b, b * v
+
+    def read(self, at: slice, sums: Tensor) -> None:
+        a, out = self.settings.score(self.q[..., at, :]), self.out[..., at, :]
+        torch.addcmul(sums[..., -self.width :], a, sums[..., : self.width], out=out)
+        if self.settings.normalized:
+            out.div_(self._denominator(at, a, sums[..., self.width : -self.width]))
+
+    def terms_again(self, at: slice) -> tuple[Tensor, ...]:
+        b, self.pullback = vjp(self.settings.score, self.k[..., at, :])
+        self.values, self.b = self._visible(at, b)
+        return self.values, self.b
+
+    def read_vjp(self, at: slice, sums: Tensor) -> tuple[Tensor, ...]:
+        o, g, dq = (x[..., at, :] for x in (self.out, self.gradients[0], self.gradients[1]))
+        scores = sums[..., self.width : sums.shape[-1] - (0 if self.settings.is_causal else self.width)]
+        plain = sums[..., : self.width]
+        a, pullback = vjp(self.settings.score, self.q[..., at, :])
+        if not self.settings.normalized:
+            dq.copy_(pullback(sum_to_width(g * plain, a.shape[-1])))
+            return a * g, g, torch.zeros_like(scores).expand(*g.shape[:-1], -1)
+        d = g / self._denominator(at, a, scores)
+        da = torch.addcmul(plain, o, summed.rows(self.count, at), value=-1).mul_(d)  # d (P - n o)
+        dq.copy_(pullback(sum_to_width(da, a.shape[-1])))
+        return a * d, d, sum_to_width(o * d, scores.shape[-1]).neg_()
+
+    def terms_vjp(self, at: slice, d_sums: Tensor) -> None:
+        dk, dv = (x[..., at, :] for x in self.gradients[2:])
+        d_plain, d_weighted, d_scores = d_sums.split([self.width, self.width, self.b.shape[-1]], -1)
+        db = sum_to_width(self.values * d_weighted, self.b.shape[-1]).add_(d_scores)
+        torch.addcmul(d_plain, self.b, d_weighted, out=dv)
+        if self.key_mask is not None:
+            masked = ~self.key_mask[..., at][..., None]
+            db.masked_fill_(masked, 0.0)
+            dv.masked_fill_(masked, 0.0)
+        dk.copy_(self.pullback(db))
+
+    def _visible(self, at: slice, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and scores of the keys, zeros where masked."""
+        mask = None if self.key_mask is None else self.key_mask[..., at]
+        return masks.drop(self.v[..., at, :], mask), masks.drop(b, mask)
+
+    def _denominator(self, at: slice, a: Tensor, scores: Tensor) -> Tensor:
+        """``n a + B``; infinite where it vanishes, so that quotients are zero."""
+        total = torch.addcmul(scores, a, summed.rows(self.count, at))
+        return torch.threshold_(total, torch.finfo(total.dtype).tiny, float("inf"))
+
+
+def _forward(*tensors: Any, keep: bool, settings: LogSettings) -> tuple[Tensor, tuple[Tensor, ...]]:
+    q, _, v, _ = tensors
+    out = v.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, (summed.forward(_Log(tensors, out, settings), q, v, is_causal=settings.is_causal),)
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, settings: LogSettings,
+) -> tuple[Any, ...]:  # fmt: skip
+    q, k, v, _ = inputs
+    d_inputs = [summed.empty(x) for x in (q, k, v)]
+    one = _Log(inputs, outputs[0], settings, gradients[0], *d_inputs)
+    summed.backward(one, q, v, kept[0], is_causal=settings.is_causal)
+    return *d_inputs, None
+
+
+_RULE = CustomGradient(log_sums, _forward, _backward)
+
+
 @dataclass(frozen=True, repr=False)
-class LogAttention(LogForms):
+class LogAttention(Attention[tuple[()], States]):
     """Attention whose score is a logarithm: ``log(h(q) h(k)) = log h(q) + log h(k)``, linear in the sequence length.
 
     A sum of a query's and a key's score leaves little interaction between the two. ``normalize="softmax"`` loses the
@@ -108,47 +217,82 @@ class LogAttention(LogForms):
             matrix=self.score != "channel",
         )
 
+    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Linear attention, a softmax pool or three sums, as the settings have it."""
-        if why := self._obstacle(q, k, v, key_mask):
-            dispatch.unserved(q, why)
-            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        a, b = self._both(q, k, v)
-        return gpu.attend(a, b, v, key_mask, is_causal=is_causal, divisor=self._divisor, dtype=v.dtype)
+        if is_causal and self.normalize == "softmax" and advancing.worthwhile(q, k, v):
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
+        if self.score == "logdot":
+            dispatch.record("linear attention's plain form", "its fast passes take no map of this family")
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
+            return in_range.attend(self.feature_map.features(q), keys, v, is_causal=is_causal, eps=EPS)
+        if self.normalize == "softmax":
+            path = "a sum for each past" if is_causal else "one sum for all queries"
+            dispatch.record(path, "the softmax cancels the queries")
+            rows = (pool.running if is_causal else pool.pooled)(*self._pool_terms(k, v, key_mask)).sums
+            means = pool.mean(rows, v.shape[-1])
+            return pool.last_rows(means, q.shape[-2]) if is_causal else means.expand(*q.shape[:-1], -1).contiguous()
+        if self.score != "sum":
+            for z in (q, k):
+                same_width(self, z, v, or_one=True)
+        settings = LogSettings(self._score, self.normalize == "sum", is_causal)
+        return chunked(q, k, v, key_mask, settings, fixed=self.feature_map.fixed)
 
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], lengths: tuple[int, ...], *, is_causal: bool,
-        key_mask: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        """Causal, by kernels: every sequence begins a chunk, and sums with it."""
-        if not is_causal or self._obstacle(q, k, v, key_mask):
-            return None
-        return gpu.packed(*self._both(q, k, v), v, lengths, key_mask, divisor=self._divisor)
-
+    @advancing.in_chunks
+    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: States | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, States]:
         """Outputs of new tokens, and the sums over all keys up to the last."""
-        if why := self._obstacle(q, k, v, key_mask):
-            dispatch.unserved(q, why)
-            return self._advance(q, k, v, w, state, key_mask=key_mask)
-        assert state is None or isinstance(state, KeySums)
-        (a, b), first = self._both(q, k, v), gpu.row(state, v.shape[-1])
-        out, last = gpu.advance(a, b, v, key_mask, first, divisor=self._divisor, dtype=v.dtype)
-        return out, gpu.state(last, b.shape[-1])
-
-    @property
-    def _divisor(self) -> int:
-        return gpu.divisor(normalized=self.normalize == "sum")
-
-    def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-        """Why no kernel computes this call; empty where one does."""
+        if self.score == "logdot":
+            assert state is None or isinstance(state, LinearState)
+            keys = linear.masked_keys(self.feature_map.features, k, key_mask)
+            sums, after = linear.advance(self.feature_map(q), keys, v, state)
+            return linear_state.normalise(sums, EPS), after
         if self.normalize == "softmax":
-            return "no kernel has this softmax"
-        return gpu.obstacle(q, k, v, key_mask=key_mask, divisor=self._divisor)
+            assert state is None or isinstance(state, Pool)
+            rows = pool.running(*pool.prepended(state, *self._pool_terms(k, v, key_mask)))
+            last = Pool(rows.log_scale[..., -1:, :], rows.sums[..., -1:, :])
+            return pool.mean(rows.sums[..., 1:, :], v.shape[-1]), last
+        assert state is None or isinstance(state, KeySums)
+        sums = prefix_sums(reference.terms(self._scores(k, v), v, key_mask))
+        sums = sums if state is None else sums + state.sums
+        out = reference.read(self._scores(q, v), sums, v.shape[-1], normalized=self.normalize == "sum")
+        return out, KeySums(sums[..., -1:, :])
 
-    def _both(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """a and b in float32."""
-        return self._scores(q.float(), v), self._scores(k.float(), v)
+    @advancing.summed_in_chunks
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+        """The sums over the keys of a chunk."""
+        if self.score == "logdot":
+            return linear_state.summarise(linear.masked_keys(self.feature_map.features, k, key_mask), v)
+        if self.normalize == "softmax":
+            return pool.pooled(*self._pool_terms(k, v, key_mask))
+        return KeySums(reference.terms(self._scores(k, v), v, key_mask).sum(-2, keepdim=True))
+
+    def merged(self, earlier: States, later: States) -> States:
+        """The sums over two neighbouring chunks."""
+        match earlier, later:
+            case LinearState(), LinearState():
+                return linear_state.combine(earlier, later)
+            case Pool(), Pool():
+                return pool.combined(earlier, later)
+        assert isinstance(earlier, KeySums)
+        assert isinstance(later, KeySums)
+        return KeySums(earlier.sums + later.sums)
+
+    @in_float32
+    def _scores(self, z: Tensor, v: Tensor) -> Tensor:
+        """The scores of queries or keys, a and b, where their width fits the values."""
+        if self.score != "sum":
+            same_width(self, z, v, or_one=True)
+        return self._score(z)
+
+    def _score(self, z: Tensor) -> Tensor:
+        logs = self.feature_map.log1p(z) if self.normalize == "sum" else self.feature_map.log(z)
+        return logs.sum(-1, keepdim=True) if self.score == "sum" else logs
+
+    def _pool_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return pool.terms(self._scores(k, v) / self.temperature, v, key_mask)

@@ -1,20 +1,43 @@
-"""Manhattan attention (Jiang and Zuo, "Fast Attention", Eqs. 11-12): values weighed by differences of log keys."""
+"""Manhattan attention (Jiang and Zuo, "Fast Attention", Eqs. 11-12): values weighed by differences of log keys.
+
+Signed Manhattan attention in chunks that stay in cache, with a hand-written gradient.
+
+``o_i = h_i x_i + c_i (R - l_i P)``, P and R the sums of x_j and l_j x_j over the keys that token i may see, c_i 1 or 1
+over their number, l relative to that of the first visible key. With ``G = sum_i c_i g_i`` and ``M = sum_i l_i c_i g_i``
+over the tokens that see a key, its value has the gradient ``h_j g_j + l_j G - M`` and its l ``x_j G``, less
+``c_j g_j P_j`` as a query. R and M only shift outputs and gradients: noncausal passes sum them beside the read and add
+them last, so that every key is mapped once.
+
+The sums over pairs of tokens inside Manhattan attention, weighed by how far their log keys lie apart.
+
+Jiang and Zuo, "Fast Attention", Eqs. 11-12. With h(k) > 0 and ``l = log h(k)``, channel by channel or 1 wide.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import advancing, dispatch, masks, summed
+from fast_attention.engine.chunks import RunningSum, first_visible, sum_to_width, visible_counts, vjp
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.precision import in_float32
+from fast_attention.engine.scan import prefix_sums
 from fast_attention.feature_maps.positive import Positive, PositiveSoftplus
-from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.log_manhattan import gpu, manhattan_gpu
-from fast_attention.mechanisms.log_manhattan.manhattan_forms import ManhattanForms, Normalize, Reference, States
-from fast_attention.mechanisms.log_manhattan.sorting import Distance
+from fast_attention.mechanism import Attention, Traits
+from fast_attention.mechanisms.aft import reference as pool
+from fast_attention.mechanisms.log_manhattan import reference, sorting
+from fast_attention.mechanisms.log_manhattan.reference import Differences, ManhattanSettings, manhattan_sums
+from fast_attention.mechanisms.log_manhattan.sorting import Distance, PastKeys, appended, pair_sums
 from fast_attention.value import at_least, one_of
+
+Normalize = Literal["mean", "none", "l1"]
+Reference = Literal["self", "first"]
+States = Differences | PastKeys
 
 
 def manhattan_attention(
@@ -40,8 +63,103 @@ def manhattan_attention(
     return m.attend(q, k, v, (), is_causal=is_causal, key_mask=key_mask)
 
 
+def manhattan(k: Tensor, v: Tensor, key_mask: Tensor | None, settings: ManhattanSettings, *, fixed: bool) -> Tensor:
+    """``reference.manhattan_sums``, ``fixed`` as for ``log_attention``."""
+    why = dispatch.obstacle(k, v, even=True) if fixed else "a map with something to learn"
+    if why:
+        dispatch.record("whole tensors at a time", why)
+        return manhattan_sums(k, v, key_mask, settings=settings)
+    summed.record(v, is_causal=settings.is_causal)
+    return _RULE(k, v, key_mask, settings=settings)
+
+
+class _Manhattan:
+    def __init__(
+        self, tensors: tuple[Any, ...], out: Tensor, settings: ManhattanSettings, anchor: Tensor, *gradients: Tensor
+    ) -> None:
+        (self.k, self.v, self.key_mask), self.out, self.settings, self.anchor = tensors, out, settings, anchor
+        self.gradients, self.width = gradients, out.shape[-1]  # of the outputs, keys and values
+        self.shift = RunningSum()  # R or M of noncausal passes
+        self.factor = self.v.new_ones((1, 1))  # c
+        if settings.mean:
+            counts = visible_counts(self.key_mask, self.v, is_causal=settings.is_causal)
+            self.factor = counts.clamp_(min=1.0).reciprocal_()
+
+    def terms(self, at: slice) -> tuple[Tensor, ...]:
+        if not self.settings.is_causal:
+            return (summed.visible(self.v, self.key_mask, at),)
+        self._map(at, self.settings.both(self.k[..., at, :]))
+        return self.x, self.l * self.x
+
+    def read(self, at: slice, sums: Tensor) -> None:
+        out, factor = self.out[..., at, :], summed.rows(self.factor, at)
+        if self.settings.is_causal:
+            total = torch.addcmul(sums[..., self.width :], self.l, sums[..., : self.width], value=-1)
+            torch.addcmul(total.mul_(factor), self.h, self.x, out=out)
+            return
+        self._map(at, self.settings.both(self.k[..., at, :]))
+        torch.mul(self.h, self.x, out=out).addcmul_(self.l, sums * factor, value=-1)
+        self.shift.add(self.x.mul_(self.l) if self.key_mask is not None else self.x * self.l)
+
+    def terms_again(self, at: slice) -> tuple[Tensor, ...]:
+        both, self.pullback = vjp(self.settings.both, self.k[..., at, :])
+        self._map(at, both)
+        return (self.x,)
+
+    def read_vjp(self, at: slice, sums: Tensor) -> tuple[Tensor, ...]:
+        g = self.gradients[0][..., at, :]
+        self.plain = sums
+        if not self.settings.is_causal:
+            return (g,)
+        self.g = g * summed.rows(self.factor, at)
+        return self.g, self.g * self.l
+
+    def terms_vjp(self, at: slice, d_sums: Tensor) -> None:
+        g, dk, dv = (x[..., at, :] for x in self.gradients)
+        if self.settings.is_causal:
+            d_plain, first_moment = d_sums.split(self.width, -1)
+            dl = (self.x * d_plain).addcmul_(self.g, self.plain, value=-1)
+            torch.mul(self.h, g, out=dv).addcmul_(self.l, d_plain).sub_(first_moment)
+        else:
+            d_plain = d_sums * self.factor
+            dl = (self.x * d_plain).addcmul_(g, self.plain * self.factor, value=-1)
+            torch.mul(self.h, g, out=dv).addcmul_(self.l, d_plain)
+            self.shift.add(g * self.l)
+        dk.copy_(self.pullback(sum_to_width(self.x * g, self.h.shape[-1]), sum_to_width(dl, self.l.shape[-1])))
+
+    def _map(self, at: slice, both: tuple[Tensor, Tensor]) -> None:
+        """h, relative l, and values, zeros where masked."""
+        self.h, self.l, self.x = both[0], both[1] - self.anchor, summed.visible(self.v, self.key_mask, at)
+
+
+def _forward(*tensors: Any, keep: bool, settings: ManhattanSettings) -> tuple[Tensor, tuple[Tensor, ...]]:
+    k, v, key_mask = tensors
+    out, anchor = summed.empty(v), settings.both(first_visible(k, key_mask))[1]
+    one = _Manhattan(tensors, out, settings, anchor)
+    sums = summed.forward(one, v, v, is_causal=settings.is_causal)
+    if not settings.is_causal:
+        out.add_(one.shift.row(v).mul_(one.factor))
+    return out, (anchor, sums)
+
+
+def _backward(
+    inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, settings: ManhattanSettings,
+) -> tuple[Any, ...]:  # fmt: skip
+    k, v, key_mask = inputs
+    (anchor, sums), dk, dv = kept, summed.empty(k), summed.empty(v)
+    one = _Manhattan(inputs, outputs[0], settings, anchor, gradients[0], dk, dv)
+    summed.backward(one, v, v, sums, is_causal=settings.is_causal)
+    if not settings.is_causal:
+        dv.sub_(one.shift.row(v).mul_(one.factor))
+    return dk, dv if key_mask is None else dv.masked_fill_(~key_mask[..., None], 0.0), None
+
+
+_RULE = CustomGradient(manhattan_sums, _forward, _backward)
+
+
 @dataclass(frozen=True, repr=False)
-class Manhattan(ManhattanForms):
+class Manhattan(Attention[tuple[()], States]):
     """Attention by differences of log keys, no product of query and key: ``k_i v_i + sum_j (log k_j - log k_i) v_j``.
 
     Channel by channel, k standing for h(k) > 0; what Eq. 12 leaves open are settings. Signed weights sum to zero around
@@ -105,41 +223,149 @@ class Manhattan(ManhattanForms):
             export=self._linear,  # causal halving takes as many rounds as the length has bits
         )
 
+    @property
+    def _linear(self) -> bool:
+        return self.distance == "signed" and self.normalize != "l1"
+
+    @in_float32
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
         """Diagonal term plus sum of differences, normalised and gated."""
-        if why := self._obstacle(k, v, key_mask):
-            dispatch.unserved(k, why)
-            return self._attend(q, k, v, w, is_causal=is_causal, key_mask=key_mask)
-        l, diagonal, x = self._wide_terms(k, v, key_mask)
-        out = manhattan_gpu.attend(l, diagonal, x, key_mask, is_causal=is_causal, **self._settings)
-        return self._gated(q.float(), out).to(v.dtype)
+        if self._linear and self.reference == "self":
+            settings = ManhattanSettings(self.feature_map.both, self.normalize == "mean", is_causal)
+            out = manhattan(self._keys(k, v), v, key_mask, settings, fixed=self.feature_map.fixed)
+            return self._gated(q, out)
+        if is_causal:
+            return self.advance(q, k, v, w, None, key_mask=key_mask)[0]
+        l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
+        if self._linear:
+            return self._of_sums(q, l, diagonal, reference.summarised(l, x, diagonal, key_mask))
+        l1 = self.normalize == "l1"
+        total, size = pair_sums(l, x, ones, None, distance=self.distance, sizes=l1, is_causal=False)
+        return self._out(q, diagonal, total, weight + size if l1 else ones[..., :1].sum(-2, keepdim=True))
 
+    @advancing.in_chunks
+    @in_float32
     def advance(
         self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
     ) -> tuple[Tensor, States]:
         """Outputs of new tokens, and the sums over all keys up to the last, or the keys themselves."""
-        if why := self._obstacle(k, v, key_mask):
-            dispatch.unserved(k, why)
-            return self._advance(q, k, v, w, state, key_mask=key_mask)
-        l, diagonal, x = self._wide_terms(k, v, key_mask)
-        out, after = manhattan_gpu.advance(l, diagonal, x, key_mask, state, **self._settings)
-        return self._gated(q.float(), out).to(v.dtype), after
+        l, x, ones, diagonal, weight = self._terms(k, v, key_mask)
+        if self._linear:
+            sums = reference.running(l, x, diagonal, key_mask, state)
+            return self._of_sums(q, l, diagonal, sums), reference.last(sums)
+        l1, keys = self.normalize == "l1", appended(state, l, x, ones)
+        total, size = pair_sums(l, x, ones, state, distance=self.distance, sizes=l1, is_causal=True)
+        divisor = weight + size if l1 else prefix_sums(keys.ones[..., :1])[..., -l.shape[-2] :, :]
+        return self._out(q, diagonal, total, divisor), keys
 
-    @property
-    def _settings(self) -> dict[str, bool]:
-        return {"mean": self.normalize == "mean", "to_first": self.reference == "first"}
+    @advancing.summed_in_chunks
+    @in_float32
+    def summary(self, k: Tensor, v: Tensor, w: tuple[()], *, key_mask: Tensor | None = None) -> States:
+        """The sums over the keys of a chunk."""
+        l, x, _, diagonal, _ = self._terms(k, v, key_mask)
+        return reference.summarised(l, x, diagonal, key_mask)
 
-    def _obstacle(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str:
-        """Why no kernel computes this call; empty where one does."""
-        if not self._linear:
-            return "no kernel has sums of absolute differences"
-        divisor = manhattan_gpu.divisor(mean=self.normalize == "mean")
-        return gpu.obstacle(k, v, key_mask=key_mask, divisor=divisor)
+    @in_float32
+    def read_summary(
+        self, q: Tensor, k: Tensor, v: Tensor, w: tuple[()], state: Any, *, key_mask: Tensor | None
+    ) -> Tensor:
+        """Outputs of tokens from the sums over all keys; their own term is that of their key and value."""
+        l, *_, diagonal, _ = self._terms(k, v, key_mask)
+        return self._of_sums(q, l, diagonal, state)
 
-    def _wide_terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """log h(k), diagonal terms and values in float32: the gradients of both uses of a value are added in it."""
-        wide = v.float()
-        l, _, _, diagonal, _ = self._terms(k.float(), wide, key_mask)
-        return l, diagonal, wide
+    def merged(self, earlier: Any, later: Any) -> States:
+        """The sums over two neighbouring chunks."""
+        return reference.combined(earlier, later)
+
+    @in_float32
+    def _terms(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """log h(k), values and ones (zeros where masked), diagonal terms ``k_i v_i`` and their absolute weights."""
+        h, l = self.feature_map.both(self._keys(k, v))
+        l = l if self.temperature == 1.0 else l / self.temperature
+        x, h = masks.drop(v, key_mask), torch.zeros_like(h) if self.distance == "laplacian" else masks.drop(h, key_mask)
+        return l, x, pool.visible_ones(l, key_mask), h * x, h
+
+    def _of_sums(self, q: Tensor, l: Tensor, diagonal: Tensor, sums: Differences) -> Tensor:
+        if self.reference == "self":
+            return self._out(q, diagonal, reference.relative(l, sums), sums.number)
+        first = sums.first.masked_fill(sums.number == 0, 0.0)
+        return self._out(q, first.expand_as(diagonal), sums.weighted, sums.number)
+
+    def _out(self, q: Tensor, diagonal: Tensor, total: Tensor, divisor: Tensor) -> Tensor:
+        if self.normalize == "l1":
+            return self._gated(q, pool.quotient(diagonal + total, divisor))
+        return self._gated(q, diagonal + (total if self.normalize == "none" else total / divisor.clamp(min=1.0)))
+
+    def _keys(self, k: Tensor, v: Tensor) -> Tensor:
+        k = k.mean(-1, keepdim=True) if self.key_dim == 1 else k
+        pool.same_width(self, k, v, or_one=True)
+        return k
+
+    def _gated(self, q: Tensor, out: Tensor) -> Tensor:
+        if self.query_dim == 0:
+            return out
+        gate = q if self.query_dim is None else q.mean(-1, keepdim=True)
+        pool.same_width(self, gate, out, name="queries", or_one=True)
+        return gate.sigmoid() * out
+
+
+Mask = Bool[Tensor, "*#batch2 length"]
+
+
+@in_float32
+def signed_manhattan(
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    is_causal: bool = False,
+    key_mask: Mask | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_j (log h(k_j) - log h(k_i)) v_j``, the relative term of Eq. 12; width is ``values`` or 1; time O(n d)."""
+    return reference.signed(feature_map.log(k), masks.drop(v, key_mask), key_mask, is_causal=is_causal)
+
+
+@in_float32
+def absolute_manhattan(
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    is_causal: bool = False,
+    key_mask: Mask | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_j |log h(k_j) - log h(k_i)| v_j``; width is ``values`` or 1; time O(n log n d), causal O(n log^2 n d)."""
+    return sorting.over(feature_map.log(k), masks.drop(v, key_mask), sorting.absolute, is_causal=is_causal)
+
+
+@in_float32
+def laplacian_manhattan(
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    temperature: float = 1.0,
+    is_causal: bool = False,
+    key_mask: Mask | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_j exp(-|log h(k_j) - log h(k_i)| / temperature) v_j``; sizes and time as ``absolute_manhattan``."""
+    l = feature_map.log(k) / temperature
+    return sorting.over(l, masks.drop(v, key_mask), sorting.laplacian, is_causal=is_causal)
+
+
+@in_float32
+def vector_manhattan(
+    k: Float[Tensor, "*batch length width"],
+    v: Float[Tensor, "*batch length values"],
+    *,
+    feature_map: Positive = PositiveSoftplus(),  # noqa: B008
+    is_causal: bool = False,
+    key_mask: Mask | None = None,
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_j ||log h(k_j) - log h(k_i)||_1 v_j``: one weight for all values, the L1 distance of whole keys.
+
+    Time O(width n (log n + values)), one sort for each channel of the keys; causal a factor log n more.
+    """
+    return sorting.vector_absolute(feature_map.log(k), masks.drop(v, key_mask), is_causal=is_causal)

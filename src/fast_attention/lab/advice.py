@@ -1,0 +1,244 @@
+"""Turns measurements at one length into advice: what to use, what not, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from rich.text import Text
+
+from fast_attention.lab import pages, pictures, report, verdicts
+from fast_attention.lab.comparison import Comparison
+from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
+from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
+from fast_attention.lab.pictures import Point, Tradeoff
+from fast_attention.lab.records import EXACT, Cell, Pass
+from fast_attention.lab.tables import Row as Line
+from fast_attention.lab.tables import Table, Value
+
+Kind = Literal["use", "exact", "unproven", "slower", "inexact", "unknown", "cannot"]
+ORDER: tuple[Kind, ...] = ("use", "exact", "unproven", "slower", "inexact", "unknown", "cannot")
+LATE = ("over budget", "not reached")  # begins the note of what might be timed in more time
+FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
+STAND_INS = "Gaussian stand-ins"
+UNRANKED = {"unknown": "No error is known of", "cannot": "Not measured"}
+_POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained first,
+or was read at fewer tokens only, has no error to show."""
+
+
+class Question(NamedTuple):
+    """The question: how many tokens, how much error, and which pass counts."""
+
+    length: int
+    budget: float  # the largest median relative RMS error of the attention outputs, over all heads
+    which: Pass = "forward"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mechanism in the ranking."""
+
+    mechanism: str
+    kind: Kind
+    note: str  # why it stands there
+    milliseconds: float | None = None
+    ratio: float | None = None  # of exact attention's time in the same rounds; below 1 is faster
+    peak_bytes: int | None = None
+    median_error: float | None = None
+    worst_error: float | None = None
+    error_length: int | None = None  # tokens at which the error was measured; fewer than asked where no more are read
+    cannot: tuple[str, ...] = ()
+
+
+@dataclass
+class Advised(Comparison):
+    """All of one advice: the comparison that it rests on, the ranking, and the answer."""
+
+    kind, noun, data, page = "advise", "advice", "advice.json", "advice.html"
+
+    advice: dict[str, Any] = field(default_factory=dict)  # what to "use", and the answer in "words"
+    ranking: list[Row] = field(default_factory=list)  # the best first
+
+    def __post_init__(self) -> None:
+        self.ranking = [replace(row, cannot=tuple(row.cannot)) for row in self.ranking]  # JSON knows lists only
+
+    def answer(self, mechanisms: list[Any]) -> None:
+        """Rank the mechanisms by what was measured, and put that into words; exact attention may be what to use."""
+        question = Question(self.meta["length"], self.meta["budget"], self.meta["pass"])
+        self.ranking = ranked(self, mechanisms, question)
+        self.advice = {"use": self.ranking[0].mechanism, "words": answer(self.ranking, question)}
+
+
+def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> list[Row]:
+    """Exact attention and every mechanism, best first.
+
+    Those within the budget and faster, the fastest first; exact attention; those that are faster, and within the budget
+    at fewer tokens than asked for, because the model reads no more; those within the budget that are no faster; those
+    beyond the budget, by their error; those of which no error is known; those that cannot do it or were not measured.
+    """
+    exact = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
+    time, tokens = exact.times(question.which).ms, question.length
+    rows = [_row(record, mechanism, question) for mechanism in mechanisms]
+    rows.append(Row(EXACT, "exact", "the reference", time, 1.0, exact.peak_bytes, 0.0, 0.0, tokens))
+    return sorted(rows, key=_place)
+
+
+def _place(row: Row) -> tuple[int, float, float]:
+    """What rows are ordered by: their kind, and what counts within it."""
+    error = math.inf if row.median_error is None else row.median_error
+    return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
+
+
+def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
+    """The place of a mechanism, and why."""
+    name = repr(mechanism)
+    errors = [error for error in record.errors if error.mechanism == name]
+    error = next((each for each in errors if each.output), None)
+    cell = record.cell(name, question.length) or Cell(name, question.length)
+    summary = error.summary() if error else None
+    ratio = record.ratios(name, question.which).get(question.length)
+
+    def row(kind: Kind, note: str) -> Row:
+        median, worst = summary or (None, None)
+        tokens = error.length if error else None
+        time, denied = cell.times(question.which).ms, tuple(verdicts.cannot(mechanism))
+        return Row(name, kind, note, time, ratio, cell.peak_bytes, median, worst, tokens, denied)
+
+    if ratio is None:
+        return row("cannot", f"{cell.status}: {cell.note}" if cell.note else cell.status)
+    if summary is None or error is None:
+        notes = [each.note for each in errors if each.note] or ["its error was not measured"]
+        return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else notes[0])
+    if not summary[0] <= question.budget:
+        return row("inexact", f"median error beyond {percent(question.budget)}")
+    speed = f"{verdicts.speed(ratio)} as exact attention"
+    if ratio >= FASTER:
+        return row("slower", speed)
+    if error.length < question.length:
+        return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only")
+    return row("use", speed)
+
+
+def answer(rows: list[Row], question: Question) -> list[str]:
+    """The answer in one to four sentences."""
+    late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
+    if late and all(row.kind in ("exact", "cannot") for row in rows):
+        return [f"At {question.length:,} tokens nothing but exact attention was timed: more --seconds may change that."]
+    timed = sum(row.ratio is not None for row in rows) - 1
+    nothing = f"of the {timed} timed, nothing" if late else "nothing"
+    more = [f"Not timed, for lack of --seconds: {late} more."] if late else []
+    return [*_sentences(rows, question, nothing), *more]
+
+
+def _sentences(rows: list[Row], question: Question, nothing: str) -> list[str]:
+    """What the best rows of each kind say."""
+    at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
+    unknown = sum(row.kind == "unknown" and (row.ratio or math.inf) < FASTER for row in rows)
+    more = f"Faster here, but other functions or to be trained first, so that no error is known: {unknown} more."
+    if best.kind == "use":
+        errors = f"median error {percent(best.median_error)} (worst head {percent(best.worst_error)}; allowed {budget})"
+        return [f"{at} use {best.mechanism}: {best.note}, {errors}.", *[more] * bool(unknown)]
+    first = {kind: next((row for row in rows if row.kind == kind), None) for kind in ORDER}
+    if unproven := first["unproven"]:
+        return [
+            f"{at} keep exact attention: no error is known there, as no more than {unproven.error_length:,} were read.",
+            f"Worth a look is {unproven.mechanism}: median error {percent(unproven.median_error)} at "
+            f"{unproven.error_length:,} tokens, {verdicts.speed(unproven.ratio or 1.0)} as exact attention at "
+            f"{question.length:,}.",
+        ]
+    if near := first["slower"]:
+        return [
+            f"{at} keep exact attention: {nothing} within a median error of {budget} is faster.",
+            f"The nearest, {near.mechanism}, is {near.note}; fast-attention compare measures greater lengths.",
+        ]
+    said = [f"{at} keep exact attention: {nothing} that needs no training stays within a median error of {budget}."]
+    if nearest := first["inexact"]:
+        said.append(
+            f"The nearest, {nearest.mechanism}, has {percent(nearest.median_error)} and is "
+            f"{verdicts.speed(nearest.ratio or 1.0)} as exact attention."
+        )
+    return [*said, *[more] * bool(unknown)]
+
+
+def ranking(record: Advised) -> Table:
+    """What is ranked, the best first."""
+    lines = []
+    for number, row in enumerate((row for row in record.ranking if row.kind not in UNRANKED), 1):
+        error: str = "-"
+        if row.median_error is not None:
+            both = f"{percent(row.median_error)} / {percent(row.worst_error)}"
+            error = Number("0" if row.kind == "exact" else both, row.median_error)
+        measured = [error, milliseconds(row.milliseconds), factor(row.ratio), bytes_of(row.peak_bytes)]
+        words = (Value(each, "words") for each in (row.note, ", ".join(row.cannot)))
+        kind = {"use": "chosen", "exact": "exact"}.get(row.kind, "")
+        lines.append(Line([row.mechanism, count(number), *measured, *words], kind))
+    heads = ["mechanism", "rank", "error: median / worst", "time", "speed", "memory", "why here", "cannot"]
+    return Table(heads, lines, left=(6, 7))
+
+
+def unranked(record: Advised) -> dict[str, list[tuple[str, str]]]:
+    """Mechanisms that have no rank, and why, under a title each; those of one reason together."""
+    listed: dict[str, dict[str, list[str]]] = {title: {} for title in UNRANKED.values()}
+    for row in record.ranking:
+        if row.kind in UNRANKED:
+            why = row.note if row.ratio is None else f"{factor(row.ratio)}, {row.note}"
+            listed[UNRANKED[row.kind]].setdefault(why, []).append(row.mechanism)
+    return {title: [(", ".join(each), why) for why, each in rows.items()] for title, rows in listed.items() if rows}
+
+
+def measured(record: Advised) -> list[str]:
+    """On what the errors and the times were measured."""
+    meta, read = record.meta, "; ".join(record.meta["error_tensors"].values())
+    side = "causal" if meta["causal"] else "both sides"
+    passes = "forward" if meta["pass"] == "forward" else "forward and backward"
+    words = [f"Errors on {meta['quality']}: {meta['source']}, {read}."]
+    if meta["quality"] == STAND_INS:
+        words.append("They say little of a trained model's heads: name a model to know.")
+    words.append(
+        f"Times of {passes}, {meta['batch']} x {meta['heads']} heads of width {meta['head_dim']}, {side}, "
+        f"{meta['dtype']}, {meta['hardware']}, {meta['threads']} of {meta['cores']} threads."
+    )
+    return words
+
+
+def shown(record: Advised) -> list[Table | Text | str]:
+    """The advice on the terminal."""
+    parts: list[Table | Text | str] = [
+        Text(words, style="" if number else "bold") for number, words in enumerate(record.advice["words"])
+    ]
+    parts += ["", ranking(record)]
+    for title, lines in unranked(record).items():
+        parts += ["", f"{title}:", *(f"  {name}: {why}" for name, why in lines)]
+    return [*parts, Text("\n" + "\n".join(measured(record)), style="dim")]
+
+
+def html(record: Advised) -> str:
+    """The page."""
+    meta = record.meta
+    facts: dict[str, Any] = {
+        "Asked": f"{meta['length']:,} tokens, a median error of {percent(meta['budget'])} at most",
+        "Measured": " ".join(measured(record)),
+    }
+    sections = [
+        Section("Advice", [*(Words(each, "lead") for each in record.advice["words"]), *_points(record)]),
+        Section("Ranking", [ranking(record)]),
+        *(Section(title, [Listing(lines)]) for title, lines in unranked(record).items()),
+        Section("Times and memory", [Folded("Every time and peak", report.every(record))]),
+        pages.run(meta, facts),
+        pages.again(meta, record.data),
+    ]
+    where = pages.where(meta, f"{meta['source']}, {meta['length']:,} tokens")
+    return pages.page("advise", sections, [*pages.partial(meta, "advice"), where])
+
+
+def _points(record: Advised) -> list[Block]:
+    """Error against speed at the length asked for."""
+    length = record.meta["length"]
+    known = (row for row in record.ranking if row.error_length == length and row.ratio is not None)
+    points = [Point(r.mechanism, 1 / (r.ratio or math.inf), r.median_error or 0.0) for r in known]
+    if len(points) < 2:
+        return []
+    passes = "forward pass" if record.meta["pass"] == "forward" else "forward and backward pass"
+    picture = pictures.scatter(Tradeoff(points, length), record.meta["budget"])
+    return [Figure(picture, f"Error against speed at {length:,} tokens, a {passes}. {_POINTS}")]

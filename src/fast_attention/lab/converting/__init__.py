@@ -1,1 +1,0 @@
-"""``fast-attention convert``: a pretrained model's attention made fast, with a report."""

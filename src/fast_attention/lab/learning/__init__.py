@@ -1,1 +1,0 @@
-"""The commands ``train``, ``tasks`` and ``generate``."""

@@ -1,1 +1,0 @@
-"""``fast-attention maps``: attention maps of a model's heads before and after a swap."""

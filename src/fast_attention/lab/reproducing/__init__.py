@@ -1,1 +1,0 @@
-"""``fast-attention reproduce``: a paper's figure or table measured here, its numbers beside ours."""

@@ -1,1 +1,0 @@
-"""Attention by way of a few tokens that stand for all: landmarks, agents, and slots that are written to."""

@@ -1,1 +1,0 @@
-"""Trains a model on a task: the loop, checkpoints, resuming, several processes."""

@@ -1,0 +1,40 @@
+"""Faults seeded into ``experiments/reproductions`` and ``benchmarks``."""
+
+from tests.faults.fault import Fault
+
+HERE, TESTS = "experiments/reproductions/", "tests/experiments/test_reproductions.py -k "
+FAULTS = [
+    Fault("a reproduction's page says agreement where the record disagrees", HERE + "common.py",
+          "if claim.holds is False]", "if claim.holds is None]", TESTS + "disagreement"),
+    Fault("a resumed reproduction trains with other steps", HERE + "training.py",
+          "    if budget.rows:\n", "    if False:\n", TESTS + "fill_the_time"),
+    Fault("a resumed reproduction measures all again", HERE + "performer.py",
+          "if budget.has(draw=draw, scale=scale):", "if False:", TESTS + "stopped_run"),
+    Fault("errors are against the mean of values", HERE + "performer.py",
+          "(out.double() - exact).square()", "(out.double() - v.double().mean(-2, keepdim=True)).square()",
+          TESTS + "errors_are_of_outputs"),
+    Fault("features are summed over one scale of all", HERE + "capacity.py",
+          "exponents = queries.logs + most", "exponents = queries.logs", TESTS + "weights_from_features"),
+    Fault("the loss is the whole distance", HERE + "capacity.py",
+          "(0.5 * (predictions.square().sum(-1)", "(1.0 * (predictions.square().sum(-1)", TESTS + "its_loss"),
+    Fault("a training that time ended counts as one that failed", HERE + "capacity.py",
+          'if not ended or row["stopped"] != "time":', "if True:", TESTS + "its_loss"),
+    Fault("the efficiency length is the first crossing", HERE + "cab.py",
+          "in reversed([*itertools.pairwise(lengths)]):", "in [*itertools.pairwise(lengths)]:", TESTS + "last_crossing"),
+    Fault("tokens between those timed cost nothing", HERE + "decoding.py",
+          "(b - a) * (low + high) / 2", "(low + high) / 2", TESTS + "sum_over_its_tokens"),
+    Fault("shares are of the squares of singular values", HERE + "spectrum.py",
+          "svdvals(matrices).cumsum", "svdvals(matrices).square().cumsum", TESTS + "known_matrices"),
+    Fault("full attention hashes", HERE + "duplication.py",
+          'module.get_buffer("rotations").zero_()', "None", TESTS + "one_bucket"),
+    Fault("positions count as numbers of state", HERE + "recall.py",
+          "state.numel() if state.is_floating_point() else 0", "state.numel()", TESTS + "are_counted"),
+    Fault("bytes that are not masked are asked for", HERE + "mixers.py",
+          "tokens.masked_fill(~hidden, IGNORED)", "tokens", TESTS + "bytes_masked"),
+    Fault("a leak is not said", HERE + "leaks.py",
+          'broken = worst["status"] == "broken"\n    unit', "broken = False\n    unit", TESTS + "leaks_are_named"),
+    Fault("what is wrong has a speed", "benchmarks/bench.py", 'if row.check not in ("wrong", "missing"):', "if True:",
+          "tests/benchmarks/test_bench.py -k no_speed"),
+    Fault("it led where it lost again", "benchmarks/bench.py", "if n > max(lost, default=0)]", "if known[n] > 1.0]",
+          "tests/benchmarks/test_bench.py -k figures"),
+]  # fmt: skip
