@@ -316,7 +316,7 @@ def test_auto_is_measured_and_within_a_chunk(teacher: Any, above: int, monkeypat
 
 
 @pytest.mark.parametrize(
-    "mechanism", ["FavorPlusPlus(num_features=16)", f"Hybrid(near=Local(window=2), far={MECHANISM})"]
+    "mechanism", ["FavorPlusPlus(num_features=16)", f"Hybrid(near=BlockLocal(block_size=2), far={MECHANISM})"]
 )
 def test_weights_are_calibrated_before_the_transfer(mechanism: str) -> None:
     """The damping of FAVOR++, to the queries and keys of the original's own inputs."""
