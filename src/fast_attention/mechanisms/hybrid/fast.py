@@ -17,12 +17,13 @@ from fast_attention.engine import dispatch, offsets
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.offsets import Positions
 from fast_attention.engine.scan import FLOOR
-from fast_attention.mechanisms.hybrid import far, key_sums, near, reference
+from fast_attention.mechanisms.hybrid import near, pairs, reference
 from fast_attention.mechanisms.hybrid.arguments import Maps
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, sums_outside
-from fast_attention.mechanisms.hybrid.pairs import OutOfRange
-from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
+from fast_attention.mechanisms.hybrid.near import Sight
+from fast_attention.mechanisms.hybrid.pairs import OutOfRange, Pairs, add_pair_gradients, multiply, tiles, weights
+from fast_attention.mechanisms.hybrid.positions import Chunk, Plan, in_blocks
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear.kernelised import Kernelised, TokenMap
 from fast_attention.mechanisms.linear.linear_state import LinearState, empty
@@ -75,8 +76,8 @@ def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor,
     if call.few and plan.mixed:
         keys = call.maps.features(1, slice(0, tensors[1].shape[-2]))
         call = call._replace(maps=call.maps.holding(keys))
-    blocks = key_sums.block_sums(call)
-    outside = sums_outside(blocks, call.earlier, plan, begin=key_sums.held(call).start)
+    blocks = pairs.block_sums(call)
+    outside = sums_outside(blocks, call.earlier, plan, begin=pairs.held(call).start)
     q, k = call.tokens[:2]
     out, logs = torch.empty_like(q), q.new_empty(len(q), 2, q.shape[1])
     try:
@@ -87,10 +88,58 @@ def _forward(*tensors: Any, maps: Maps, plan: Plan, keep: bool) -> tuple[Tensor,
     return call.unflattened(out, 1), (*blocks, out, logs) if keep else ()
 
 
+def units_of(call: Call, chunk: Chunk, outside: FarSums) -> Tensor:
+    """The log scale of the sums outside, for every query of a chunk."""
+    length = chunk.queries.stop - chunk.queries.start
+    return outside.log_scale[:, chunk.blocks].repeat_interleave(call.plan.block, -1)[:, :length]
+
+
+def products(call: Call, chunk: Chunk, outside: FarSums, sight: Sight) -> tuple[Tensor, Tensor]:
+    """The sums that a chunk of queries reads of far keys, numerators and denominators (heads, L, Ev + 1), and their log
+    scales (heads, L).
+    """
+    queries, log_scale = call.maps.features(0, chunk.queries), units_of(call, chunk, outside)
+    sums = call.tokens.v.new_empty(*queries.values.shape[:-1], call.widths[1] + 1)
+    for blocks, rows in _runs(call, chunk):
+        features, into = (in_blocks(x[:, rows], blocks) for x in (queries.values, sums))
+        multiply(features, outside.sums[:, chunk.blocks][:, blocks], out=into)
+    if call.plan.mixed:
+        pairs = Pairs.of(call, chunk, call.maps.features(1, chunk.keys), outside.log_scale[:, chunk.blocks])
+        sums.mul_((log_scale - pairs.unit).exp_()[..., None])
+        log_scale = pairs.unit
+        for rows, keys, far in tiles(call, chunk, sight):
+            products = weights(rows.read(queries.values), keys.read(pairs.keys.values), far)
+            multiply(products, keys.read(pairs.weighed), out=rows.read(sums), add=True)
+    return sums, log_scale if queries.log_scale is None else log_scale + queries.log_scale
+
+
+def _runs(call: Call, chunk: Chunk) -> list[tuple[slice, slice]]:
+    return chunk.runs(chunk.queries.stop - chunk.queries.start, call.plan.block)
+
+
+def add_gradients(
+    call: Call, chunk: Chunk, outside: FarSums, sight: Sight, above: Tensor, d: Gradients, d_outside: Tensor
+) -> None:
+    """Add the gradients of ``products``, given that of the sums."""
+    queries, pull = call.maps.differentiable(0, chunk.queries, d.q, d.weights)
+    d_queries, outer = torch.zeros_like(queries.values), above
+    if call.plan.mixed:
+        keys, pull_keys = call.maps.differentiable(1, chunk.keys, d.k, d.weights)
+        pairs = Pairs.of(call, chunk, keys, outside.log_scale[:, chunk.blocks])
+        pull_keys(*add_pair_gradients(call, chunk, sight, pairs, above, queries.values, d_queries, d))
+        outer = above * (units_of(call, chunk, outside) - pairs.unit).exp_()[..., None]
+    sums, d_sums = outside.sums[:, chunk.blocks], d_outside[:, chunk.blocks]
+    for blocks, rows in _runs(call, chunk):
+        features, gradient = (in_blocks(x[:, rows], blocks) for x in (queries.values, outer))
+        multiply(gradient, sums[:, blocks].mT, out=in_blocks(d_queries[:, rows], blocks), add=True)
+        multiply(features.mT, gradient, out=d_sums[:, blocks])
+    pull(d_queries, torch.linalg.vecdot(d_queries, queries.values))
+
+
 def _write(call: Call, chunk: Chunk, outside: FarSums, sight: near.Sight, out: Tensor, logs: Tensor) -> None:
     """Write the outputs of a chunk of queries, the logarithms of their normalisers and of the units of far sums."""
     tokens = call.tokens.part(chunk)
-    sums, log_scale = far.products(call, chunk, outside, sight)
+    sums, log_scale = products(call, chunk, outside, sight)
     denominator = sums[..., -1].contiguous()
     negligible = denominator < reference.least(sums)
     denominator.masked_fill_(negligible, 1.0)
@@ -144,14 +193,14 @@ def _backward(
     leaves = [sums.detach().requires_grad_() for sums in (kept[0], call.earlier.sums)]
     with torch.enable_grad():
         blocks, earlier = FarSums(leaves[0], kept[1]), FarSums(leaves[1], call.earlier.log_scale)
-        outside = sums_outside(blocks, earlier, plan, begin=key_sums.held(call).start)
+        outside = sums_outside(blocks, earlier, plan, begin=pairs.held(call).start)
     fixed, d_outside = FarSums(outside.sums.detach(), outside.log_scale), torch.zeros_like(outside.sums)
     for chunk in plan.query_chunks(*call.tokens[:2]):
         tokens = chunk.queries
         above = _add_gradients(call, chunk, sight, out[:, tokens], logs[..., tokens], gradient[:, tokens], d)
-        far.add_gradients(call, chunk, fixed, sight, above, d, d_outside)
+        add_gradients(call, chunk, fixed, sight, above, d, d_outside)
     d_blocks, d_earlier = torch.autograd.grad(outside.sums, leaves, d_outside, allow_unused=True)
-    key_sums.add_block_gradients(call, d_blocks, d)
+    pairs.add_block_gradients(call, d_blocks, d)
     if pull is not None:
         pull(*d_keys)
     d_sinks = call.unflattened(d.sinks.k, 0), call.unflattened(d.sinks.v, 1)

@@ -18,7 +18,7 @@ from fast_attention.engine import dispatch, masks, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import fused_attention, open_attention
 from fast_attention.engine.opaque import like_queries, opaque
-from fast_attention.engine.tiling import Memory, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiled import Memory, Span, Tile, Tiling, bias_of
 from fast_attention.engine.tracing import exporting, symbolic
 from fast_attention.mechanisms.sinkhorn.sorting import sort_blocks
 

@@ -24,8 +24,7 @@ from fast_attention.engine.blocks import split_mask
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.kv_cache import KVCache, append
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiled import flatten, weights
-from fast_attention.engine.tiling import Sinks
+from fast_attention.engine.tiled import Sinks, flatten, weights
 from fast_attention.engine.tracing import symbolic
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanism import Attention, Traits
