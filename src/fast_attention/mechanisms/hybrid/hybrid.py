@@ -44,11 +44,10 @@ from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
-from fast_attention.mechanisms.sparse import choosing
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
 from fast_attention.mechanisms.sparse.reference import take
-from fast_attention.mechanisms.sparse.selected import Selected
+from fast_attention.mechanisms.sparse.selected import Selected, of_blocks
 from fast_attention.value import at_least
 
 
@@ -71,7 +70,7 @@ def attend(
     """
     size, (phi_q, phi_k) = near.block_size, far.per_token(w)
     dispatch.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
-    table = choosing.of_blocks(q, k, key_mask, size=size, topk=near.topk)
+    table = of_blocks(q, k, key_mask, size=size, topk=near.topk)
     sinks, others = SinkTokens.of(k, v, append(None, k, v, key_mask).visible, first=first, last=last)
     sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
     queries, keys = phi_q(q), masked_keys(phi_k, k, others)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fast_attention.engine import masks
 from fast_attention.engine.offsets import toeplitz
-from fast_attention.engine.tiling import bias_of
+from fast_attention.engine.tiled import bias_of
 from fast_attention.mechanisms.hybrid.call import Tokens
 from fast_attention.mechanisms.hybrid.positions import Chunk, Plan
 
