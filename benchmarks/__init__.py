@@ -1,1 +1,1 @@
-"""Published implementations beside ours: adapters for ``fast-attention bench --vs-peers``."""
+"""Developer's tools: ours beside exact attention and published packages, trees beside trees, whole models."""

@@ -20,9 +20,11 @@ import torch
 from rich.console import Console
 from torch.nn import functional as F
 
+from experiments import data
 from fast_attention import extend, files, swap
 from fast_attention.conversion import Chunks, goals
-from fast_attention.lab import loading, passages, records, surroundings, texts
+from fast_attention.lab import loading, passages, records, surroundings
+from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.tables import Table, show
 
 MECHANISMS = (
@@ -84,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started, held = surroundings.timestamp(), models(asked.mechanisms, max(asked.lengths))
     reader = passages.Passages(loading.tokenizer(loading.default_model()))
-    document = reader.document(texts.jargon())
+    document = reader.document(Corpus("the Jargon File", (("the Jargon File", data.text()),)))
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("") as status:
         for length, number in zip(asked.lengths, asked.passages, strict=True):

@@ -19,10 +19,12 @@ from rich.console import Console
 
 import fast_attention
 from benchmarks import costs
+from experiments import data
 from fast_attention import catalogue, files
 from fast_attention.conversion import goals
-from fast_attention.lab import capture, corpus, inputs, loading, records, surroundings
-from fast_attention.lab.passages import Reading
+from fast_attention.lab import capture, inputs, loading, records, surroundings
+from fast_attention.lab.corpus import Corpus
+from fast_attention.lab.passages import Passages, spread
 
 VARIANTS = ("FavorPlus(num_features=1024)", "Local(window=64)", "Linformer(rank=128)")
 
@@ -52,8 +54,10 @@ def main() -> None:
 
     original = loading.load(folder).float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    read, goal = Reading([corpus.read(None, None)], tokenizer, asked.length, 2, 0), goals.HiddenStates()
-    held, models = goal.prepare(original, read.held_out), {"original": original}
+    reader, goal = Passages(tokenizer), goals.HiddenStates()
+    text = reader.document(Corpus("the Jargon File", (("the Jargon File", data.text()),)))
+    passages = reader.batches(spread(reader.cut(text, asked.length), 48), 2)
+    held, models = goal.prepare(original, passages), {"original": original}
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("swapping") as status:
         for text in asked.mechanisms:

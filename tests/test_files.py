@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[Any, Any, Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_killed_while_it_saves_leaves_the_old_model_or_the_new(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ def test_no_tokens_give_no_rows(name: str) -> None:
     assert out.shape[:-2] == given["x" if "x" in given else "v"].shape[:-2]
 
 
+@pytest.mark.slow
 def test_they_compile() -> None:
     q, k, v = qkv(9)
     mask = torch.arange(9) < torch.tensor([[5], [9]])

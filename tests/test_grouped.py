@@ -79,6 +79,7 @@ def test_nothing_is_repeated_that_need_not_be(mechanism: Any, monkeypatch: pytes
         attention(q, k, v, "Local", enable_gqa=True)
 
 
+@pytest.mark.slow
 def test_keys_of_a_swapped_decoder_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact attention over a cache would copy it whole at every token."""
     pytest.importorskip("transformers")
@@ -98,7 +99,14 @@ DECODED = [m for m in KINDS_OF_HEADS if m.traits.memory is not None]
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "mechanism", [*DECODED, "ByLength(above=4)", "ByLength(long=BlockLocal(2), above=4)"], ids=repr
+    "mechanism",
+    [
+        *DECODED,
+        "ByLength(above=4)",
+        "ByLength(long=BlockLocal(2), above=4)",
+        "ByLength(short=Local(window=2), long=LinearAttention(), above=4)",
+    ],
+    ids=repr,
 )
 def test_grouped_heads_are_decoded_as_repeated_heads(mechanism: Any, device: torch.device) -> None:
     """In every split, with masked keys, and for caches that hold more tokens than ``above``."""

@@ -233,6 +233,7 @@ def test_what_does_not_go_with_packed_sequences_is_refused() -> None:
         MultiheadAttention(16, 4, batch_first=True)(nested, nested, nested, lengths=(4, 6), need_weights=False)
 
 
+@pytest.mark.slow
 def test_compiled_with_lengths_as_numbers() -> None:
     q, k, v = qkv(TOKENS, batch=1)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
@@ -245,6 +246,7 @@ def test_compiled_with_lengths_as_numbers() -> None:
     torch.testing.assert_close(broken(q, k, v, softmax, is_causal=True, cu_seqlens=cu_seqlens("cpu")), wanted)
 
 
+@pytest.mark.slow
 def test_exported_with_lengths_as_numbers() -> None:
     bound = bind("LinearAttention")
     q, k, v = qkv(TOKENS)

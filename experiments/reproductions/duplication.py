@@ -21,7 +21,8 @@ from torch import nn
 from experiments import models
 from experiments.models import Model, ModelConfig
 from experiments.reproductions import common
-from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table, Training
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
+from experiments.reproductions.training import Training, equal_steps
 from experiments.tasks import Duplicate
 from experiments.train import TrainingSettings, config_for, evaluate
 from fast_attention import LSH, Bound
@@ -50,7 +51,7 @@ MOST, DRAWS = 500, 4  # steps that are enough; draws of the rotations that a mod
 def measure(budget: Budget) -> Iterator[Row]:
     """Train with each number of rounds in turn, and read each model with all."""
     runs = {rounds: Training(TASK, config(rounds), SETTINGS) for rounds in TRAINED}
-    steps = common.equal_steps(budget, runs.values(), MOST)
+    steps = equal_steps(budget, runs.values(), MOST)
     settings = replace(SETTINGS, steps=steps, evaluate_every=steps)
     for rounds, each in runs.items():
         if budget.has(trained=rounds):

@@ -17,9 +17,10 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.reproductions import common
-from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table, Training
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
+from experiments.reproductions.training import Training, equal_steps
 from experiments.study import Result, Study, Summary, label, matched
-from experiments.tasks import IGNORED, Batch, ByteLM, Split, random_for
+from experiments.tasks import IGNORED, Batch, ByteLM, Split, random_for, text_sides
 from experiments.train import TrainingSettings
 from fast_attention import Bound, Mixer, Shape, catalogue, clock
 from fast_attention.counting import peak_bytes
@@ -71,8 +72,9 @@ class MaskedBytes(ByteLM):
 
     def baselines(self) -> dict[str, float]:
         """Bits of a byte by how often it stands in the text; the others of ``ByteLM`` read from left to right."""
-        (name, bits), *_ = super().baselines().items()
-        return {name: bits}
+        train, valid = text_sides(self)
+        counts = torch.bincount(train, minlength=256) + 1.0
+        return {"bytes": -(counts / counts.sum()).log2()[valid[: 1 << 20].long()].mean().item()}
 
 
 # Measuring
@@ -89,7 +91,7 @@ def measure(budget: Budget) -> Iterator[Row]:
     rest = replace(
         budget, seconds=(budget.seconds - seconds) / budget.seeds, rows=tuple(r for r in budget.rows if "seed" in r)
     )
-    steps = common.equal_steps(rest, runs.values(), MOST)
+    steps = equal_steps(rest, runs.values(), MOST)
     for seed, ((length, name), each) in itertools.product(range(budget.seeds), runs.items()):
         if rest.has(mechanism=name, length=length, seed=seed):
             continue

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from experiments.models import Model
 from experiments.reproductions import common
-from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table, Training
+from experiments.reproductions.common import Budget, Claim, Reproduced, Reproduction, Row, Table
+from experiments.reproductions.training import Training, equal_steps
 from experiments.study import matched
 from experiments.tasks import MQAR
 from experiments.train import TrainingSettings
@@ -56,7 +57,7 @@ def measure(budget: Budget) -> Iterator[Row]:
         (family, name): Training(TASK, matched(TASK, name, MODEL), SETTINGS)
         for family, names in FAMILIES.items() for name in names
     }  # fmt: skip
-    steps = common.equal_steps(replace(budget, seconds=budget.seconds / budget.seeds), runs.values(), MOST)
+    steps = equal_steps(replace(budget, seconds=budget.seconds / budget.seeds), runs.values(), MOST)
     settings = replace(SETTINGS, steps=steps, evaluate_every=steps)
     for seed, ((family, name), each) in itertools.product(range(budget.seeds), runs.items()):
         if budget.has(mechanism=name, seed=seed):
@@ -141,7 +142,7 @@ def draw(record: Reproduced) -> tuple[Figure, str]:
     for axes, title in ((measured, "here; dotted: guesses"), (published, "published")):
         axes.set_xscale("log")
         axes.set_title(title)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         common.labelled(axes, "numbers of state", "accuracy" if axes is measured else "")
         axes.legend(loc="upper left" if axes is measured else "lower right")
     for value in TASK.baselines().values():

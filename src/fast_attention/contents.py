@@ -1,6 +1,8 @@
 """The page of contents: every public name and where it stands. ``import fast_attention`` looks names up here."""
 # ruff: noqa: I001
 
+from typing import TYPE_CHECKING
+
 from fast_attention.mechanism import Attention as Attention, Mixer as Mixer
 from fast_attention.mechanism import Shape as Shape, Traits as Traits, Unsupported as Unsupported
 
@@ -46,6 +48,10 @@ from fast_attention.nn.token_mixer import TokenMixer as TokenMixer
 from fast_attention.explanation import explain as explain
 from fast_attention import conformance as conformance
 
-from fast_attention.integrations import extend as extend, swap as swap, swap_back as swap_back
-from fast_attention.integrations import from_pretrained as from_pretrained
-from fast_attention.conversion import convert as convert
+# These are imported when they are asked for: importing them registers swapped models with transformers.
+if TYPE_CHECKING:
+    from fast_attention.integrations import extend as extend, swap as swap, swap_back as swap_back
+    from fast_attention.integrations import from_pretrained as from_pretrained
+    from fast_attention.conversion import convert as convert
+LATER = {"extend": "integrations", "swap": "integrations", "swap_back": "integrations",
+         "from_pretrained": "integrations", "convert": "conversion"}  # fmt: skip

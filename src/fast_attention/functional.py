@@ -24,7 +24,7 @@ from fast_attention.mechanisms.dense import linformer, reference, relu, softmax
 from fast_attention.mechanisms.linear import decayed, favor, favor_plus, favor_plus_plus
 from fast_attention.mechanisms.linear import linear_attention as linear
 from fast_attention.mechanisms.log_manhattan import log_attention as log
-from fast_attention.mechanisms.log_manhattan import manhattan, manhattan_sums
+from fast_attention.mechanisms.log_manhattan import manhattan
 from fast_attention.mechanisms.lsh import lsh
 from fast_attention.mechanisms.mixers import fnet, gmlp, mlp_mixer
 from fast_attention.mechanisms.sinkhorn import sinkhorn
@@ -59,10 +59,10 @@ relu_attention = checked(relu.relu_attention, relu.ReLUAttention)
 sinkhorn_attention = checked(sinkhorn.sinkhorn_attention, sinkhorn.Sinkhorn)
 sortcut_attention = checked(sinkhorn.sortcut_attention, sinkhorn.SortCut)
 softmax_attention = checked(softmax.softmax_attention, softmax.Softmax)
-absolute_manhattan = checked(manhattan_sums.absolute_manhattan, manhattan.Manhattan)
-laplacian_manhattan = checked(manhattan_sums.laplacian_manhattan, partial(manhattan.Manhattan, distance="laplacian"))
-signed_manhattan = checked(manhattan_sums.signed_manhattan, manhattan.Manhattan)
-vector_manhattan = checked(manhattan_sums.vector_manhattan, manhattan.Manhattan)
+absolute_manhattan = checked(manhattan.absolute_manhattan, manhattan.Manhattan)
+laplacian_manhattan = checked(manhattan.laplacian_manhattan, partial(manhattan.Manhattan, distance="laplacian"))
+signed_manhattan = checked(manhattan.signed_manhattan, manhattan.Manhattan)
+vector_manhattan = checked(manhattan.vector_manhattan, manhattan.Manhattan)
 convolved_attention = checked(reference.convolved_attention)
 linformer_attention = checked(reference.linformer_attention)
 pooled_attention = checked(reference.pooled_attention, linformer.Linformer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -199,38 +197,6 @@ def test_decode_in_any_split_is_one_pass(name: str, masked: bool, device: torch.
         torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-10, atol=1e-10)
 
 
-def test_pools_combine_associatively_with_empty_ones(device: torch.device) -> None:
-    m: Any = catalogue.parse("AFTSimple()")
-    q, k, v = qkv(30, device=device)
-    k = 100 * k
-    masks = [torch.zeros(2, 10, dtype=torch.bool, device=device), some_keys(2, 10, device), some_keys(2, 10, device)]
-    cuts = [slice(0, 10), slice(10, 20), slice(20, 30)]
-    for order in ([0, 1, 2], [1, 0, 2], [0, 0, 1]):
-        a, b, c = (m.summarise(k[:, :, cuts[i]], v[:, :, cuts[i]], (), key_mask=masks[j]) for i, j in enumerate(order))
-        left, right = m.combine(m.combine(a, b), c), m.combine(a, m.combine(b, c))
-        for x, y in zip(left.held, right.held, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-        mask = torch.cat([masks[j] for j in order], -1)
-        whole = m(q[:, :, :1], k, v, key_mask=mask)
-        read = m.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], state=left, key_mask=mask[:, :1] & False)[0]
-        torch.testing.assert_close(read, whole, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_rows_that_see_nothing_are_zero_with_finite_gradients(name: str, device: torch.device) -> None:
-    bound = bind(name, device=device, dtype=torch.float32)
-    q, k, v = (x.requires_grad_() for x in qkv(9, device=device, dtype=torch.float32))
-    mask = torch.ones(2, 9, dtype=torch.bool, device=device)
-    mask[0], mask[1, :4] = False, False
-    for is_causal in (False, True):
-        out = bound(q, k, v, is_causal=is_causal, key_mask=mask)
-        assert bool((out[0] == 0).all())
-        if is_causal:
-            assert bool((out[1, :, :4] == 0).all())
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v, *bound.parameters()), allow_unused=True)
-        assert all(bool(g.isfinite().all()) for g in grads if g is not None)
-
-
 def test_biases_far_from_zero(device: torch.device) -> None:
     """Only differences within what a row sees count: biases of the future do not, nor a level common to all."""
     q, k, v = qkv(40, device=device, dtype=torch.float32)
@@ -253,25 +219,6 @@ def test_biases_far_from_zero(device: torch.device) -> None:
         exact = dense(q, k, v, w, is_causal=is_causal).float()
         rows = slice(5, None)  # causally, the first rows see nothing but their window
         torch.testing.assert_close(outside[:, :, rows], exact[:, :, rows], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_low_precision_and_huge_inputs(name: str, device: torch.device) -> None:
-    q, k, v = qkv(37, device=device)
-    for is_causal in (False, True):
-        exact = bind(name, max_len=40, device=device)
-        low = bind(name, max_len=40, device=device, dtype=torch.bfloat16)
-        out = low(*(x.bfloat16() for x in (q, k, v)), is_causal=is_causal)
-        assert out.dtype == torch.bfloat16
-        for parameter, rounded in zip(exact.parameters(), low.parameters(), strict=True):
-            parameter.data = rounded.data.double()
-        theirs = exact(*(x.bfloat16().double() for x in (q, k, v)), is_causal=is_causal)
-        assert float((out.double() - theirs).detach().abs().max()) < 2e-2 * float(theirs.detach().abs().max())
-        inputs = [(1e4 * x).float().requires_grad_() for x in (q, k, v)]
-        huge = bind(name, max_len=40, device=device, dtype=torch.float32)(*inputs, is_causal=is_causal)
-        huge.sum().backward()
-        assert bool(huge.isfinite().all())
-        assert all(bool(x.grad.isfinite().all()) for x in inputs if x.grad is not None)
 
 
 def test_cross_attention_ends_where_the_keys_end(device: torch.device) -> None:
@@ -318,20 +265,6 @@ def test_windows_take_linear_memory() -> None:
                 x = torch.randn(1, 1, n, 4)
                 held.append(peak_bytes(lambda b=bound, x=x, c=is_causal: b(x, x, x, is_causal=c)))
             assert exponent(held[0], held[1], 4) < 1.05, (name, is_causal, held)
-
-
-@pytest.mark.parametrize("name", ["AFTSimple()", "AFTFull()", "AFTConv()"])
-def test_compile_and_export(name: str) -> None:
-    bound = bind(name, max_len=64)
-    inputs = qkv(48)
-    torch.compiler.reset()
-    run = torch.compile(lambda *x: bound(*x, is_causal=True), fullgraph=True, backend="eager")
-    torch.testing.assert_close(run(*inputs), bound(*inputs, is_causal=True))
-    length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(bound, inputs, dynamic_shapes={"inputs": tuple({2: length} for _ in inputs)})
-    for n in (3, 64):
-        other = qkv(n)
-        torch.testing.assert_close(program.module()(*other), bound(*other))
 
 
 def test_settings_and_sizes_are_checked() -> None:

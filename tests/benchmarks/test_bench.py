@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_adapters_and_groups_cover_the_line_up() -> None:
     assert len(names) == len(everybody)
     assert {repr(catalogue.default(name)) for name in catalogue.names()} == {each.family for each in everybody} - VARIED
     assert {peer.name for peer in peers.PEERS} <= names, "no peer is left out"
+    assert pickle.loads(pickle.dumps(peers.PEERS)) == peers.PEERS, "memory is measured in another process"
     for length, together in ((2048, 1), (4096, 6), (16384, 10)):
         for name, group in bench.groups(everybody, length).items():
             assert len(name.split(" + ")) <= together

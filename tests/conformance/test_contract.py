@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,16 +13,17 @@ import pytest
 import torch
 
 from fast_attention import Attention, Shape, Unsupported, catalogue, conformance
-from tests.cases import CASES, DEFAULTS, DISTINCT, KINDS, bind, qkv, uncached
+from tests.cases import CASES, DEFAULTS, DISTINCT, KINDS, SETTINGS, bind, qkv, some_keys, uncached
 
 COSTLY = {"declared order", "threads"}
 TRACED = {"torch.compile(fullgraph=True)", "torch.export, dynamic length"}
 # What a setting changes where it takes the implementation of another: the laws of the future, padding, gradients,
-# decoding and packed sequences.
+# decoding and packed sequences, of batches, lengths, digits and large inputs.
 OF_SETTINGS = {
     "the future never moves the past", "an enormous future leaves the past alone", "padding is inert",
     "padded = shorter", "padding may hold anything", "nothing to see gives zeros", "gradients",
-    "decode in any split = one pass", "packed sequences = one call for each",
+    "decode in any split = one pass", "packed sequences = one call for each", "any length", "finite at large inputs",
+    "low precision", "batch and heads are independent",
 }  # fmt: skip
 
 # What a law needs to be claimed.
@@ -40,7 +42,7 @@ CLAIMED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-SETTINGS = [m for m in CASES if m not in DEFAULTS]
+OTHERS = [m for m in CASES if m not in DEFAULTS]
 TRACED_SETTINGS = [
     *{
         (type(m), *m.traits.modes, m.traits.padding, m.traits.learned, m.traits.export): m for m in reversed(CASES)
@@ -89,7 +91,7 @@ def test_law(mechanism: Any, law: conformance.Law, modes: list[bool], device: to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", SETTINGS, ids=repr)
+@pytest.mark.parametrize("mechanism", OTHERS, ids=repr)
 def test_laws_of_a_setting(mechanism: Any, device: torch.device) -> None:
     findings = [judged(mechanism, law, modes, device) for law, modes in laws(mechanism)]
     broken = [finding for finding in findings if finding.status != "kept"]
@@ -261,6 +263,32 @@ def test_tensors_on_the_meta_device_give_shapes(mechanism: Any) -> None:
     if mechanism.traits.memory is not None:
         with pytest.raises(ValueError, match="meta device hold nothing"):
             bound.decode(*x)
+
+
+CONSTANT = {name: [m for m in every if m.traits.memory == "constant"] for name, every in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, every in CONSTANT.items() if every])
+def test_states_combine_with_those_of_nothing(name: str, device: torch.device) -> None:
+    """In any order, where all keys of the first, second or third are masked, and one of them is huge."""
+    none = torch.zeros(2, 10, dtype=torch.bool, device=device)
+    for mechanism, empty in itertools.product(CONSTANT[name], (0, 1, 2, None)):
+        bound, (q, k, v) = bind(mechanism, max_len=40, device=device), qkv(35, device=device)
+        k[:, :, 25] *= 20  # far from the units of the others
+        masks = [none if i == empty else some_keys(2, 10, device) for i in range(3)]
+        a, b, c = (
+            mechanism.summarise(k[:, :, i : i + 10], v[:, :, i : i + 10], bound.w, key_mask=mask)
+            for i, mask in zip((0, 10, 20), masks, strict=True)
+        )
+        left, right = (mechanism.combine(mechanism.combine(a, b), c), mechanism.combine(a, mechanism.combine(b, c)))
+        for x, y in zip(left.held, right.held, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        mask = torch.cat([*masks, torch.ones(2, 5, dtype=torch.bool, device=device)], -1)
+        after = bound.decode(*(x[:, :, 30:] for x in (q, k, v)), left)[0]
+        whole = bound(q, k, v, is_causal=True, key_mask=mask)[:, :, 30:]
+        torch.testing.assert_close(after, whole, rtol=1e-9, atol=1e-9, msg=lambda m, each=mechanism: f"{each!r}: {m}")
+        with pytest.raises(ValueError, match="combine takes two states; got a tuple"):
+            mechanism.combine(a, (1, 2))
 
 
 def test_refusals_name_what_would_work() -> None:

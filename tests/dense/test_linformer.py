@@ -145,35 +145,6 @@ def test_traits_follow_the_projection() -> None:
     assert not Linformer(projection=MeanPool()).needs_weights
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
-def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.device) -> None:
-    bound = bind(mechanism, max_len=128, device=device)
-    q, k, v = (x.bfloat16() for x in qkv(97, device=device))
-    high = bound(q.double(), k.double(), v.double())
-    low = bound.to(torch.float32)(q, k, v)
-    assert low.dtype == torch.bfloat16
-    assert (low.double() - high).abs().max() < 1e-2 * high.abs().max()
-    q, k, v = (x.requires_grad_() for x in qkv(97, device=device, dtype=torch.float32))
-    mask = some_keys(2, 97, device)
-    mask[1] = False
-    out = bound.to(torch.float32)(100 * q, 100 * k, v, key_mask=mask)
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-    assert all(bool(x.isfinite().all()) for x in (out, *grads))
-    assert all(bool((x[1] == 0).all()) for x in grads)
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
-def test_compiles_for_any_length(mechanism: Any) -> None:
-    torch.compiler.reset()
-    bound = bind(mechanism)
-    run: Any = torch.compile(bound, fullgraph=True, dynamic=True, backend="eager")
-    for length in (5, 9, 31):
-        q, k, v = qkv(length)
-        mask = some_keys(2, length)
-        close(run(q, k, v, key_mask=mask), bound(q, k, v, key_mask=mask))
-
-
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="rank must be at least 1"):
         Linformer(rank=0)

@@ -148,54 +148,6 @@ def test_dropout_keeps_the_mean(text: str, device: torch.device) -> None:
     assert error.mean() < 1.2, "mean of |z| is 0.8 where the mean is kept"
 
 
-@pytest.mark.parametrize("text", ALL)
-@pytest.mark.parametrize("masked", [False, True])
-def test_decode_in_any_split_is_one_pass(text: str, masked: bool, device: torch.device) -> None:
-    mechanism, (q, k, v) = named(text), qkv(19, device=device)
-    mask = some_keys(2, 19, device) if masked else None
-    whole = mechanism(q, k, v, is_causal=True, key_mask=mask)
-    for sizes in ([1] * 19, [7, 1, 11], [19]):
-        state, parts = None, []
-        for at, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
-            now = slice(at, at + size)
-            seen = None if mask is None else mask[:, now]
-            part, state = mechanism.decode(q[:, :, now], k[:, :, now], v[:, :, now], (), state, key_mask=seen)
-            parts.append(part)
-        close(torch.cat(parts, -2), whole)
-
-
-@pytest.mark.parametrize("text", ALL)
-def test_low_precision_is_computed_in_high(text: str, device: torch.device) -> None:
-    q, k, v = (x.bfloat16() for x in qkv(67, device=device))
-    for is_causal in (False, True):
-        low = named(text)(q, k, v, is_causal=is_causal)
-        high = named(text)(q.double(), k.double(), v.double(), is_causal=is_causal)
-        assert low.dtype == torch.bfloat16
-        assert (low.double() - high).abs().max() < 2e-2 * high.abs().max()
-
-
-@pytest.mark.parametrize("text", ALL)
-def test_extreme_logits_and_empty_rows_are_finite(text: str, device: torch.device) -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(33, device=device, dtype=torch.float32))
-    mask = torch.ones(2, 33, dtype=torch.bool, device=device)
-    mask[0], mask[1, :4] = False, False
-    for is_causal in (False, True):
-        out = named(text)(100 * q, 100 * k, v, is_causal=is_causal, key_mask=mask)
-        assert torch.equal(out[0], torch.zeros_like(out[0]))
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-        assert all(bool(x.isfinite().all()) for x in (out, *grads))
-
-
-@pytest.mark.parametrize("text", ["ReLUAttention()", "ReLUAttention(norm='length', power=2)"])
-def test_compiles_for_any_length(text: str) -> None:
-    torch.compiler.reset()
-    run: Any = torch.compile(named(text).__call__, fullgraph=True, dynamic=True, backend="eager")
-    for length in (5, 9, 31):
-        q, k, v = qkv(length)
-        mask = some_keys(2, length)
-        close(run(q, k, v, is_causal=True, key_mask=mask), named(text)(q, k, v, is_causal=True, key_mask=mask))
-
-
 @pytest.mark.parametrize("settings", [{"norm": "mean"}, {"power": 3}, {"eps": -1.0}])
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"ReLUAttention\({next(iter(settings))}="):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fast_attention import (
     DenseSynthesizer,
-    DotProduct,
     FactorizedDenseSynthesizer,
     FactorizedRandomSynthesizer,
     MixtureSynthesizer,
@@ -21,6 +20,7 @@ from fast_attention import (
 )
 from fast_attention.engine import dispatch
 from fast_attention.functional import softmax_attention, synthesizer_attention
+from fast_attention.mechanisms import DotProduct
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.scores import Scores
 from tests.cases import bind, qkv, some_keys
@@ -143,22 +143,6 @@ def test_random_crosses_and_dense_refuses(device: torch.device) -> None:
         bind(DenseSynthesizer(), device=device)(q, k, v)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mechanism", ALL, ids=repr)
-def test_decode_in_any_split_is_one_pass(mechanism: Any, masked: bool, device: torch.device) -> None:
-    bound, (q, k, v) = bind(mechanism, device=device), qkv(19, device=device)
-    mask = some_keys(2, 19, device) if masked else None
-    whole = bound(q, k, v, is_causal=True, key_mask=mask)
-    for sizes in ([1] * 19, [3, 4, 1, 11], [18, 1]):
-        state, parts = None, []
-        for at, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
-            now = slice(at, at + size)
-            seen = None if mask is None else mask[:, now]
-            part, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
-            parts.append(part)
-        close(torch.cat(parts, -2), whole)
-
-
 KINDS = ["QK", "R", "R share", "XY", "QK R share XY"]
 
 
@@ -250,36 +234,6 @@ def test_weights_start_where_scores_have_order_one() -> None:
     assert abs(float((R1 @ R2.mT).var()) - 1) < 0.2
     layer = DenseSynthesizer().weights(shape)
     assert abs(float((torch.randn(4, 100, 64).relu() @ layer.W.detach()).var()) - 0.5) < 0.1
-
-
-@pytest.mark.parametrize("mechanism", ALL, ids=repr)
-def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.device) -> None:
-    bound = bind(mechanism, max_len=128, device=device)
-    mask = some_keys(2, 97, device)
-    mask[1] = False
-    for is_causal in (False, True):
-        q, k, v = (x.bfloat16() for x in qkv(97, device=device))
-        high = bound.to(torch.float64)(q.double(), k.double(), v.double(), is_causal=is_causal)
-        low = bound.to(torch.float32)(q, k, v, is_causal=is_causal)
-        assert low.dtype == torch.bfloat16
-        assert (low.double() - high).abs().max() < 1e-2 * high.abs().max()
-        q, k, v = (x.requires_grad_() for x in qkv(97, device=device, dtype=torch.float32))
-        out = bound(1e4 * q, 100 * k, v, key_mask=mask, is_causal=is_causal)
-        assert torch.equal(out[1], torch.zeros_like(out[1]))
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v, *bound.parameters()), allow_unused=True)
-        assert all(bool(x.isfinite().all()) for x in (out, *grads) if x is not None)
-
-
-@pytest.mark.parametrize("mechanism", [*DENSE[:2], RANDOM[0], MIXTURES[0]], ids=repr)
-def test_compiles_for_any_length(mechanism: Any) -> None:
-    torch.compiler.reset()
-    bound = bind(mechanism)
-    run: Any = torch.compile(bound, fullgraph=True, dynamic=True, backend="eager")
-    for length in (5, 9, 31):
-        q, k, v = qkv(length)
-        mask = some_keys(2, length)
-        kwargs: Any = {"key_mask": mask, "is_causal": True}
-        close(run(q, k, v, **kwargs), bound(q, k, v, **kwargs))
 
 
 def test_settings_are_checked() -> None:

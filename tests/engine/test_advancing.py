@@ -71,6 +71,7 @@ def _double(w: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ALL)
 def test_training_behind_a_state_takes_the_memory_of_a_causal_call(expression: str) -> None:
     mechanism = catalogue.parse(expression)

@@ -54,6 +54,7 @@ def test_written_passes_keep_float32_after_a_forward_pass_outside_of_autocast(na
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["Sinkhorn", "Nystrom"])
 def test_a_compiled_module_inside_autocast(mechanism: str) -> None:
     """In one graph; torch runs the compiled gradients in the autocast of the forward pass, so they are less exact."""

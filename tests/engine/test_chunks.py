@@ -133,6 +133,7 @@ def test_long_sums_keep_their_digits() -> None:
     assert float(((low - high) / high).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("name", SORTED)
 def test_sorted_passes_equal_the_plain_form(name: str, mask: bool, monkeypatch: Any) -> None:

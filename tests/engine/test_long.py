@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from fast_attention import Bound, Shape, catalogue
 from fast_attention.counting import exponent, peak_bytes
 
+pytestmark = pytest.mark.slow
+
 PRIME = 999_983
 SAMPLED = [0, 128, 65_537, 999_982]
 WIDTH = 16

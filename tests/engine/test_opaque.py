@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fast_attention import catalogue
-from fast_attention.engine import kept_graphs
+from fast_attention.engine import opaque as operations
 from fast_attention.engine.opaque import like_queries, opaque
 from tests.cases import bind
+
+pytestmark = pytest.mark.slow  # tracing takes its time
 
 calls: list[tuple[bool, ...]] = []  # whether each tensor of a run has a gradient to come
 
@@ -38,10 +40,10 @@ def given() -> list[Tensor]:
 def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     calls.clear()
-    kept_graphs._graphs.clear()  # of other tests
+    operations._graphs.clear()  # of other tests
     yield
     gc.collect()
-    assert not kept_graphs._graphs  # no graph outlives what may ask for it
+    assert not operations._graphs  # no graph outlives what may ask for it
 
 
 def compiled(function: Any, backend: str) -> Any:
@@ -93,39 +95,39 @@ def test_nothing_owns_itself(backend: str) -> None:
     leaves = given()
     gradients(compiled(twice, backend)(*leaves), leaves)
     compiled(twice, backend)(*leaves)
-    assert not kept_graphs._graphs
+    assert not operations._graphs
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
     with torch.no_grad():
         out = compiled(twice, "aot_eager")(*given())
-    assert not kept_graphs._graphs
+    assert not operations._graphs
     assert not out.requires_grad
 
 
 def test_what_nobody_asks_for_goes_with_its_output() -> None:
     out = compiled(twice, "aot_eager")(*given())
-    assert kept_graphs._graphs
+    assert operations._graphs
     del out
     gc.collect()
-    assert not kept_graphs._graphs
+    assert not operations._graphs
 
 
 def test_memory_that_the_compiler_has_used_again_is_not_read() -> None:
     """It passes the same numbers from another place, and may have overwritten the first."""
     x = torch.ones(3, requires_grad=True)
-    number = kept_graphs.keep(([x], [x.exp()]), [x])
-    assert kept_graphs.take(number, [x.detach().clone()], [True]) is None
-    number = kept_graphs.keep(([x], [x.exp()]), [x])
-    ends = kept_graphs.take(number, [x.detach()], [True])
+    number = operations.keep(([x], [x.exp()]), [x])
+    assert operations.take(number, [x.detach().clone()], [True]) is None
+    number = operations.keep(([x], [x.exp()]), [x])
+    ends = operations.take(number, [x.detach()], [True])
     assert ends is not None
-    assert kept_graphs.take(number, [x.detach()], [True]) is None  # once
+    assert operations.take(number, [x.detach()], [True]) is None  # once
     output = weakref.ref(ends[1][0])
     del ends
     assert output() is None  # it does not live as long as its number
     constant = torch.ones(3)
-    number = kept_graphs.keep(([constant], [constant.exp()]), [constant])
-    assert kept_graphs.take(number, [constant], [True]) is None  # it does not lead there
+    number = operations.keep(([constant], [constant.exp()]), [constant])
+    assert operations.take(number, [constant], [True]) is None  # it does not lead there
 
 
 def test_checkpoints_record_anew() -> None:

@@ -19,6 +19,8 @@ from fast_attention import Attention, MultiheadAttention, TokenMixer, Unsupporte
 from fast_attention.engine.blocks import slices, split
 from tests.cases import bind, qkv, some_keys
 
+pytestmark = pytest.mark.slow  # tracing takes its time
+
 DEFAULTS: list[Any] = [catalogue.default(name) for name in catalogue.names()]
 FUSED = ["Softmax", "Linformer(rank=4)", "Local(window=4)", "Local(window=64)", "BigBird(block_size=4)", "SortCut"]
 # torch deprecates torch.jit and uses it: derivatives forwards import its own scripted decompositions.

@@ -18,6 +18,7 @@ from experiments.reproductions import cab, capacity, common, decoding, duplicati
 from experiments.reproductions import spectrum as spectra
 from experiments.reproductions.capacity import Batch, Contender, Retrieval
 from experiments.reproductions.common import Budget, Claim, Reproduced
+from experiments.reproductions.training import Training, equal_steps
 from experiments.tasks import IGNORED, Duplicate
 from fast_attention import attention_maps
 from fast_attention.conformance import third_party
@@ -62,7 +63,8 @@ def ran(script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: st
     for name, value in TINY[script].items():
         monkeypatch.setattr(script, name, value)
     seeds = ("--seeds", "1") if script.REPRODUCTION.seeds else ()
-    given = ["--minutes", "0.003", "--threads", "1", "--out", str(folder), *seeds, *options]
+    minutes = "0.2" if script is cab else "0.003"
+    given = ["--minutes", minutes, "--threads", "1", "--out", str(folder), *seeds, *options]
     assert common.main(script.REPRODUCTION, given) == 0
     return Reproduced.read(folder / Reproduced.data)
 
@@ -120,11 +122,11 @@ def test_pages_are_of_the_newest_records_and_disagreement_comes_first() -> None:
 
 
 def test_steps_fill_the_time() -> None:
-    each = common.Training(recall.TASK, recall.matched(recall.TASK, "Softmax()", recall.MODEL), recall.SETTINGS)
+    each = Training(recall.TASK, recall.matched(recall.TASK, "Softmax()", recall.MODEL), recall.SETTINGS)
     clock = iter(range(10**6))  # a step takes a second
     budget = Budget(1000.0, clock=lambda: float(next(clock)))
-    assert common.equal_steps(budget, [each] * 2, 10**6) == 400
-    assert common.equal_steps(Budget(0.0, rows=({"steps": 77},)), [each], 50) == 77
+    assert equal_steps(budget, [each] * 2, 10**6) == 400
+    assert equal_steps(Budget(0.0, rows=({"steps": 77},)), [each], 50) == 77
 
 
 def test_errors_are_of_outputs() -> None:
@@ -201,7 +203,7 @@ def test_one_bucket_is_full_attention() -> None:
 def test_states_are_counted_and_bytes_masked() -> None:
     width, conv = recall.MODEL["width"], (recall.MODEL["conv"] - 1) * recall.MODEL["width"]
     config = recall.matched(recall.TASK, "Local(window=2)", recall.MODEL)
-    assert recall.state_size(common.Training(recall.TASK, config, recall.SETTINGS)) == 2 * (2 * 2 * width + conv)
+    assert recall.state_size(Training(recall.TASK, config, recall.SETTINGS)) == 2 * (2 * 2 * width + conv)
     batch = mixers.MaskedBytes(context=32).batch("train", 3, 256)
     hidden = batch.tokens == mixers.MASK
     assert torch.equal(hidden, batch.targets != IGNORED)

@@ -5,9 +5,9 @@ from tests.faults.fault import LAW, ORACLE, Fault
 TESTS, ROOM = "tests/hybrid/test_hybrid.py", "mechanisms/hybrid/"
 BLOCKS = ORACLE + "'Hybrid and BlockLocal'"
 LENGTH = "tests/hybrid/test_by_length.py"
-ROWS, DECODING = "mechanisms/hybrid/by_length_rows.py", "mechanisms/hybrid/by_length_decoding.py"
+ROWS, DECODING = "mechanisms/hybrid/by_length_rows.py", "mechanisms/hybrid/by_length.py"
 FAULTS = [
-    Fault("chosen blocks are estimated as well", ROOM + "chosen.py", "masked_fill(named, float(\"-inf\"))",
+    Fault("chosen blocks are estimated as well", ROOM + "hybrid.py", "masked_fill(named, float(\"-inf\"))",
           "masked_fill(named & (numbers > 0), float(\"-inf\"))",
           ORACLE + "'Hybrid and Selected'"),
     Fault("a sink token counts twice", ROOM + "sink_tokens.py", "position), visible & ~chosen",
@@ -27,7 +27,7 @@ FAULTS = [
           "front = (start + 1) % self.near.block_size", BLOCKS),
     Fault("a block leaves the state too early", "mechanisms/sparse/block_local.py",
           "keys // self.block_size - self.before, 0)", "keys // self.block_size - self.before + 1, 0)",
-          LAW + "'decode and BlockLocal'"),
+          LAW + "'of_a_setting and BlockLocal'"),
     Fault("masked keys stand in the sums", ROOM + "key_sums.py", ".exp_().masked_fill_(~summed, 0.0)", ".exp_()",
           ORACLE + "Hybrid"),
     Fault("near keys are estimated as well", ROOM + "near.py", "Sight(near & visible, visible & ~near, numbers)",
@@ -40,9 +40,9 @@ FAULTS = [
           "rows.read(log_sums.mT)[..., 0] + 0.1, _like", ORACLE + "Hybrid"),
     Fault("keys of any size are summed under one scale", ROOM + "pairs.py", "> RANGE).any()", "> 1e9).any()",
           f"{TESTS} -k very_different"),
-    Fault("a log scale has no gradient", "mechanisms/linear/token_features.py", "value=-(width**-0.5)", "value=0.0",
+    Fault("a log scale has no gradient", "mechanisms/linear/kernelised.py", "value=-(width**-0.5)", "value=0.0",
           f"{TESTS} -k whatever_their_range"),
-    Fault("large logarithms overflow", "mechanisms/linear/token_features.py", "limit = LARGE * LOG2E", "limit = 1e9",
+    Fault("large logarithms overflow", "mechanisms/linear/kernelised.py", "limit = LARGE * LOG2E", "limit = 1e9",
           f"{TESTS} -k whatever_their_range"),
     Fault("a step forgets the far keys", ROOM + "reference.py",
           "out, weights = _softmax(logits, v, queries, outside, learned_sinks)",
@@ -124,7 +124,7 @@ FAULTS = [
     Fault("short steps see later tokens of their own", DECODING, "is_causal=q.shape[-2] > 1)", "is_causal=False)",
           "tests/integrations/test_exact_up_to.py -k short_steps"),
     Fault("torch's kernel reads tokens whose numbers lie apart", ROOM + "call.py",
-          "return x if x.stride(-1) == 1 else x.contiguous()", "return x", LAW + "'layout and Hybrid'"),
+          "return x if x.stride(-1) == 1 else x.contiguous()", "return x", LAW + "'of_a_setting and Hybrid'"),
     Fault("a mechanism reads a cache of fewer heads as it is", DECODING, "if not part.mechanism.shares_cache:", "if False:",
           "tests/test_grouped.py -k 'decoded_as and ByLength'"),
 ]  # fmt: skip

@@ -7,8 +7,8 @@ FAULTS = [
           "", ORACLE + "Manhattan"),
     Fault("the slope of the sorted form takes the values' part alone", "mechanisms/log_manhattan/fast_sorted.py",
           "slope.addcmul_(xo, d_slope)", "slope", "tests/engine/test_chunks.py -k sorted"),
-    Fault("log attention forgets that keys have gradients of their scores too", "mechanisms/log_manhattan/fast_log.py",
+    Fault("log attention forgets that keys have gradients of their scores too", "mechanisms/log_manhattan/log_attention.py",
           ".add_(d_scores)", "", "tests/engine/test_chunks.py -k plain"),
-    Fault("Manhattan's causal values forget the l of the queries", "mechanisms/log_manhattan/fast_manhattan.py",
+    Fault("Manhattan's causal values forget the l of the queries", "mechanisms/log_manhattan/manhattan.py",
           "addcmul_(self.l, d_plain).sub_(first_moment)", "addcmul_(self.l, d_plain)", "tests/engine/test_chunks.py -k plain"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ HERE, TESTS = "experiments/reproductions/", "tests/experiments/test_reproduction
 FAULTS = [
     Fault("a reproduction's page says agreement where the record disagrees", HERE + "common.py",
           "if claim.holds is False]", "if claim.holds is None]", TESTS + "disagreement"),
-    Fault("a resumed reproduction trains with other steps", HERE + "common.py",
+    Fault("a resumed reproduction trains with other steps", HERE + "training.py",
           "    if budget.rows:\n", "    if False:\n", TESTS + "fill_the_time"),
     Fault("a resumed reproduction measures all again", HERE + "performer.py",
           "if budget.has(draw=draw, scale=scale):", "if False:", TESTS + "stopped_run"),

@@ -14,7 +14,7 @@ from fast_attention import LSH, attention
 from fast_attention.engine import dispatch
 from fast_attention.functional import implementation
 from fast_attention.gpu import flex
-from fast_attention.mechanisms.lsh import gpu, short
+from fast_attention.mechanisms.lsh import fast, gpu
 from fast_attention.mechanisms.lsh.reference import Rules, arrange
 from fast_attention.traits import Shape
 from tests.gpu.heads import assert_near, flex_by_pairs, softmax_of_pairs
@@ -57,7 +57,7 @@ def test_all_rounds_together_meet_whom_they_should(rules: Rules, length: int) ->
     for h in range(6):
         found[h // 3] += seen[h][back[h]][:, back[h]]
     visible = bucket[0, :, 0] < rules.number
-    expected = short.meetings(bucket, rules)[0] * visible[:, :, None] * visible[:, None]
+    expected = fast.meetings(bucket, rules)[0] * visible[:, :, None] * visible[:, None]
     assert torch.equal(found, expected.clamp(max=1) if rules.distinct else expected)
     assert int(found.sum()) > length
 

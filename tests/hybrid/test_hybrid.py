@@ -17,10 +17,10 @@ from fast_attention.feature_maps.feature_map import FeatureMap, Features
 from fast_attention.feature_maps.features import Custom, Exp, Quadratic
 from fast_attention.feature_maps.random_features import positive
 from fast_attention.mechanisms.hybrid import call, fast, positions, reference
-from fast_attention.mechanisms.linear.token_features import token_features
+from fast_attention.mechanisms.linear.kernelised import token_features
 from tests.cases import ATTENTIONS, bind, qkv, some_keys
 from tests.oracles import ORACLES
-from tests.test_oracles import agree
+from tests.test_oracles import same
 
 BLOCKS = [
     "BlockLocal()",
@@ -75,7 +75,7 @@ def test_many_blocks_agree_with_the_oracle(mechanism: Any, block: int, monkeypat
                 q, k, v = (x.requires_grad_() for x in qkv(length, keys))
                 ours = bound(q, k, v, is_causal=is_causal, key_mask=mask)
                 theirs = expected(mechanism, q, k, v, bound.w, is_causal=is_causal, mask=mask)
-                agree(f"{length} x {keys}, causal {is_causal}", ours, theirs, (q, k, v, *bound.parameters()))
+                same(f"{length} x {keys}, causal {is_causal}", ours, theirs, (q, k, v, *bound.parameters()))
                 with torch.no_grad():
                     torch.testing.assert_close(bound(q, k, v, is_causal=is_causal, key_mask=mask), ours.detach())
 
@@ -117,7 +117,7 @@ def test_long_sequences_are_the_dense_definition(
         visible = ((j <= i) | torch.tensor(not is_causal)) & mask
         theirs = dense(bound, q, k, v, exact, visible)
         ours = bound(q, k, v, is_causal=is_causal, key_mask=mask if masked else None)
-        agree(near, ours, theirs, (q, k, v, *bound.parameters()))
+        same(near, ours, theirs, (q, k, v, *bound.parameters()))
 
 
 @pytest.mark.parametrize("far", ["FavorPlus(num_features=5)", "LearnedFeatures(num_features=6)", "LinearAttention()"])
@@ -153,7 +153,7 @@ def test_sequences_of_whole_blocks_are_the_plain_form(near: str, blocks: int, mo
         ours = bound(q, k, v, key_mask=mask)
         with monkeypatch.context() as patched:
             patched.setattr(fast, "_TILES", reference.near_far)
-            agree(near, ours, bound(q, k, v, key_mask=mask), (q, k, v, *bound.parameters()))
+            same(near, ours, bound(q, k, v, key_mask=mask), (q, k, v, *bound.parameters()))
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,7 +228,7 @@ def test_few_queries_of_many_keys_keep_few_sums(queries: int, is_causal: bool) -
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
         ours = bound(q[..., n - queries :, :], k, v, is_causal=is_causal)
-    agree(str(queries), ours, all_of_them, (q, k, v, *bound.parameters()))
+    same(str(queries), ours, all_of_them, (q, k, v, *bound.parameters()))
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     assert sum(storages.values()) < 5 * q.numel() * 8
 
@@ -407,7 +407,7 @@ def test_a_decoded_prompt_carries_gradients(near: str) -> None:
     for now in (slice(0, 20), slice(20, 30)):
         part, state = bound.decode(q[..., now, :], k[..., now, :], v[..., now, :], state)
         parts.append(part)
-    agree("decoded", torch.cat(parts, -2), whole, (q, k, v, *bound.parameters()))
+    same("decoded", torch.cat(parts, -2), whole, (q, k, v, *bound.parameters()))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 
 from fast_attention import __version__, catalogue, cli, extras, files
 from fast_attention.lab import command_line, inputs, listing, measure, options, refusals
-from fast_attention.lab.command_line import COMMANDS, GONE, _repeat
+from fast_attention.lab.command_line import COMMANDS, GONE
 from fast_attention.value import SEEDS
 
 GAUSSIAN = ["--model", "gaussian", "--mechanisms", "FNet", "--lengths", "8", "--no-backward", "--budget", "5"]
@@ -40,10 +40,7 @@ BAD = {
     "wrong type": (["compare", "--mechanisms", "FavorPlus(num_features='many')"], "num_features"),
     "not a mechanism": (["compare", "--mechanisms", "import os"], "is not a mechanism"),
     "nested": (["compare", "--mechanisms", "(" * 100_000], "no mechanism is written in so many"),
-    "nested names": (["list", "Hybrid(" * 100_000], "no mechanism is written in so many"),
-    "null": (["compare", "--mechanisms", "a\0b"], "is not a mechanism"),
     "length 0": (["compare", "--lengths", "0"], "--lengths 0"),
-    "length words": (["compare", "--lengths", "128", "many"], "--lengths"),
     "device": (["compare", "--device", "abacus"], "there is: cpu"),
     "device without numbers": (["compare", "--device", "meta"], "there is: cpu"),
     "dtype": (["compare", "--dtype", "float8"], "choose one of float32"),
@@ -64,9 +61,6 @@ BAD = {
     "budget": (["advise", "2x8", "--budget", "-1"], "--budget"),
     "protein-mini": (["check", "protein-mini"], "protein-mini is in experiments/data"),
     "export to a folder": (["export", "nowhere", "--out", "folder.pt2"], "--out folder.pt2: a folder has that name"),
-    "export by another name": (["export", "nowhere", "--out", "a.onnx"], "give --onnx"),
-    "export to ONNX by another name": (["export", "nowhere", "--onnx", "--out", "a.pt2"], "ends in .onnx"),
-    "ONNX's option": (["export", "nowhere", "--opset", "20"], "give --onnx"),
     "unknown option": (["compare", "--lenghts", "3"], "(see fast-attention compare --help)"),
     "unknown command": (["compere"], "Did you mean 'compare'"),
     "unknown in list": (["list", "FavorPlos"], "Did you mean FavorPlus"),
@@ -77,7 +71,6 @@ BAD = {
     "exit": (["check", "builtins:exit"], "is no factory"),
     "no attention": (["check", "builtins:int"], "no module and no function"),
     "no arguments": (["check", "torch.nn:Linear"], "in_features"),
-    "no module": (["check", ":x"], "Empty module name"),
     "module to import": (["list", "--import", "no_such_module"], "no_such_module: ModuleNotFoundError: No module"),
     **{name: ([name, "anything"], f"{name} is gone: {GONE[name]}") for name in GONE if name[0] != "-"},
     **{name: (["compare", f"{name}=1"], f"{name} is gone: {GONE[name]}") for name in GONE if name[0] == "-"},
@@ -120,11 +113,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ],
 )
 def test_every_failure_has_its_code(
-    error: BaseException,
-    code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**options: Any) -> None:
         raise error
@@ -134,11 +123,7 @@ def test_every_failure_has_its_code(
     assert found == code
     assert words in err
     assert err.count("\n") == bool(words)
-
-
-def test_a_fault_of_the_program_is_not_hidden() -> None:
-    assert refusals.refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    assert refusals.refusal(TypeError("unexpected")) is None
+    assert refusals.refusal(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None, "a fault of ours"
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -172,9 +157,7 @@ def test_list_names_every_mechanism_and_tells_all_about_one(capsys: pytest.Captu
     assert all(name in out for name in catalogue.names())
     found = json.loads(run(capsys, "list", "--json")[1])
     assert [each["name"] for each in found] == catalogue.names()
-    assert {each["name"]: each["settings"] for each in found}["Softmax"] == {
-        "scale": None, "bias": None, "sinks": False
-    }  # fmt: skip
+    assert found[0]["settings"].keys() == {"scale", "bias", "sinks"}
     for name in catalogue.names():
         code, out, _ = run(capsys, "list", name)
         traits = catalogue.default(name).traits
@@ -218,14 +201,6 @@ def test_options_agree_with_what_torch_and_values_take() -> None:
     assert inputs.numbers("--keep-layers", "0, 12") == [0, 12]
     with pytest.raises(inputs.InputError, match="--keep-layers ²,0: write numbers"):
         inputs.numbers("--keep-layers", "²,0")
-
-
-def test_options_that_take_many_values() -> None:
-    words = ["compare", "--lengths", "1", "2", "--seed", "3", "--mechanisms", "A", "B(x=1)", "--lengths", "4"]
-    assert _repeat(words) == [
-        "compare", "--lengths", "1", "--lengths", "2", "--seed", "3", "--mechanisms", "A", "--mechanisms", "B(x=1)",
-        "--lengths", "4",
-    ]  # fmt: skip
 
 
 def test_an_extra_is_installed_by_what_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,13 +273,6 @@ def test_what_needs_no_torch_does_not_import_it() -> None:
     assert {*found[shells[0]][1].split()} == {*COMMANDS}
     assert found[shells[1]][1].split() == ["--length"]
     assert {"--mechanisms", "--lengths", "--out"} <= {*found[shells[2]][1].split()}
-
-
-def test_a_shell_is_set_up_by_the_script_that_is_shown(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fast_attention", "--show-completion", "bash"]
-    shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SHELL": "/bin/bash"})
-    assert shown.returncode == 0, shown.stderr
-    assert "_FAST_ATTENTION_COMPLETE=complete_bash" in shown.stdout
 
 
 BLOCKED = """

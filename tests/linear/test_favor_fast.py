@@ -10,13 +10,7 @@ from torch import Tensor
 
 from fast_attention.feature_maps.random_features import draw
 from fast_attention.functional import favor_attention, favor_plus_attention
-from fast_attention.mechanisms.linear import (
-    fast_favor,
-    fast_favor_chunks,
-    fast_favor_noncausal,
-    linear_state,
-    reference,
-)
+from fast_attention.mechanisms.linear import fast_favor, fast_favor_chunks, linear_state, reference
 from fast_attention.mechanisms.linear.random_feature_map import Heads, RandomFeatureMap
 
 D, M, WIDE = 8, 24, 5
@@ -32,7 +26,7 @@ MAPS: list[Kind] = [*EXPONENTIAL, (SINCOS, False, True)]
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Blocks of 512 tokens, so that the lengths here make several; the test of long sums takes them as they are."""
     if request.node.originalname != "test_very_many_terms":
-        monkeypatch.setattr(fast_favor_noncausal, "TOKENS", 512)
+        monkeypatch.setattr(fast_favor, "TOKENS", 512)
 
 
 def plain(

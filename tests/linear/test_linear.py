@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fast_attention import Bound, LinearAttention, Shape, catalogue
+from fast_attention import LinearAttention
 from fast_attention.engine.decay import GROUP, state_sums
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.features import (
@@ -230,11 +230,6 @@ def test_plain_functions_are_wrapped() -> None:
 
 
 @pytest.mark.parametrize("text", MECHANISMS)
-def test_spelling(text: str) -> None:
-    assert repr(catalogue.parse(text)) == text
-
-
-@pytest.mark.parametrize("text", MECHANISMS)
 def test_any_split_decodes_as_one_pass(text: str, device: torch.device) -> None:
     """Identity 20; 150 tokens span two blocks."""
     bound = bind(text, device=device)
@@ -249,24 +244,6 @@ def test_any_split_decodes_as_one_pass(text: str, device: torch.device) -> None:
                 part, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
                 parts.append(part)
             torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("text", MECHANISMS)
-def test_states_combine(text: str, device: torch.device) -> None:
-    bound = bind(text, device=device)
-    m, (q, k, v) = bound.mechanism, qkv(40, device=device)
-    k[:, :, 25] *= 20  # far from the others' units
-    a, b, c = (m.summarise(k[:, :, cut], v[:, :, cut], bound.w) for cut in (slice(0, 9), slice(9, 20), slice(20, 33)))
-    left, right = m.combine(m.combine(a, b), c), m.combine(a, m.combine(b, c))
-    _, stepped = bound.decode(q[:, :, :33], k[:, :, :33], v[:, :, :33])
-    whole = bound(q, k, v, is_causal=True)[:, :, 33:]
-    for state in (left, right, stepped, m.summarise(k[:, :, :33], v[:, :, :33], bound.w)):
-        assert [part.shape for part in state.held] == [part.shape for part in a.held]
-        out, _ = bound.decode(q[:, :, 33:], k[:, :, 33:], v[:, :, 33:], state)
-        torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9)
-    masked = m.summarise(k, v, bound.w, key_mask=torch.zeros(2, 40, dtype=torch.bool, device=device))
-    for part, kept in zip(m.combine(masked, m.combine(a, masked)).held, a.held, strict=True):
-        torch.testing.assert_close(part, kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -352,38 +329,3 @@ def test_a_huge_key_moves_nothing_before_it(text: str, factor: float, device: to
         after = bound(q, longer, v, is_causal=True)
         torch.testing.assert_close(after[:, :, :place], before[:, :, :place], rtol=0, atol=1e-6)
         assert (after[:, :, place:] - before[:, :, place:]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("text", MECHANISMS)
-def test_gradcheck(text: str) -> None:
-    """Identity 20: finite differences on 5 tokens."""
-    bound = bind(text)
-    q, k, v = (x.requires_grad_() for x in qkv(5, batch=1))
-    key_mask = torch.tensor([[True, True, False, True, True]])
-    for is_causal in (False, True):
-        torch.autograd.gradcheck(
-            lambda *x: bound(*x, is_causal=is_causal, key_mask=key_mask), (q, k, v), fast_mode=True
-        )
-
-
-class CausalOnly(nn.Module):
-    def __init__(self, bound: Bound) -> None:
-        super().__init__()
-        self.bound = bound
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.bound(q, k, v, is_causal=True)
-
-
-def test_compile_and_export() -> None:
-    bound = Bound("LinearAttention()", Shape(2, 8))
-    compiled = torch.compile(bound, fullgraph=True, backend="eager", dynamic=True)
-    length = torch.export.Dim("length", min=2, max=100_000)
-    example = qkv(13, dtype=torch.float32)
-    program = torch.export.export(CausalOnly(bound), example, dynamic_shapes=({2: length},) * 3).module()
-    with torch.no_grad():
-        for n in (300, 1000):
-            inputs = qkv(n, dtype=torch.float32)
-            expected = bound(*inputs, is_causal=True)
-            torch.testing.assert_close(compiled(*inputs, is_causal=True), expected, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(program(*inputs), expected, rtol=1e-4, atol=1e-5)

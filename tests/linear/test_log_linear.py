@@ -9,7 +9,7 @@ from torch import Tensor
 from fast_attention import LogLinearAttention, Shape, Unsupported
 from fast_attention.feature_maps.features import Identity
 from fast_attention.functional import decayed_linear_attention
-from fast_attention.mechanisms.linear import fenwick
+from fast_attention.mechanisms.linear import log_linear
 from tests.cases import bind, qkv, some_keys
 
 
@@ -29,7 +29,7 @@ def test_levels_are_those_of_the_pairs(length: int, num_levels: int) -> None:
     inputs = [x.requires_grad_() for x in qkv(length)]
     weights = torch.rand(2, 2, length, num_levels, dtype=torch.float64, requires_grad=True)
     leaves = [*inputs, weights]
-    out, expected = fenwick.attend(*leaves), by_pairs(*leaves)
+    out, expected = log_linear.attend(*leaves), by_pairs(*leaves)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     probe = torch.randn_like(out)
     for a, b in zip(*(torch.autograd.grad(x, leaves, probe) for x in (out, expected)), strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from fast_attention import LinearAttention, catalogue
 from fast_attention.feature_maps.positive import Positive, PositiveElu, PositiveExp, PositiveSoftplus
 from fast_attention.functional import aft_simple, log_attention
-from tests.cases import bind, qkv, some_keys
+from tests.cases import qkv, some_keys
 
 EVERY = [
     "LogAttention()",
@@ -125,76 +125,6 @@ def test_a_map_of_your_own() -> None:
     torch.testing.assert_close(out, (share * v).sum(-2, keepdim=True).expand_as(v))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", EVERY)
-def test_decode_in_any_split_is_one_pass(name: str, masked: bool, device: torch.device) -> None:
-    """13.20."""
-    n = 40
-    m: Any = catalogue.parse(name)
-    q, k, v = qkv(n, device=device, scale=3.0)
-    mask = some_keys(2, n, device) if masked else None
-    if mask is not None:
-        mask[0, :9] = False
-    whole = m(q, k, v, is_causal=True, key_mask=mask)
-    for sizes in ([1] * n, [n], [3, 1, 7, 20, 9], [39, 1]):
-        state, parts, start = None, [], 0
-        for size in sizes:
-            now = slice(start, start + size)
-            seen = None if mask is None else mask[:, now]
-            part, state = m.decode(q[:, :, now], k[:, :, now], v[:, :, now], state=state, key_mask=seen)
-            parts.append(part)
-            start += size
-        torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_states_combine_associatively_with_empty_ones(name: str, device: torch.device) -> None:
-    m: Any = catalogue.parse(name)
-    q, k, v = qkv(30, device=device)
-    none = torch.zeros(2, 10, dtype=torch.bool, device=device)
-    for empty in (0, 1, 2, None):
-        masks = [none if i == empty else some_keys(2, 10, device) for i in range(3)]
-        a, b, c = (
-            m.summarise(k[:, :, 10 * i : 10 * i + 10], v[:, :, 10 * i : 10 * i + 10], (), key_mask=masks[i])
-            for i in range(3)
-        )
-        left, right = m.combine(m.combine(a, b), c), m.combine(a, m.combine(b, c))
-        for x, y in zip(left.held, right.held, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-        more = qkv(5, device=device)
-        whole = [torch.cat(pair, -2) for pair in zip((q, k, v), more, strict=True)]
-        mask = torch.cat([*masks, torch.ones(2, 5, dtype=torch.bool, device=device)], -1)
-        after = m.decode(*more, state=left)[0]
-        torch.testing.assert_close(after, m(*whole, is_causal=True, key_mask=mask)[:, :, 30:], rtol=1e-10, atol=1e-10)
-    with pytest.raises(ValueError, match="combine takes two states; got a tuple"):
-        m.combine(m.summarise(k, v, ()), (1, 2))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_limits(name: str, device: torch.device) -> None:
-    """Rows that see nothing are zero; bfloat16 in, bfloat16 out; inputs 10^4 times as large stay finite."""
-    m: Any = catalogue.parse(name)
-    q, k, v = (x.float().requires_grad_() for x in qkv(271, device=device))
-    mask = torch.ones(2, 271, dtype=torch.bool, device=device)
-    mask[0], mask[1, :4] = False, False
-    for is_causal in (False, True):
-        out = m(q, k, v, is_causal=is_causal, key_mask=mask)
-        assert bool((out[0] == 0).all())
-        if is_causal:
-            assert bool((out[1, :, :4] == 0).all())
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v), allow_unused=True)
-        assert all(bool(g.isfinite().all()) for g in grads if g is not None)
-        low = [x.detach().bfloat16() for x in (q, k, v)]
-        rounded, exact = m(*low, is_causal=is_causal), m(*(x.double() for x in low), is_causal=is_causal)
-        assert rounded.dtype == torch.bfloat16
-        assert float((rounded.double() - exact).abs().max()) < 8e-3 * float(exact.abs().max())
-        huge = [(1e4 * x).detach().requires_grad_() for x in (q, k, v)]
-        out = m(*huge, is_causal=is_causal)
-        out.sum().backward()
-        assert bool(out.isfinite().all())
-        assert all(bool(x.grad.isfinite().all()) for x in huge if x.grad is not None)
-
-
 def test_keys_that_jump_by_300(device: torch.device) -> None:
     """The softmax in units of a running maximum, in float32, one key for all values included."""
     q, k, v = qkv(71, device=device)
@@ -218,19 +148,6 @@ def test_traits_follow_the_settings() -> None:
         m: Any = catalogue.parse(name)
         moved = bool((m(q, k, v) - m(q + 1, k, v)).abs().max() > 1e-6)
         assert moved == (reads[name] == "qkv"), name
-
-
-def test_compile_and_export() -> None:
-    bound = bind("LogAttention()")
-    inputs = qkv(48)
-    torch.compiler.reset()
-    run = torch.compile(lambda *x: bound(*x, is_causal=True), fullgraph=True, backend="eager")
-    torch.testing.assert_close(run(*inputs), bound(*inputs, is_causal=True))
-    length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(bound, inputs, dynamic_shapes={"inputs": tuple({2: length} for _ in inputs)})
-    for n in (3, 64):
-        other = qkv(n)
-        torch.testing.assert_close(program.module()(*other), bound(*other))
 
 
 def test_settings_and_sizes_are_checked() -> None:

@@ -18,7 +18,7 @@ from fast_attention.functional import (
     vector_manhattan,
 )
 from fast_attention.mechanisms.log_manhattan import sorting
-from tests.cases import bind, qkv, some_keys
+from tests.cases import qkv, some_keys
 
 EVERY = [
     "Manhattan()",
@@ -166,74 +166,6 @@ def test_scalar_keys_and_gates() -> None:
         torch.testing.assert_close(again, m(q, k, v), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", EVERY)
-def test_decode_in_any_split_is_one_pass(name: str, masked: bool, device: torch.device) -> None:
-    """13.20."""
-    n = 21
-    m: Any = catalogue.parse(name)
-    q, k, v = qkv(n, device=device)
-    mask = some_keys(2, n, device) if masked else None
-    if mask is not None:
-        mask[0, :6] = False
-    whole = m(q, k, v, is_causal=True, key_mask=mask)
-    for sizes in ([1] * n, [n], [3, 1, 7, 10], [20, 1]):
-        state, parts, start = None, [], 0
-        for size in sizes:
-            now = slice(start, start + size)
-            seen = None if mask is None else mask[:, now]
-            part, state = m.decode(q[:, :, now], k[:, :, now], v[:, :, now], state=state, key_mask=seen)
-            parts.append(part)
-            start += size
-        torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["Manhattan()", "Manhattan(reference='first')"])
-def test_differences_combine_associatively_with_empty_ones(name: str, device: torch.device) -> None:
-    m: Any = catalogue.parse(name)
-    q, k, v = qkv(30, device=device)
-    none = torch.zeros(2, 10, dtype=torch.bool, device=device)
-    for empty in (0, 1, 2, None):
-        masks = [none if i == empty else some_keys(2, 10, device) for i in range(3)]
-        a, b, c = (
-            m.summarise(k[:, :, 10 * i : 10 * i + 10], v[:, :, 10 * i : 10 * i + 10], (), key_mask=masks[i])
-            for i in range(3)
-        )
-        left, right = m.combine(m.combine(a, b), c), m.combine(a, m.combine(b, c))
-        for x, y in zip(left.held, right.held, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-        more = qkv(5, device=device)
-        whole = [torch.cat(pair, -2) for pair in zip((q, k, v), more, strict=True)]
-        mask = torch.cat([*masks, torch.ones(2, 5, dtype=torch.bool, device=device)], -1)
-        after = m.decode(*more, state=left)[0]
-        torch.testing.assert_close(after, m(*whole, is_causal=True, key_mask=mask)[:, :, 30:], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_limits(name: str, device: torch.device) -> None:
-    """Rows that see nothing are zero; bfloat16 in, bfloat16 out; inputs 10^4 times as large stay finite."""
-    m: Any = catalogue.parse(name)
-    q, k, v = (x.float().requires_grad_() for x in qkv(37, device=device))
-    mask = torch.ones(2, 37, dtype=torch.bool, device=device)
-    mask[0], mask[1, :4] = False, False
-    for is_causal in (False, True):
-        out = m(q, k, v, is_causal=is_causal, key_mask=mask)
-        assert bool((out[0] == 0).all())
-        if is_causal:
-            assert bool((out[1, :, :4] == 0).all())
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v), allow_unused=True)
-        assert all(bool(g.isfinite().all()) for g in grads if g is not None)
-        low = [x.detach().bfloat16() for x in (q, k, v)]
-        rounded, exact = m(*low, is_causal=is_causal), m(*(x.double() for x in low), is_causal=is_causal)
-        assert rounded.dtype == torch.bfloat16
-        assert float((rounded.double() - exact).abs().max()) < 8e-3 * float(exact.abs().max())
-        huge = [(1e4 * x).detach().requires_grad_() for x in (q, k, v)]
-        out = m(*huge, is_causal=is_causal)
-        out.sum().backward()
-        assert bool(out.isfinite().all())
-        assert all(bool(x.grad.isfinite().all()) for x in huge if x.grad is not None)
-
-
 def test_float32_sums_do_not_cancel(device: torch.device) -> None:
     """Log keys far from zero, 4,096 of them: the sums are taken relative to one of the keys."""
     _, k, v = qkv(4096, batch=1, heads=1, width=2, device=device)
@@ -271,19 +203,6 @@ def test_positive_maps(h: Any) -> None:
     for y in (h.log(far), h.log1p(far), h(far)):
         assert bool(y.isfinite().all())
         assert bool(torch.autograd.grad(y.sum(), far)[0].isfinite().all())
-
-
-def test_compile_and_export() -> None:
-    bound = bind("Manhattan()")
-    inputs = qkv(48)
-    torch.compiler.reset()
-    run = torch.compile(lambda *x: bound(*x, is_causal=True), fullgraph=True, backend="eager")
-    torch.testing.assert_close(run(*inputs), bound(*inputs, is_causal=True))
-    length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(bound, inputs, dynamic_shapes={"inputs": tuple({2: length} for _ in inputs)})
-    for n in (3, 64):
-        other = qkv(n)
-        torch.testing.assert_close(program.module()(*other), bound(*other))
 
 
 def test_settings_and_sizes_are_checked() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fast_attention import LSH, Bound, Shape, Unsupported, catalogue
+from fast_attention import LSH, Unsupported, catalogue
 from fast_attention.decoding import State
 from fast_attention.functional import lsh_attention
 from fast_attention.mechanisms.lsh.reference import arrange, buckets
@@ -218,35 +218,6 @@ def test_gradients_flow_through_decoding(device: torch.device) -> None:
         same(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision(dtype: torch.dtype, device: torch.device) -> None:
-    for m in VALUES + SORTED:
-        bound, low = bind(m, device=device, dtype=torch.float32), [x.to(dtype) for x in qkv(45, device=device)]
-        out = bound(*low)
-        assert out.dtype == dtype
-        error = (out.double() - bound(*[x.double() for x in low])).abs().max().item()
-        assert error < 4 * torch.finfo(dtype).eps
-        if m.traits.causal:
-            part, state = bound.decode(*low)
-            assert part.dtype == dtype
-            assert state.held.k.dtype == torch.float32
-
-
-@pytest.mark.parametrize("m", VALUES + SORTED, ids=repr)
-def test_nothing_to_see_gives_zeros_and_extremes_stay_finite(m: LSH, device: torch.device) -> None:
-    bound = bind(m, device=device, dtype=torch.float32)
-    for factor in (0.0, 1.0, 1e4):
-        q, k, v = (x.requires_grad_() for x in qkv(37, device=device, dtype=torch.float32))
-        key_mask = torch.ones(2, 37, dtype=torch.bool, device=device)
-        key_mask[0] = False
-        for is_causal in m.traits.modes:
-            out = bound(factor * q, k, v, is_causal=is_causal, key_mask=key_mask)
-            assert (out[0] == 0).all()
-            grads = torch.autograd.grad(out.square().sum(), (q, v))
-            assert all(x.isfinite().all() for x in (out, *grads))
-            assert (grads[1][0] == 0).all()
-
-
 def test_settings_are_checked() -> None:
     bad = ("num_hashes=0", "num_buckets=3", "num_buckets=(2, 3)", "num_buckets=0", "bucket_size=0", "layout='other'")
     for setting in bad:
@@ -256,23 +227,3 @@ def test_settings_are_checked() -> None:
         LSH(attend_across_buckets=True)
     for m in VALUES + SORTED:
         assert catalogue.parse(repr(m)) == m
-
-
-class Fixed(nn.Module):
-    def __init__(self, mechanism: Any, is_causal: bool) -> None:
-        super().__init__()
-        self.bound, self.is_causal = Bound(mechanism, Shape(2, 8)).double(), is_causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.bound(q, k, v, is_causal=self.is_causal)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_compile_and_export(is_causal: bool, device: torch.device) -> None:
-    module, length = Fixed(LSH(num_hashes=2), is_causal).to(device), torch.export.Dim("length", min=2, max=256)
-    program = torch.export.export(module, qkv(37, device=device), dynamic_shapes=({2: length},) * 3).module()
-    for other in (2, 37, 64, 201):
-        inputs = qkv(other, device=device)
-        same(program(*inputs), module(*inputs))
-    torch.compiler.reset()
-    same(torch.compile(module, fullgraph=True, backend="eager")(*inputs), module(*inputs))

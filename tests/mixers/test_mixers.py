@@ -294,35 +294,6 @@ def test_shorter_sequences_use_the_corner_of_the_weights(mechanism: Any, device:
         long(tokens(25, device=device))
 
 
-@pytest.mark.parametrize("mechanism", [FNet(), *LEARNED], ids=repr)
-def test_low_precision_and_extremes(mechanism: Any, device: torch.device) -> None:
-    bound = bind(mechanism, max_len=128, device=device)
-    for is_causal in mechanism.traits.modes:
-        for dtype in (torch.bfloat16, torch.float16):
-            x = tokens(97, device=device, dtype=dtype)
-            high = bound.to(torch.float64)(x.double(), is_causal=is_causal)
-            low = bound.to(torch.float32)(x, is_causal=is_causal)
-            assert low.dtype == dtype
-            assert (low.double() - high).abs().max() < 1e-2 * high.abs().max()
-        for scale in (1e4, 0.0):
-            x = (scale * tokens(97, device=device, dtype=torch.float32)).requires_grad_()
-            out = bound(x, is_causal=is_causal)
-            (grad,) = torch.autograd.grad(out.sum(), x)
-            assert bool(out.isfinite().all())
-            assert bool(grad.isfinite().all())
-
-
-@pytest.mark.parametrize("mechanism", [FNet(), *LEARNED], ids=repr)
-def test_compiles_for_any_length(mechanism: Any) -> None:
-    torch.compiler.reset()
-    bound = bind(mechanism)
-    run: Any = torch.compile(bound, fullgraph=True, dynamic=True, backend="eager")
-    for length in (5, 9, 31):
-        x = tokens(length)
-        kwargs: Any = {"key_mask": some_keys(2, length)} if mechanism.traits.padding else {}
-        close(run(x, **kwargs), bound(x, **kwargs))
-
-
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="expansion must be at least 1"):
         GMLP(expansion=0)

@@ -20,7 +20,7 @@ class Mean(NamedTuple):
     """Sums of values and their number."""
 
     total: Tensor  # (..., H, 1, Ev)
-    count: Tensor  # (..., H, 1, 1)
+    number: Tensor  # (..., H, 1, 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,10 +47,10 @@ class OwnMean(Attention[tuple[()], Mean]):
         return self.advance(k, k, v, w, None, key_mask=key_mask)[1]
 
     def merged(self, earlier: Mean, later: Mean) -> Mean:
-        return Mean(earlier.total + later.total, earlier.count + later.count)
+        return Mean(earlier.total + later.total, earlier.number + later.number)
 
     def _of(self, q: Tensor, sums: Mean) -> Tensor:
-        return q.mean(-1, keepdim=True) * sums.total / sums.count.clamp(min=1.0)
+        return q.mean(-1, keepdim=True) * sums.total / sums.number.clamp(min=1.0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +61,7 @@ class OwnWindow(MaskedAttention[tuple[()], Any]):
         paper=PAPER, formula="softmax over |i - j| <= 2", cost="n d", order=1.0, causal=True, padding=True, cross=True
     )
 
-    def seen(self, first: int, end: int) -> tuple[int, int]:
+    def key_range(self, first: int, end: int) -> tuple[int, int]:
         return first - 2, end + 2
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, w: Any, **options: Any) -> Tensor:

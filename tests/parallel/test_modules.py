@@ -116,8 +116,9 @@ def calls(world: int) -> float:
     torch.manual_seed(3)
     q, k, v = torch.randn(2, HEADS, LENGTH, 8), torch.randn(2, 2, LENGTH, 8), torch.randn(2, 2, LENGTH, 8)
     lengths, group, options = LENGTHS[world], dist.group.WORLD, {"is_causal": True, "enable_gqa": True}
-    bound, worst = Bound("BlockLocal(block_size=4)", Shape(HEADS, 8)), 0.0
-    for run in (lambda *x, **more: attention(*x, "LinearAttention", **more), bound):
+    bound: Any = Bound("BlockLocal(block_size=4)", Shape(HEADS, 8))
+    worst = 0.0
+    for run in (lambda q, k, v, **more: attention(q, k, v, "LinearAttention", **more), bound):
         out = run(*(cut(x, lengths) for x in (q, k, v)), **options, group=group)
         worst = max(worst, largest(cut(run(q, k, v, **options), lengths) - out))
     return worst

@@ -69,9 +69,9 @@ def refusals(rank: int) -> list[str]:
     """Errors of packed calls that fit no row, or not one another, and of states that cannot be joined."""
     q, group = torch.randn(1, HEADS, 3, 8), dist.group.WORLD
     linear, changing = LinearAttention(), ByLength(long=Local(3), above=4)
+    wrong_lengths: Any = ((2, 3), (3 + rank, 3), (4.5,))
     calls: list[Any] = [
-        lambda lengths=lengths: attend(linear, q, q, q, group=group, lengths=lengths)
-        for lengths in ((2, 3), (3 + rank, 3), (4.5,))
+        lambda lengths=lengths: attend(linear, q, q, q, group=group, lengths=lengths) for lengths in wrong_lengths
     ]
     calls.append(lambda: decode(Local(3), q[:, :3], q[:, :3], q[:, :3], group=group))
     calls.append(lambda: decode(changing, q, q, q, group=group))

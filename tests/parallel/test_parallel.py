@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fast_attention import Attention, Bound, Shape, TokenMixer, catalogue
+from fast_attention import Attention, Bound, Shape, Softmax, TokenMixer, catalogue
 from fast_attention.parallel import Shards, attend, collectives, parallelize, run, strategy
 from fast_attention.parallel.shards import Call, Sizes
 from fast_attention.parallel.states import leaves
@@ -103,7 +103,7 @@ def refused(world: int) -> dict[str, str]:
         for m in MIXERS
     }
     return {
-        "heads": message(lambda: attend(catalogue.parse("Softmax"), q, q, q, group=group)),
+        "heads": message(lambda: attend(Softmax(), q, q, q, group=group)),
         "model": message(lambda: parallelize(TokenMixer(8, 2, "GMLP", max_len=8), group)),
         **mixers,
     }  # fmt: skip

@@ -16,7 +16,7 @@ from fast_attention.engine.masks import masked_softmax
 from fast_attention.functional import sinkhorn_attention, softmax_attention, sortcut_attention
 from fast_attention.mechanisms.sinkhorn import fast, sorting
 from fast_attention.mechanisms.sinkhorn.sorting import soft_permutation
-from tests.cases import bind, qkv, some_keys
+from tests.cases import bind, qkv
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
@@ -209,41 +209,6 @@ def test_padding_is_a_shorter_sequence(mechanism: Any, device: torch.device) -> 
     assert bool((bound(q, k, v, key_mask=front & False) == 0).all())
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("block_size", [1, 4, 64])
-def test_decode_in_any_split_is_one_pass(block_size: int, masked: bool, device: torch.device) -> None:
-    bound, (q, k, v) = bind(Sinkhorn(block_size=block_size), device=device), qkv(19, device=device)
-    mask = some_keys(2, 19, device) if masked else None
-    whole = bound(q, k, v, is_causal=True, key_mask=mask)
-    for sizes in ([1] * 19, [3, 4, 1, 11], [4, 15], [18, 1]):
-        state, parts = None, []
-        for at, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
-            now = slice(at, at + size)
-            seen = None if mask is None else mask[:, now]
-            part, state = bound.decode(q[:, :, now], k[:, :, now], v[:, :, now], state, key_mask=seen)
-            parts.append(part)
-        close(torch.cat(parts, -2), whole)
-
-
-@pytest.mark.parametrize("mechanism", [Sinkhorn(block_size=16), SortCut(block_size=16)], ids=repr)
-def test_low_precision_extremes_and_empty_rows(mechanism: Any, device: torch.device) -> None:
-    bound = bind(mechanism, max_len=128, device=device)
-    modes = mechanism.traits.modes
-    mask = some_keys(2, 97, device)
-    mask[1] = False
-    for is_causal in modes:
-        q, k, v = (x.bfloat16() for x in qkv(97, device=device, scale=0.5))
-        high = bound.to(torch.float64)(q.double(), k.double(), v.double(), is_causal=is_causal)
-        low = bound.to(torch.float32)(q, k, v, is_causal=is_causal)
-        assert low.dtype == torch.bfloat16
-        assert (low.double() - high).abs().max() < 1e-2 * high.abs().max()
-        q, k, v = (x.requires_grad_() for x in qkv(97, device=device, dtype=torch.float32))
-        out = bound(100 * q, 100 * k, v, key_mask=mask, is_causal=is_causal)
-        assert torch.equal(out[1], torch.zeros_like(out[1]))
-        grads = torch.autograd.grad(out.square().sum(), (q, k, v, *bound.parameters()))
-        assert all(bool(x.isfinite().all()) for x in (out, *grads))
-
-
 @pytest.mark.parametrize("length", [63, 64, 65, 128, 144, 257])
 @pytest.mark.parametrize("mechanism", [Sinkhorn(block_size=16), SortCut(block_size=16)], ids=repr)
 def test_without_a_mask_is_with_a_mask_that_hides_nothing(mechanism: Any, length: int, device: torch.device) -> None:
@@ -262,17 +227,6 @@ def test_without_a_mask_is_with_a_mask_that_hides_nothing(mechanism: Any, length
                 found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v, bound.w.P))))
             for ours, theirs in zip(*found, strict=True):
                 close(ours, theirs, 1e-10)
-
-
-def test_compiles_for_any_length() -> None:
-    torch.compiler.reset()
-    bound = bind(Sinkhorn(block_size=4, num_iterations=1))
-    run: Any = torch.compile(bound, fullgraph=True, dynamic=True, backend="eager")
-    for length in (9, 21):
-        q, k, v = qkv(length)
-        mask = some_keys(2, length)
-        kwargs: Any = {"key_mask": mask, "is_causal": True}
-        close(run(q, k, v, **kwargs), bound(q, k, v, **kwargs))
 
 
 def test_refusals_and_settings() -> None:

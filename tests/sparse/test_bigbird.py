@@ -141,29 +141,6 @@ def test_a_block_named_twice_counts_once(device: torch.device) -> None:
     same(gathered_softmax(q, k, v, table, seen, size=4), dense)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision(dtype: torch.dtype, device: torch.device) -> None:
-    for m in VALUES:
-        bound, low = bind(m, device=device), [x.to(dtype) for x in qkv(45, device=device)]
-        out = bound(*low)
-        assert out.dtype == dtype
-        error = (out.double() - bound(*[x.double() for x in low])).abs().max().item()
-        assert error < 4 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("m", VALUES, ids=repr)
-def test_nothing_to_see_gives_zeros_and_extremes_stay_finite(m: Any, is_causal: bool, device: torch.device) -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(37, device=device, dtype=torch.float32))
-    key_mask = torch.ones(2, 37, dtype=torch.bool, device=device)
-    key_mask[0] = False
-    out = bind(m, device=device)(100 * q, 100 * k, v, is_causal=is_causal, key_mask=key_mask)
-    assert (out[0] == 0).all()
-    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-    assert all(x.isfinite().all() for x in (out, *grads))
-    assert (grads[2][0] == 0).all()
-
-
 def test_settings_are_checked() -> None:
     bad = {
         "block_size": 0,
@@ -184,17 +161,6 @@ class Fixed(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.bound(q, k, v, is_causal=self.is_causal)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_compile_and_export(is_causal: bool, device: torch.device) -> None:
-    module, length = Fixed(BigBird(), is_causal).to(device), torch.export.Dim("length", min=2, max=256)
-    program = torch.export.export(module, qkv(37, device=device), dynamic_shapes=({2: length},) * 3).module()
-    for other in (2, 37, 64, 201):
-        inputs = qkv(other, device=device)
-        same(program(*inputs), module(*inputs))
-    torch.compiler.reset()
-    same(torch.compile(module, fullgraph=True, backend="eager")(*inputs), module(*inputs))
 
 
 def test_blocks_behind_every_sequence_of_a_batch_have_a_gradient() -> None:

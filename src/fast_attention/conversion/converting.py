@@ -22,10 +22,10 @@ from fast_attention.conversion.checkpoint import State
 from fast_attention.conversion.goals import Batch, Chunks, HeldOutBatch, Teacher
 from fast_attention.conversion.outcome import STAGES, Conversion, Diverged
 from fast_attention.conversion.settings import ConversionSettings
+from fast_attention.conversion.transfer import layers_of
 from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
-from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
 
@@ -47,33 +47,28 @@ def convert(
 ) -> Conversion:  # fmt: skip
     """Give a pretrained model another attention, in place, and train it until it is near the original.
 
-    Attention transfer first: every layer learns to give the original layer's output on the original's inputs. Then all
-    is tuned together: a decoder with a head of tokens on the loss of its text, any other model on the teacher's hidden
-    states and on the cosine of the embeddings. What is trained are the mechanisms' own weights; with
-    ``settings.train="model"`` also the projections in the transfer, and all weights but the input embeddings in the
-    end. The model gets the weights of the stage that was best on ``held_out``, the untrained swap among them; groups
-    whose names begin with "trained text" do not count there. It stays in evaluation mode.
+    First every layer learns to give the original layer's output on the original's inputs. Then all is tuned together: a
+    decoder with a head of tokens on the loss of its text, any other model on the teacher's hidden states and on the
+    cosine of the embeddings. The model gets the weights of the stage that was best on ``held_out``, the untrained swap
+    among them; groups whose names begin with "trained text" do not count there. It stays in evaluation mode.
 
     Ctrl-C (``KeyboardInterrupt``) leaves the model as it was after the last finished stage, status ``"interrupted"``.
-    Where anything else is raised, by ``batches`` or ``watch`` too, or Ctrl-C comes before the first stage is finished,
-    the model gets its own attention and its weights of before back.
+    Any other exception, and Ctrl-C before the first stage is finished, gives it its own attention and weights back.
 
     Args:
         model: A Hugging Face model, encoder or decoder.
         mechanism: What to run in every layer that is not kept.
         batches: Batch number i, the same for the same number: tensors by name, as the model's forward takes them. A
             language model predicts ``labels`` where there are some, -100 for none, and ``input_ids`` else.
-        held_out: Batches that ``batches`` never gives: all reported figures are of these. Or groups of them by name,
-            such as ``{"short": [...], "other text, 2048": [...]}``: each gets figures of its own, too.
-        settings: Time, rates, seed.
+        held_out: Batches that ``batches`` never gives: all figures are of these. Or groups of them by name, such as
+            ``{"short": [...], "other text, 2048": [...]}``: each gets figures of its own, too.
+        settings: What is trained, for how long, at which rates.
         keep: Numbers of layers that stay exact, counted from 0 in the order of the model.
         exact_up_to: Run exact attention for queries that see at most so many tokens. ``"auto"`` measures from which
             length on the mechanism is faster on this machine, and stays within a chunk of a teacher that reads chunks.
-            None: never. All figures are with it. With ``settings.train="mechanism"`` the model gives for short inputs
-            what it gave, to the bit.
-        teacher: Of encoders that give embeddings: ``"original"`` reads every text whole, by exact attention;
-            ``Chunks(tokens=512)`` in chunks, whose mean is the embedding that is asked for. There is no transfer then,
-            for which every layer would need the whole.
+            None: never. All figures are with it.
+        teacher: ``"original"`` reads every text whole, by exact attention; ``Chunks(tokens=512)``, for encoders that
+            give embeddings, in chunks, whose mean is the embedding that is asked for. There is no transfer then.
         checkpoint: A file to which every finished stage is written, whole or not at all.
         resume: Continue after the last stage in that file, if it exists. With ``settings.steps`` and no minutes, the
             result equals that of an uninterrupted run to the bit.
@@ -83,8 +78,7 @@ def convert(
         Unsupported: No layer can run the mechanism, or the model is no Hugging Face model, or both encoder and decoder.
         ModuleNotFoundError: accelerate is not installed.
         TypeError: ``settings`` are none.
-        ValueError: ``keep`` names no layer, the batches cannot be used, the checkpoint is damaged or another
-            conversion's, or ``exact_up_to`` is neither a number from 1 on nor ``"auto"``.
+        ValueError: An argument cannot be used, or the checkpoint is damaged or another conversion's.
         Diverged: The training loss is not finite.
     """
     settings = ConversionSettings() if settings is None else settings
@@ -133,7 +127,7 @@ def _accelerator(device: torch.device, settings: ConversionSettings) -> Iterator
     try:
         from accelerate import Accelerator, state
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"convert needs {error.name}: {extras.install('lab')}", name=error.name) from error
+        raise ModuleNotFoundError(f"convert needs {error.name}: {extras.install('hf')}", name=error.name) from error
     shared = [each._shared_state for each in (state.PartialState, state.AcceleratorState, state.GradientState)]
     before = [dict(each) for each in shared]
     for each in shared:
@@ -318,10 +312,7 @@ class _Run:
             result.by_group[when] = groups
 
     def _find_exact_up_to(self) -> None:
-        """Measure up to which length exact attention is faster, if that was asked for.
-
-        At most a chunk of a teacher that reads in chunks: beyond it exact attention sees what that teacher never does.
-        """
+        """Measure up to which length exact attention is faster, but for what a teacher that reads chunks never sees."""
         if self.exact_up_to != "auto":
             return
         self.watch({"measuring": "up to which length exact attention is faster"})

@@ -20,19 +20,15 @@ Scores = dict[str, Tensor]  # by their names, (N,) each: one for every sentence 
 IGNORED = -100  # the label of a token that is not predicted
 
 
-def run(model: Any, batch: Batch, *, hidden_states: bool = False) -> Any:
+def run(model: Any, batch: Batch, **options: bool) -> Any:
     """Run a forward pass without a cache."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return model(**batch, **options, **({"output_hidden_states": True} if hidden_states else {}))
+    known = inspect.signature(model.forward).parameters
+    return model(**batch, **options, **({"use_cache": False} if "use_cache" in known else {}))
 
 
 def hidden(model: Any, batch: Batch) -> tuple[Tensor, ...]:
-    """The hidden states before the first block and behind every block, (B, L, D) each.
-
-    Raises:
-        Unsupported: The model gives none.
-    """
-    states = getattr(run(model, batch, hidden_states=True), "hidden_states", None)
+    """The hidden states before the first block and behind every block, (B, L, D) each."""
+    states = getattr(run(model, batch, output_hidden_states=True), "hidden_states", None)
     if not states:
         raise Unsupported(
             f"{type(model).__name__} gives no hidden states, which a model that is not a decoder with a head of tokens "
@@ -74,11 +70,8 @@ class Targets(NamedTuple):
 class Chunks(Value):
     """The original reads a long text in chunks; its embedding is the mean of theirs, weighted by their tokens.
 
-    That is what people do today with texts that are longer than a model's positions, and it takes time in proportion
-    to the text. The hidden states of single tokens are those of the chunk reads. Texts of one chunk are read as ever.
-
     Args:
-        tokens: Of a chunk, the tokenizer's own marks included, as many as the original was trained to read.
+        tokens: Tokens of a chunk with the tokenizer's marks, as many as the original was trained to read.
         before: Marks that the tokenizer puts before a text, which every chunk gets.
         behind: Marks that it puts behind one.
     """
@@ -150,14 +143,10 @@ def measure(goal: Goal, model: Any, groups: Mapping[str, Sequence[HeldOutBatch]]
 
 
 def goal_of(model: Any, teacher: Teacher) -> Goal:
-    """The loss of the text for a decoder with a head of tokens, the teacher's hidden states for every other model.
-
-    Raises:
-        ValueError: There is no such teacher, or the model has no use for it.
-    """
+    """The loss of the text for a decoder with a head of tokens, the teacher's hidden states for every other model."""
     if not isinstance(teacher, Chunks) and teacher != "original":
         raise ValueError(f"teacher={teacher!r}: give 'original' or Chunks(tokens=...)")
-    if not is_language_model(model):
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         return HiddenStates(teacher)
     if teacher != "original":
         raise ValueError(
@@ -165,11 +154,6 @@ def goal_of(model: Any, teacher: Teacher) -> Goal:
             "teacher='original'"
         )
     return LanguageModel()
-
-
-def is_language_model(model: Any) -> bool:
-    """Whether a model is a decoder with a head of tokens, by its class."""
-    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 class LanguageModel:

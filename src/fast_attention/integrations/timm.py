@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fast_attention.integrations.modules import exchange, names_in, replace_module
 from fast_attention.integrations.report import UNNAMED, Layer, dropout_note, no_queries
 from fast_attention.mechanism import Attention, Mechanism, Shape
-from fast_attention.mechanisms.sparse.in_grid import InGrid
+from fast_attention.mechanisms.sparse.grid import InGrid
 from fast_attention.nn.bound import Bound
 
 BEFORE = "_before_swap"  # where a swapped layer keeps timm's module, which shares its parts

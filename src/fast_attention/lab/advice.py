@@ -1,4 +1,4 @@
-"""Turns measurements into advice: what to use, what not, why, and from which length on that changes."""
+"""Turns measurements at one length into advice: what to use, what not, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from rich.text import Text
 
 from fast_attention.lab import pages, pictures, report, verdicts
-from fast_attention.lab.comparison import Comparison, Error
+from fast_attention.lab.comparison import Comparison
 from fast_attention.lab.numbers import Number, bytes_of, count, factor, milliseconds, percent
 from fast_attention.lab.pages import Block, Figure, Folded, Listing, Section, Words
 from fast_attention.lab.pictures import Point, Tradeoff
@@ -23,8 +23,8 @@ LATE = ("over budget", "not reached")  # begins the note of what might be timed 
 FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
 STAND_INS = "Gaussian stand-ins"
 UNRANKED = {"unknown": "No error is known of", "cannot": "Not measured"}
-_POINTS = """The green line joins what nothing beats in both; the dotted line is the error that was allowed. What must
-be trained first, or was read at fewer tokens only, has no error to show."""
+_POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained
+first, or was read at fewer tokens only, has no error to show."""
 
 
 class Question(NamedTuple):
@@ -48,7 +48,6 @@ class Row:
     median_error: float | None = None
     worst_error: float | None = None
     error_length: int | None = None  # tokens at which the error was measured; fewer than asked where no more are read
-    faster_from: float | None = None  # tokens, interpolated; None: not known, or not up to the greatest measured
     cannot: tuple[str, ...] = ()
 
 
@@ -58,7 +57,7 @@ class Advised(Comparison):
 
     kind, noun, data, page = "advise", "advice", "advice.json", "advice.html"
 
-    advice: dict[str, Any] = field(default_factory=dict)  # what to "use", in "words", "measured_up_to" so many tokens
+    advice: dict[str, Any] = field(default_factory=dict)  # what to "use", and the answer in "words"
     ranking: list[Row] = field(default_factory=list)  # the best first
 
     def __post_init__(self) -> None:
@@ -68,90 +67,60 @@ class Advised(Comparison):
         """Rank the mechanisms by what was measured, and put that into words; exact attention may be what to use."""
         question = Question(self.meta["length"], self.meta["budget"], self.meta["pass"])
         self.ranking = ranked(self, mechanisms, question)
-        words, end = answer(self, self.ranking, question), furthest(self, question)
-        self.advice = {"use": self.ranking[0].mechanism, "words": words, "measured_up_to": end}
+        self.advice = {"use": self.ranking[0].mechanism, "words": answer(self.ranking, question)}
 
 
 def ranked(record: Comparison, mechanisms: list[Any], question: Question) -> list[Row]:
     """Exact attention and every mechanism, best first.
 
     Those within the budget and faster, the fastest first; exact attention; those that are faster, and within the budget
-    at fewer tokens than asked for, because the model reads no more; those within the budget that are no faster, by the
-    length from which they are; those beyond the budget, by their error; those of which no error is known; those that
-    cannot do it or were not measured.
+    at fewer tokens than asked for, because the model reads no more; those within the budget that are no faster; those
+    beyond the budget, by their error; those of which no error is known; those that cannot do it or were not measured.
     """
-    cell = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
+    exact = record.cell(EXACT, question.length) or Cell(EXACT, question.length)
+    time, tokens = exact.times(question.which).ms, question.length
     rows = [_row(record, mechanism, question) for mechanism in mechanisms]
-    rows.append(
-        Row(EXACT, "exact", "the reference", cell.times(question.which).ms, 1.0, cell.peak_bytes, 0.0, 0.0, cell.length)
-    )
+    rows.append(Row(EXACT, "exact", "the reference", time, 1.0, exact.peak_bytes, 0.0, 0.0, tokens))
     return sorted(rows, key=_place)
 
 
 def _place(row: Row) -> tuple[int, float, float]:
     """What rows are ordered by: their kind, and what counts within it."""
-    ratio, error = row.ratio or math.inf, row.median_error
-    if row.kind == "inexact":
-        return ORDER.index(row.kind), math.inf if error is None else error, ratio
-    return ORDER.index(row.kind), (row.faster_from or math.inf) if row.kind == "slower" else 0.0, ratio
+    error = math.inf if row.median_error is None else row.median_error
+    return ORDER.index(row.kind), error if row.kind == "inexact" else 0.0, row.ratio or math.inf
 
 
 def _row(record: Comparison, mechanism: Any, question: Question) -> Row:
     """The place of a mechanism, and why."""
     name = repr(mechanism)
-    error = _error(record, name, question.length)
+    errors = [error for error in record.errors if error.mechanism == name]
+    error = next((each for each in errors if each.output), None)
     cell = record.cell(name, question.length) or Cell(name, question.length)
     summary = error.summary() if error else None
     ratio = record.ratios(name, question.which).get(question.length)
 
-    def row(kind: Kind, note: str, faster_from: float | None = None) -> Row:
+    def row(kind: Kind, note: str) -> Row:
         median, worst = summary or (None, None)
         tokens = error.length if error else None
         time, denied = cell.times(question.which).ms, tuple(verdicts.cannot(mechanism))
-        return Row(name, kind, note, time, ratio, cell.peak_bytes, median, worst, tokens, faster_from, denied)
+        return Row(name, kind, note, time, ratio, cell.peak_bytes, median, worst, tokens, denied)
 
     if ratio is None:
         return row("cannot", f"{cell.status}: {cell.note}" if cell.note else cell.status)
     if summary is None or error is None:
-        notes = [e.note for e in record.errors if e.mechanism == name and e.note]
-        unmeasured = notes[0] if notes else "its error was not measured: the time for errors was spent"
-        return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else unmeasured)
+        notes = [each.note for each in errors if each.note] or ["its error was not measured"]
+        return row("unknown", verdicts.kind(mechanism) if mechanism.traits.approximates is None else notes[0])
     if not summary[0] <= question.budget:
         return row("inexact", f"median error beyond {percent(question.budget)}")
-    if ratio >= FASTER:
-        return row("slower", *_later(record, name, question))
     speed = f"{verdicts.speed(ratio)} as exact attention"
+    if ratio >= FASTER:
+        return row("slower", speed)
     if error.length < question.length:
         return row("unproven", f"{speed}; its error is known at {error.length:,} tokens only")
     return row("use", speed)
 
 
-def _error(record: Comparison, name: str, length: int) -> Error | None:
-    """The error at the greatest length up to this one at which it was measured."""
-    errors = [error for error in record.errors if error.mechanism == name and error.output and error.length <= length]
-    return max(errors, key=lambda error: error.length, default=None)
-
-
-def _later(record: Comparison, name: str, question: Question) -> tuple[str, float | None]:
-    """How a mechanism does at greater lengths, and the length from which it is faster and accurate."""
-    won, end = verdicts.crossover(record, name, question.which), furthest(record, question)
-    where = verdicts.crossing(record, name, question.which)
-    error = _error(record, name, end)
-    summary = error.summary() if error else None
-    if error is not None and summary is not None and not summary[0] <= question.budget:
-        return f"no faster here, and too inexact at {error.length:,} tokens", None
-    if won is None or where is None or where <= question.length:
-        return f"not faster up to {end:,} tokens", None
-    known = "" if error is not None and error.length >= won else ", where its error is not known"
-    return f"faster from about {int(float(f'{where:.2g}')):,} tokens on{known}", where  # more digits would be pretence
-
-
-def furthest(record: Comparison, question: Question) -> int:
-    """The greatest length that was measured."""
-    return max(record.ratios(EXACT, question.which), default=question.length)
-
-
-def answer(record: Comparison, rows: list[Row], question: Question) -> list[str]:
+def answer(rows: list[Row], question: Question) -> list[str]:
     """The answer in one to four sentences."""
     late = sum(row.kind == "cannot" and row.note.startswith(LATE) for row in rows)
     if late and all(row.kind in ("exact", "cannot") for row in rows):
@@ -159,20 +128,17 @@ def answer(record: Comparison, rows: list[Row], question: Question) -> list[str]
     timed = sum(row.ratio is not None for row in rows) - 1
     nothing = f"of the {timed} timed, nothing" if late else "nothing"
     more = [f"Not timed, for lack of --seconds: {late} more."] if late else []
-    return [*_sentences(record, rows, question, nothing), *more]
+    return [*_sentences(rows, question, nothing), *more]
 
 
-def _sentences(record: Comparison, rows: list[Row], question: Question, nothing: str) -> list[str]:
+def _sentences(rows: list[Row], question: Question, nothing: str) -> list[str]:
     """What the best rows of each kind say."""
     at, best, budget = f"At {question.length:,} tokens", rows[0], percent(question.budget)
-    faster = [row for row in rows if row.kind == "unknown" and (row.ratio or math.inf) < FASTER]
-    untrained = (
-        f"Faster here, but other functions or to be trained first, so that no error is known: {len(faster)} more."
-    )
-    more = [untrained] if faster else []
+    unknown = sum(row.kind == "unknown" and (row.ratio or math.inf) < FASTER for row in rows)
+    more = f"Faster here, but other functions or to be trained first, so that no error is known: {unknown} more."
     if best.kind == "use":
         errors = f"median error {percent(best.median_error)} (worst head {percent(best.worst_error)}; allowed {budget})"
-        return [f"{at} use {best.mechanism}: {best.note}, {errors}.", *more]
+        return [f"{at} use {best.mechanism}: {best.note}, {errors}.", *[more] * bool(unknown)]
     first = {kind: next((row for row in rows if row.kind == kind), None) for kind in ORDER}
     if unproven := first["unproven"]:
         return [
@@ -182,15 +148,17 @@ def _sentences(record: Comparison, rows: list[Row], question: Question, nothing:
             f"{question.length:,}.",
         ]
     if near := first["slower"]:
-        end = furthest(record, question)
-        beyond = f"Nor up to {end:,} tokens." if end > question.length else "Greater lengths were not measured."
-        later = beyond if near.faster_from is None else f"{near.mechanism} is {near.note}."
-        return [f"{at} keep exact attention: {nothing} within a median error of {budget} is faster.", later]
+        return [
+            f"{at} keep exact attention: {nothing} within a median error of {budget} is faster.",
+            f"The nearest, {near.mechanism}, is {near.note}; fast-attention compare measures greater lengths.",
+        ]
     said = [f"{at} keep exact attention: {nothing} that needs no training stays within a median error of {budget}."]
-    if (nearest := first["inexact"]) and nearest.median_error is not None and nearest.ratio is not None:
-        error, speed = percent(nearest.median_error), verdicts.speed(nearest.ratio)
-        said.append(f"The nearest, {nearest.mechanism}, has {error} and is {speed} as exact attention.")
-    return [*said, *more]
+    if nearest := first["inexact"]:
+        said.append(
+            f"The nearest, {nearest.mechanism}, has {percent(nearest.median_error)} and is "
+            f"{verdicts.speed(nearest.ratio or 1.0)} as exact attention."
+        )
+    return [*said, *[more] * bool(unknown)]
 
 
 def ranking(record: Advised) -> Table:

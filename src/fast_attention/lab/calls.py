@@ -1,4 +1,4 @@
-"""Records what every attention layer of a model is called with, to measure it or to read its attention matrix."""
+"""Records what every attention layer of a model is called with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fast_attention.attention_maps import attention_rows
 from fast_attention.engine import heads
 from fast_attention.mechanism import Attention
 from fast_attention.nn.bound import Bound
@@ -24,11 +23,6 @@ class Call(NamedTuple):
     k: Tensor
     v: Tensor
     keywords: dict[str, Any]
-
-    def rows(self, queries: list[int], like: Call | None = None) -> Tensor:
-        """Rows (H, R, S) of the attention matrix, with this call's queries and keys or another's."""
-        of = like or self
-        return attention_rows(self.bound.mechanism, of.q, of.k, self.bound.w, queries=queries, **self.keywords)[0]
 
 
 @torch.no_grad()

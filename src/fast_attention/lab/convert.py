@@ -30,7 +30,7 @@ if TYPE_CHECKING or at_work():
     from fast_attention.lab.passages import Reading
 
 CHECKPOINT = "checkpoint"  # beside the record until the conversion is complete
-LONGEST, SHORTEST = 512, 32  # tokens of a passage, unless --length says more
+LONGEST = 512  # tokens of a passage, unless --length says more
 LENGTHS = (512, 2048, 8192)  # where time and memory are measured
 ROUNDS, PATIENCE = 20, 6.0  # of timing both models in turns; seconds after which no further round begins
 SLOWEST = 60.0  # seconds of a pass that is not begun any more
@@ -94,7 +94,7 @@ def convert_command(
         settings = ConversionSettings(**kinds, **limits, share=share, lr=lr, seed=seed)
         exact = None if exact_up_to == "none" else inputs.tokens_or_auto("--exact-up-to", exact_up_to)
         keep = inputs.numbers("--keep-layers", keep_layers) if keep_layers else []
-        if out.resolve() == loading.find(model).folder.resolve():
+        if out.resolve() == loading.find(model).resolve():
             raise InputError(f"--out {out} is the folder of the model itself: name another")
         where, tokenizer = inputs.device(device), loading.tokenizer(model)
         converted, learnt, extension = _opened(model, where, positions, tokenizer)
@@ -105,11 +105,11 @@ def convert_command(
             )
         trained, judging = _texts(text, judge)
         length = length or min(LONGEST, most or LONGEST)
-        reading = Reading(trained, tokenizer, length, batch_size, seed, shortest=SHORTEST, judge=judging)
-        marks = len(reading.passages.before), len(reading.passages.behind)
+        reading = Reading(trained, judging, tokenizer, length, batch_size, seed)
+        around = len(reading.passages.before), len(reading.passages.behind)
         if teacher not in ("original", "chunks"):
             raise InputError(f"--teacher {teacher}: choose original or chunks")
-        teaching: Any = teacher if teacher == "original" else Chunks(min(learnt, LONGEST), *marks)
+        teaching: Any = teacher if teacher == "original" else Chunks(min(learnt, LONGEST), *around)
         sizes = inputs.lengths(lengths or [*LENGTHS])
         size = sum(p.numel() for p in converted.parameters())
         meta = surroundings.begun(

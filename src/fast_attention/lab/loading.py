@@ -13,7 +13,7 @@ import re
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,38 +41,27 @@ MOST = {  # of what a config may ask for, beyond which the building alone would 
 SHARED, SLACK = 8, 2**30  # bytes that a model may take for one of its files, and beyond: float32 for 4 bits
 
 
-class ModelFolder(NamedTuple):
-    """The folder of a model of transformers."""
-
-    name: str  # as the user called it
-    folder: Path
-
-
-def find(name: str | Path) -> ModelFolder:
-    """The folder that a name means.
+def find(name: str | Path) -> Path:
+    """The folder of a model of transformers that a name means.
 
     Raises:
         InputError: It means none, or a model of another kind; the message says what there is.
     """
-    name = str(name)
+    name, elsewhere = str(name), "experiments.models reads it, in a checkout of the repository"
     files.settle(Path(name) / "config.json")
     for folder in (Path(name) / "model", Path(name)):
         made_by = _config(folder, name).get("format") if (folder / "config.json").is_file() else None
         if isinstance(made_by, str) and made_by.startswith(OF_TRAIN):
-            raise InputError(f"{name} is a run of train: experiments.models reads it, in a checkout of the repository")
+            raise InputError(f"{name} is a run of train: {elsewhere}")
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: the folder holds no config.json, so no model: give {KINDS}")
-        return ModelFolder(name, Path(name))
+        return Path(name)
     if Path(name).is_file():
         raise InputError(f"{name} is a file; give {KINDS}. A module of torch takes swap(model, ...) in Python")
     if name == "protein-mini":
-        raise InputError(
-            "protein-mini is in experiments/data of a checkout of the repository: experiments.models reads it"
-        )
-    if name.replace("-", "_") == DEFAULT_PACKAGE:
-        return ModelFolder(name, Path(default_model()))
-    return ModelFolder(name, _downloaded(name))
+        raise InputError(f"protein-mini is in experiments/data: {elsewhere}")
+    return Path(default_model()) if name.replace("-", "_") == DEFAULT_PACKAGE else _downloaded(name)
 
 
 def load(name: str | Path, *, head: Head = "language") -> Any:
@@ -86,19 +75,19 @@ def load(name: str | Path, *, head: Head = "language") -> Any:
     Raises:
         InputError: There is none, its files are damaged or do not belong together, or weights are missing.
     """
-    source = find(name)
+    folder = find(name)
     quiet_transformers("loading a model")
     try:
-        _plausible(_config(source.folder, source.name))
+        _plausible(_config(folder, str(name)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of old pickles
-            return _running(_transformers(source.folder, head).eval())
+            return _running(_transformers(folder, head).eval())
     except UnpicklingError as error:
-        raise InputError(f"{source.name}: its weights are damaged, or hold code: save them as safetensors") from error
+        raise InputError(f"{name}: its weights are damaged, or hold code: save them as safetensors") from error
     except Exception as error:  # whatever a damaged folder makes three libraries raise
         if (known := refusal(error)) is not None and known[0] == 1:  # the machine's fault, not the folder's
             raise
-        raise InputError(f"{source.name}: cannot be loaded: {first_line(error)}") from error
+        raise InputError(f"{name}: cannot be loaded: {first_line(error)}") from error
 
 
 def _transformers(folder: Path, head: Head) -> nn.Module:
@@ -228,7 +217,7 @@ def tokenizer(name: str | Path) -> Any:
     Raises:
         InputError: There is none, or it cannot be loaded.
     """
-    transformers, folder = quiet_transformers("reading a text"), find(name).folder
+    transformers, folder = quiet_transformers("reading a text"), find(name)
     none = f"{name} holds no tokenizer, without which no text can be read: put its tokenizer.json there"
     if not any(path for kind in TOKENIZERS for path in folder.glob(kind)):  # transformers would make up an empty one
         raise InputError(none)

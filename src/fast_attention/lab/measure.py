@@ -48,17 +48,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Passes:
-    """A competitor with weights for one length: its forward pass, its forward and backward pass, its memory."""
+    """A competitor with weights for one length: its forward pass, its forward and backward pass, its weights."""
 
     forward: Run
     training: Run
-    decoded: Callable[[], int | None]  # bytes of the decoding state
     weight_bytes: int = 0
 
     @classmethod
     def of(
-        cls, attend: Callable[[], Tensor], inputs: Iterable[Tensor], weights: Iterable[Tensor] = (),
-        decoded: Callable[[], int | None] = lambda: None,
+        cls, attend: Callable[[], Tensor], inputs: Iterable[Tensor], weights: Iterable[Tensor] = ()
     ) -> Passes:  # fmt: skip
         """The passes of ``attend()``, made from ``inputs`` and ``weights``; gradients go to both."""
         weights = list(weights)
@@ -68,7 +66,7 @@ class Passes:
             out = attend()
             return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
-        return cls(torch.no_grad()(attend), training, decoded, sum(weight.nbytes for weight in weights))
+        return cls(torch.no_grad()(attend), training, sum(weight.nbytes for weight in weights))
 
 
 @dataclass(frozen=True)
@@ -100,30 +98,21 @@ def exact(setting: Setting, tensors: Tensors) -> Passes:
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=setting.is_causal)
 
-    return Passes.of(attend, tensors, decoded=lambda: k.nbytes + v.nbytes)
+    return Passes.of(attend, tensors)
 
 
 def competitor(mechanism: Attention[Any, Any] | Mixer[Any, Any], setting: Setting, tensors: Tensors) -> Passes:
     """A mechanism with fresh weights for the tensors' length; a mixer gets whole tokens of the same width."""
     q, k, v = tensors
-    length = q.shape[-2]
     torch.manual_seed(setting.seed)
-    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, length)).to(setting.device, setting.dtype)
+    bound = Bound(mechanism, Shape(setting.heads, setting.head_dim, q.shape[-2])).to(setting.device, setting.dtype)
     x = q.detach().transpose(1, 2).flatten(2).requires_grad_(setting.backward)
     inputs = (x,) if isinstance(mechanism, Mixer) else (q, k, v)
 
     def attend() -> Tensor:
         return bound(*inputs, is_causal=setting.is_causal)
 
-    @torch.no_grad()
-    def decoded() -> int | None:
-        memory = mechanism.traits.memory
-        if memory is None or not isinstance(mechanism, Attention):
-            return None
-        tokens = 16 if memory == "constant" else length
-        return state_bytes(bound.decode(*(z[..., :tokens, :] for z in (q, k, v)))[1])
-
-    return Passes.of(attend, inputs, [*bound.parameters(), *bound.buffers()], decoded)
+    return Passes.of(attend, inputs, [*bound.parameters(), *bound.buffers()])
 
 
 def state_bytes(state: Any) -> int:

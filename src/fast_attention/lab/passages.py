@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import Tensor
 from fast_attention.lab.corpus import Corpus
 from fast_attention.lab.inputs import InputError
 
-SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 HELD = 0.1  # fraction of a source's tokens that are never trained on: the last ones
 PASSAGES = 24  # at most, of each kind that is held out
 TOKENS = 16_384  # at most, of each kind that is held out, if that leaves LEAST passages
 LEAST = 3
+SHORTEST = 32  # tokens of a passage to train on, unless the longest are shorter
 LENGTHS = (512, 2048, 8192)  # of the passages with which a text of another source judges
-SHORT, SHORT_ROWS = 128, 8  # tokens of the longest of the short ones, and how many of them share a batch
+SHORT, SHORT_ROWS = 128, 8  # tokens of the longest of the short ones; how many, of different lengths, share a batch
 ROWS = 16  # passages of a training batch, at most, unless more of the longest are asked for
 STRIDE = 1_000_003  # between the batches of two seeds; torch takes 32 bits
 Batch = dict[str, Tensor]
@@ -59,20 +58,6 @@ class Passages:
             raise InputError(f"--length {length}: the tokenizer's own marks alone are as long")
         return length - self.special_tokens
 
-    def sentences(self, corpus: Corpus, length: int) -> list[Passage]:
-        """Passages of whole sentences, by turns as many as fit into a quarter, a half and all of ``length`` tokens."""
-        content = self.content(length)
-        limits = itertools.cycle([max(content // parts, 1) for parts in (4, 2, 1)])
-        passages: list[Passage] = [[]]
-        limit = next(limits)
-        for text in SENTENCE.split("\n\n".join(text for _, text in corpus.documents)):
-            ids = self.tokenizer(f"{text} ", add_special_tokens=False, verbose=False)["input_ids"]
-            if passages[-1] and len(passages[-1]) + len(ids) > limit:
-                passages.append([])
-                limit = next(limits)
-            passages[-1] += ids[:limit]
-        return [passage for passage in passages if passage]
-
     def batches(self, passages: Sequence[Passage], size: int) -> list[Batch]:
         """Batches of so many passages; the last may have fewer."""
         return [self.batch(passages[i : i + size]) for i in range(0, len(passages), size)]
@@ -91,16 +76,15 @@ def spread(passages: Sequence[Passage], count: int) -> list[Passage]:
 
 
 class Reading:
-    """Passages of up to ``length`` tokens, the tokenizer's own marks at both ends included.
+    """Passages to train on and to judge by, the tokenizer's own marks at both ends included.
 
     Args:
         corpora: What is trained on, but for the last tenth of each.
+        judge: A text of another source, of which nothing is trained on: bits per byte are its bytes.
         tokenizer: The model's.
-        length: Tokens of a passage, at most.
+        length: Tokens of a passage, at most; those to train on have log-uniform lengths from ``SHORTEST`` on.
         size: Passages of that length in a training batch; of shorter ones there are more, up to as many tokens.
         seed: Another one draws other batches.
-        shortest: Passages to train on have log-uniform lengths from here to ``length``; None: all that one.
-        judge: A text of another source, of which nothing is trained on: bits per byte are its bytes.
 
     Attributes:
         groups: Held-out batches by what they are: ``"short"``, ``"other text, 512"`` and so on of the judge, and
@@ -108,30 +92,27 @@ class Reading:
     """
 
     def __init__(
-        self, corpora: Sequence[Corpus], tokenizer: Any, length: int, size: int, seed: int, *,
-        shortest: int | None = None, judge: Corpus | None = None,
-    ) -> None:  # fmt: skip
-        self.corpora, self.judge = [*corpora], judge
+        self, corpora: Sequence[Corpus], judge: Corpus, tokenizer: Any, length: int, size: int, seed: int
+    ) -> None:
         self.name = "; ".join(corpus.name for corpus in corpora)
         self.passages, self.length, self.size, self.seed = Passages(tokenizer), length, size, seed
         content = self.passages.content(length)
-        self.shortest = length if shortest is None else min(max(shortest, self.passages.special_tokens + 1), length)
+        self.shortest = min(max(SHORTEST, self.passages.special_tokens + 1), length)
         read = [self.passages.document(corpus) for corpus in corpora]
         cuts = [round((1 - HELD) * len(document)) for document in read]
         self.documents = [document[:cut] for document, cut in zip(read, cuts, strict=True)]
         self.ends = [*itertools.accumulate(cuts)]
-        usual = length if judge is None else min(length, LENGTHS[0])
-        held = (self.passages.cut(document[cut:], usual) for document, cut in zip(read, cuts, strict=True))
-        ends = spread([*itertools.chain(*held)], PASSAGES)
-        if not self.ends or self.ends[-1] < content or not ends[0]:
+        usual = min(length, LENGTHS[0])
+        held = [self.passages.cut(document[cut:], usual) for document, cut in zip(read, cuts, strict=True)]
+        if self.ends[-1] < content or not held[0][0]:
             raise InputError(
                 f"{self.name} has {sum(map(len, read)):,} tokens, of which the last tenth is held out: too few for "
                 f"passages of {length}; give a longer one, or a smaller --length"
             )
-        self.groups = {} if judge is None else self._judged(judge)
-        self.groups[f"trained text, {usual}"] = self.passages.batches(ends, size)
-        measured = [(self.passages.document(judge), judge)] if judge else [*zip(read, corpora, strict=True)]
-        self.tokens_per_byte = sum(len(x) for x, _ in measured) / sum(each.facts["bytes"] for _, each in measured)
+        document = self.passages.document(judge)
+        self.tokens_per_byte = len(document) / judge.facts["bytes"]
+        self.groups = self._judged(judge.name, document)
+        self.groups[f"trained text, {usual}"] = self.passages.batches(spread([*itertools.chain(*held)], PASSAGES), size)
 
     @property
     def held_out(self) -> list[Batch]:
@@ -160,17 +141,17 @@ class Reading:
         start = min(at - (self.ends[which] - len(document)), max(len(document) - content, 0))
         return document[start : start + content]
 
-    def _judged(self, judge: Corpus) -> dict[str, list[Batch]]:
+    def _judged(self, name: str, document: Passage) -> dict[str, list[Batch]]:
         """Groups of a text that is not trained on: short passages, and one group for every length."""
-        document = self.passages.document(judge)
         lengths = [length for length in LENGTHS if length <= self.length] or [self.length]
         if len(document) < 2 * lengths[-1]:
             raise InputError(
-                f"--judge {judge.name} has {len(document):,} tokens: too few for two passages of {lengths[-1]}; give a "
+                f"--judge {name} has {len(document):,} tokens: too few for two passages of {lengths[-1]}; give a "
                 "longer one, or a smaller --length"
             )
-        short = spread(self.passages.sentences(judge, min(SHORT, self.length)), PASSAGES)
-        groups = {"short": self.passages.batches(short, SHORT_ROWS)}
+        short = spread(self.passages.cut(document, min(SHORT, self.length)), PASSAGES)
+        parts = [each[: max(len(each) // (1 + i % 4), 1)] for i, each in enumerate(short)]
+        groups = {"short": self.passages.batches(parts, SHORT_ROWS)}
         for length in lengths:
             count = max(min(PASSAGES, TOKENS // length), LEAST)
             passages = spread(self.passages.cut(document, length), count)

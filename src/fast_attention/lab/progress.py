@@ -6,17 +6,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 
@@ -27,7 +18,7 @@ def nothing(*_: object) -> None:
 @contextmanager
 def counted(total: int) -> Iterator[Callable[[str], None]]:
     """A bar of ``total`` steps; every call is one of them, and shows its description."""
-    with _bar(Console(stderr=True), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+    with _bar(Console(stderr=True), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda what: progress.update(task, advance=1, description=what)
 
@@ -36,7 +27,7 @@ def counted(total: int) -> Iterator[Callable[[str], None]]:
 def measured(total: float = 1.0) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
     """A bar of a run with the time left: ``update(words, done)`` moves it, ``say(words)`` prints a line above it."""
     console = Console(stderr=True)
-    columns = (TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (bars.TaskProgressColumn(), bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
     with _bar(console, *columns) as progress:
         task = progress.add_task("starting", total=total)
 
@@ -46,11 +37,11 @@ def measured(total: float = 1.0) -> Iterator[tuple[Callable[..., None], Callable
         yield update, lambda words: console.print(Text(words), soft_wrap=True)
 
 
-def _bar(console: Console, *columns: ProgressColumn) -> Progress:
+def _bar(console: Console, *columns: bars.ProgressColumn) -> bars.Progress:
     """A bar that vanishes at the end."""
-    words = TextColumn("{task.description}", markup=False)
-    return Progress(
-        BarColumn(24), *columns, words, console=console, transient=True, disable=not console.is_terminal,
+    words = bars.TextColumn("{task.description}", markup=False)
+    return bars.Progress(
+        bars.BarColumn(24), *columns, words, console=console, transient=True, disable=not console.is_terminal,
         speed_estimate_period=120,
     )  # fmt: skip
 

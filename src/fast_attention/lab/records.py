@@ -32,7 +32,6 @@ class Record:
     keys: ClassVar[Mapping[str, str]] = {}  # fields that the file calls otherwise; "": not in the file
     data: ClassVar[str]  # the names of its file and of its page
     page: ClassVar[str]
-    indent: ClassVar[int | None] = 1
 
     meta: dict[str, Any]
 
@@ -43,7 +42,7 @@ class Record:
 
     def to_json(self) -> str:
         """``{"schema": ..., "meta": ..., ..., "sha256": ...}``; numbers that are not finite become null."""
-        return sealed(self.kind, self.parts(), self.indent)
+        return sealed(self.kind, self.parts())
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -17,8 +17,8 @@ _READING = """What estimates exact attention stands first, then what must be tra
 first. Speed is exact attention's time divided by the mechanism's, forward pass, median over interleaved rounds, and
 below it the middle half of the rounds: green is faster, red slower, grey about equal, within noise. Errors are relative
 RMS against exact attention on the model's own tensors, of the median head and of the worst. "Pairs read" are the
-visible pairs of a query and a key that it weighs: where nearly all are read, a small error says little. The state is
-what decoding keeps. A mixer has no queries and keys: it is timed on whole tokens of the same width."""
+visible pairs of a query and a key that it weighs: where nearly all are read, a small error says little. A mixer has
+no queries and keys: it is timed on whole tokens of the same width."""
 _CAPTION = """a forward pass: right is faster, down is more exact, green is what nothing beats in both. What must be
 trained first has no error to show."""
 
@@ -75,7 +75,7 @@ def order(record: Comparison) -> list[str]:
 
 def table(record: Comparison) -> Table:
     """Error, speed and memory of all, for the terminal and the page."""
-    lengths, last = record.meta["lengths"], record.meta["lengths"][-1]
+    lengths, last = sorted(record.meta["lengths"], reverse=True), max(record.meta["lengths"])
     at = f" at {record.length:,}" if record.length else ""
     passes = PASSES if record.meta["backward"] else PASSES[:1]
     rows = []
@@ -83,11 +83,10 @@ def table(record: Comparison) -> Table:
         cells = [record.cell(name, length) or Cell(name, length) for length in lengths]
         wins = ["" if name == EXACT else verdicts.wins(record, name, which) for which in passes]
         error, worst, pairs = _error(record, name)
-        memory = [bytes_of(cells[-1].peak_bytes), bytes_of(cells[-1].state_bytes)]
-        row = [name, error, *map(_speed, cells), *wins, worst, pairs, *memory]
+        row = [name, error, *map(_speed, cells), *wins, worst, pairs, bytes_of(cells[0].peak_bytes)]
         rows.append(Row(row, "exact" if name == EXACT else ""))
     faster, speeds = ["faster", "faster in training"][: len(passes)], [f"speed at {length:,}" for length in lengths]
-    heads = ["mechanism", f"error{at}", *speeds, *faster, "worst head", "pairs read", f"memory at {last:,}", "state"]
+    heads = ["mechanism", f"error{at}", *speeds, *faster, "worst head", "pairs read", f"memory at {last:,}"]
     return Table(heads, rows, left=[2 + len(lengths) + number for number in range(len(passes))])
 
 

@@ -29,9 +29,10 @@ def source(model: str | None, text: str | None, seed: int, longest: int = 0) -> 
             raise InputError(f"{model}: write HEADSxWIDTH, both at least 1, such as 8x64")
         return capture.Gaussian(heads, width, seed)
     try:
-        location = loading.find(model or loading.default_model())
+        name = model or loading.default_model()
+        loading.find(name)
     except InputError as error:
         raise InputError(
             f"{error}. For a model of another kind give its heads and their width, such as 8x64"
         ) from error
-    return capture.HuggingFace(location.name, corpus.read(text), longest)
+    return capture.HuggingFace(name, corpus.read(text), longest)

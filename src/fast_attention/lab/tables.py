@@ -32,7 +32,6 @@ class Value(NamedTuple):
     kind: str = ""
     title: str = ""  # shown where the mouse rests
     small: str = ""  # below it, on pages only
-    span: int = 1  # columns, on pages only
 
     @property
     def sorts_by(self) -> str:

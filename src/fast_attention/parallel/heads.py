@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -70,19 +70,24 @@ def _to_sequence(x: Tensor, lengths: tuple[int, ...], shards: Shards) -> Tensor:
     return by_rank.movedim(0, -4).flatten(-4, -3)
 
 
-def _of_heads(value: Any, first: int, share: int, heads: int) -> Any:
-    """The mechanism that does with ``share`` heads what this one does with those from ``first`` on, of ``heads``.
+@runtime_checkable
+class ByHead(Protocol):
+    """A mechanism, or a setting of one such as a bias, that treats heads differently."""
 
-    A mechanism or bias that treats heads differently has a method ``of_heads`` with the same arguments.
-    """
+    def of_heads(self, first: int, number: int, heads: int) -> Any:
+        """The value that does with ``number`` heads what this one does with those from ``first`` on, of ``heads``."""
+
+
+def _of_heads(value: Any, first: int, share: int, heads: int) -> Any:
+    """``ByHead.of_heads`` of a value and of the mechanisms and biases in its fields."""
     parts = {each.name: getattr(value, each.name) for each in fields(value)}
     inner = {
         name: _of_heads(part, first, share, heads)
         for name, part in parts.items()
-        if isinstance(part, Attention) or hasattr(part, "of_heads")
+        if isinstance(part, Attention | ByHead)
     }
     value = replace(value, **inner) if inner else value
-    return value.of_heads(first, share, heads) if hasattr(value, "of_heads") else value
+    return value.of_heads(first, share, heads) if isinstance(value, ByHead) else value
 
 
 @functools.lru_cache(maxsize=256)

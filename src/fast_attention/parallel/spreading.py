@@ -131,7 +131,7 @@ def _is_within(mechanism: Any, reach: int) -> bool:
     """Whether no query sees a key more than ``reach`` positions away; blocks repeat within so many positions."""
     if not isinstance(mechanism, Windowed):
         return False
-    spans = [(i, *mechanism.seen(i, i + 1)) for i in range(reach + 1)]
+    spans = [(i, *mechanism.key_range(i, i + 1)) for i in range(reach + 1)]
     return all(i - low <= reach and high - 1 - i <= reach for i, low, high in spans)
 
 

@@ -44,9 +44,9 @@ def _gathered(call: Call, k: Tensor, v: Tensor) -> tuple[list[State | None], Ten
     if not k.shape[-2]:  # a masked token stands for none, so that gradients are passed on here as elsewhere
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         mask = torch.zeros(*k.shape[:-3], 1, dtype=torch.bool, device=k.device)
-    own = call.mechanism.summarise(k, v, call.w, key_mask=mask)
-    rows = collectives.all_gather(_packed(own), call.shards.group)
-    return [_unpacked(own, row) if n else None for row, n in zip(rows, call.shards.keys, strict=True)], rows
+    state = call.mechanism.summarise(k, v, call.w, key_mask=mask)
+    rows = collectives.all_gather(_packed(state), call.shards.group)
+    return [_unpacked(state, row) if n else None for row, n in zip(rows, call.shards.keys, strict=True)], rows
 
 
 def _total(mechanism: Any, states: list[State | None]) -> Any:

@@ -25,7 +25,7 @@ class Windowed(Protocol):
     Its queries are then aligned to the bottom right of the keys, as in every causal call with fewer queries than keys.
     """
 
-    def seen(self, first: int, end: int) -> tuple[int, int]:
+    def key_range(self, first: int, end: int) -> tuple[int, int]:
         """The positions of the first key that queries ``first`` to ``end - 1`` see, and of the one behind the last.
 
         Positions may lie outside of the sequence, and with is_causal=True no key behind a query is seen.
@@ -40,7 +40,7 @@ def ranges(call: Call) -> Ranges:
     shift, wanted = shards.num_keys - shards.length, []  # the last query stands at the last key
     for first, end in shards.borders(keys=False):
         first, end = first + shift, end + shift
-        low, high = mechanism.seen(first, end) if end > first else (first, first)
+        low, high = mechanism.key_range(first, end) if end > first else (first, first)
         low = min(max(low, 0), shards.num_keys)
         high = end if call.is_causal else high
         wanted.append((low, max(min(high, shards.num_keys), low)))
@@ -91,8 +91,8 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 def sends(call: Call, sizes: Sizes) -> int:
     """Bytes sent: keys and values that others' queries see, with a mask a number for each."""
     shards = call.shards
-    here = shards.borders()[shards.rank]
-    common = [_common(here, each) for rank, each in enumerate(ranges(call)) if rank != shards.rank]
+    shard = shards.borders()[shards.rank]
+    common = [_common(shard, each) for rank, each in enumerate(ranges(call)) if rank != shards.rank]
     numbers = sizes.batch * sizes.heads * (sizes.width + sizes.values + call.masked)
     return sum(end - first for first, end in common) * numbers * sizes.itemsize
 

@@ -2,10 +2,6 @@
 // Sorts a table by a column when its head is pressed; says where a table or a picture goes on. The page reads without.
 const NEXT = { ascending: "descending", descending: null };
 
-function cellAt(row, column) {
-  for (const cell of row.cells) if ((column -= cell.colSpan) < 0) return cell;
-}
-
 /** Negative where a stands before b: numbers by their value, then words, then what is empty. */
 function compared(a, b, sign) {
   const [rank, other] = [a, b].map((cell) => (cell?.dataset.value ? 0 : /[^-\s]/.test(cell?.textContent) ? 1 : 2));
@@ -25,7 +21,7 @@ for (const table of document.querySelectorAll("table")) {
     button.addEventListener("click", () => {
       const now = head.getAttribute("aria-sort"), next = now ? NEXT[now] : "ascending";
       heads.forEach((each) => each.removeAttribute("aria-sort"));
-      const by = (a, b) => compared(cellAt(a, column), cellAt(b, column), next === "descending" ? -1 : 1);
+      const by = (a, b) => compared(a.cells[column], b.cells[column], next === "descending" ? -1 : 1);
       body.append(...(next ? [...asMade].sort(by) : asMade));
       if (next) head.setAttribute("aria-sort", next);
     });

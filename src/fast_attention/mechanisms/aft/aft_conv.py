@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from fast_attention.engine.precision import in_float32, widen
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft.aft_local import aft_local
+from fast_attention.mechanisms.aft.aft_local import WindowState, advanced, aft_local
 from fast_attention.mechanisms.aft.reference import same_width
-from fast_attention.mechanisms.aft.window_state import WindowState, advanced
 from fast_attention.value import at_least
 
 

@@ -15,9 +15,9 @@ from fast_attention.engine.advancing import in_chunks, summed_in_chunks
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import fast_wkv, wkv_sums
+from fast_attention.mechanisms.aft import fast_wkv
+from fast_attention.mechanisms.aft.fast_wkv import WKVState
 from fast_attention.mechanisms.aft.reference import same_width
-from fast_attention.mechanisms.aft.wkv_sums import WKVState
 
 
 @in_float32
@@ -103,17 +103,17 @@ class WKV(Attention[ChannelDecays, WKVState]):
     ) -> tuple[Tensor, WKVState]:
         if state is not None and not symbolic() and k.shape[-2] == 1:
             dispatch.record("one key added to the sums", "decoding token by token")
-            mean, state = wkv_sums.one(k, v, *w.of_heads(), state, key_mask)
+            mean, state = fast_wkv.one(k, v, *w.of_heads(), state, key_mask)
         else:
-            mean, state = wkv_sums.streamed(k, v, *w.of_heads(), state, key_mask)
+            mean, state = fast_wkv.streamed(k, v, *w.of_heads(), state, key_mask)
         return q.sigmoid() * mean, state
 
     @summed_in_chunks
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: ChannelDecays, *, key_mask: Tensor | None = None) -> WKVState:
         """The sums over the keys of a chunk."""
-        return wkv_sums.summarise(k, v, w.of_heads()[0], key_mask)
+        return fast_wkv.summarise(k, v, w.of_heads()[0], key_mask)
 
     def merged(self, earlier: WKVState, later: WKVState) -> WKVState:
         """The sums over two neighbouring chunks."""
-        return wkv_sums.combine(earlier, later)
+        return fast_wkv.combine(earlier, later)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
+from fast_attention.mechanisms.hybrid.key_sums import multiply
 from fast_attention.mechanisms.hybrid.near import Sight
 from fast_attention.mechanisms.hybrid.pairs import Pairs, add_pair_gradients, tiles, weights
 from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks

@@ -2,35 +2,52 @@
 
 The window with a linear remainder is that of LoLCATs (Zhang et al. 2024, arXiv 2410.10254); first tokens kept exact are
 the attention sinks of StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
+
+Hybrid attention whose near keys are those of chosen blocks: the others enter as the sums of whole blocks.
+
+Chosen blocks with a linear remainder are those of SLA (Zhang et al. 2025, arXiv 2509.24006) and of SPLA (arXiv
+2601.22379), which subtracts the chosen blocks from the sums of all. Here the sums of the others are added up, by a
+matrix of zeros and ones between blocks of queries and of keys: subtracting leaves only rounding where the chosen blocks
+hold nearly all of the weight, and the far part may then even be negative.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fast_attention.biases import sinks as learned_sinks
+from fast_attention.biases.bias import Bias, TransformerXL
 from fast_attention.engine import dispatch
+from fast_attention.engine.blocks import count, join, split, split_mask, split_row
 from fast_attention.engine.kv_cache import KVCache, append, last
+from fast_attention.engine.offsets import Positions
 from fast_attention.engine.precision import in_float32, widen
+from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import replaced, symbolic
-from fast_attention.mechanism import Traits
+from fast_attention.feature_maps.feature_map import Features
+from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
-from fast_attention.mechanisms.hybrid import chosen, gpu
-from fast_attention.mechanisms.hybrid.declared import check_window, declared
+from fast_attention.mechanisms.hybrid import gpu
+from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
-from fast_attention.mechanisms.hybrid.near_far import NearFar
 from fast_attention.mechanisms.hybrid.positions import plan_of
+from fast_attention.mechanisms.hybrid.reference import attend_near
 from fast_attention.mechanisms.hybrid.sink_tokens import SinkTokens
 from fast_attention.mechanisms.linear import linear_state
 from fast_attention.mechanisms.linear.favor_plus import FavorPlus
 from fast_attention.mechanisms.linear.kernelised import Kernelised
 from fast_attention.mechanisms.linear.linear_state import LinearState
 from fast_attention.mechanisms.linear.reference import masked_keys
+from fast_attention.mechanisms.sparse import choosing
 from fast_attention.mechanisms.sparse.block_local import BlockLocal
 from fast_attention.mechanisms.sparse.local import Local
+from fast_attention.mechanisms.sparse.reference import take
 from fast_attention.mechanisms.sparse.selected import Selected
 from fast_attention.value import at_least
 
@@ -41,6 +58,168 @@ class HybridState(NamedTuple):
     far: LinearState
     near: KVCache
     sinks: SinkTokens
+
+
+@in_float32
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, w: Any, learned_sinks: Tensor | None, near: Selected, far: Kernelised[Any],
+    *, first: int, last: int, key_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Outputs over the blocks that each block of queries chose, the sink tokens, and the sums of all other blocks.
+
+    The exponentials of ``learned_sinks`` (H,) add to normalisers.
+    """
+    size, (phi_q, phi_k) = near.block_size, far.per_token(w)
+    dispatch.record("chosen blocks exact, the others as sums of features", f"{near!r} leaves blocks out")
+    table = choosing.of_blocks(q, k, key_mask, size=size, topk=near.topk)
+    sinks, others = SinkTokens.of(k, v, append(None, k, v, key_mask).visible, first=first, last=last)
+    sinks = SinkTokens(sinks.k[..., None, :, :], sinks.v[..., None, :, :], sinks.position[..., None, :])
+    queries, keys = phi_q(q), masked_keys(phi_k, k, others)
+    row = None if queries.log_scale is None else split_row(queries.log_scale, size)
+    sums = block_sums(keys, v, start=0, block=size, number=count(k.shape[-2], size))
+    sums = _without(sums, table)
+    chosen, visible = table.clamp(min=0), split_mask(others, size)
+    visible = visible.expand(*k.shape[:-2], *visible.shape[-2:])[..., None]
+    visible = ((table >= 0)[..., None] & take(visible, chosen)[..., 0]).flatten(-2)
+    near_k, near_v = (take(split(x, size), chosen).flatten(-3, -2) for x in (k, v))
+    out = attend_near(
+        split(q, size),
+        near_k,
+        near_v,
+        visible,
+        sinks,
+        Features(split(queries.values, size), row),
+        sums,
+        None,
+        None if learned_sinks is None else learned_sinks[:, None],
+    )
+    return join(out, q.shape[-2])
+
+
+def _without(blocks: FarSums, table: Tensor) -> FarSums:
+    """For every block of queries the sums of all blocks of keys that ``table`` (..., blocks, choices) does not name."""
+    number = blocks.log_scale.shape[-1]
+    numbers = torch.arange(number, device=table.device)
+    named = (table[..., None] == numbers).any(-2)
+    scales = blocks.log_scale[..., None, :].masked_fill(named, float("-inf"))
+    largest = scales.detach().amax(-1).clamp(min=FLOOR)
+    weights = (scales - largest[..., None]).exp()
+    return FarSums((weights @ blocks.sums.flatten(-2)).unflatten(-1, blocks.sums.shape[-2:]), largest)
+
+
+State = TypeVar("State")
+
+
+class HybridWeights(NamedTuple):
+    """The weights of the far part, and those of the near part's bias and sinks."""
+
+    far: Any
+    near: Any
+
+
+class NearFar(Attention[Any, State]):
+    """Two parts under one normaliser."""
+
+    near: Local | BlockLocal | Selected
+    far: Kernelised[Any]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether ``far``, or the bias or the sinks of ``near`` need weights."""
+        return self.far.needs_weights or self.near.needs_weights
+
+    def weights(self, shape: Shape) -> Any:
+        """The weights of ``far``; with a learned bias or sinks those of both parts."""
+        far = self.far.weights(shape)
+        return HybridWeights(far, self.near.weights(shape)) if self.near.needs_weights else far
+
+    def heads_of(self, w: Any) -> int | None:
+        """The heads that a learned bias or sinks, or else ``far``, have weights for."""
+        return self.near.heads_of(w.near) if self.near.needs_weights else self.far.heads_of(w)
+
+    @property
+    def takes_sinks(self) -> bool:
+        """Whether another module may hold the sinks' scores: ``near`` has none of its own."""
+        return self.near.takes_sinks
+
+    def with_sinks(self, sinks: Tensor, w: Any) -> tuple[Any, Any]:
+        """The sinks are those of ``near``."""
+        far, near = w if self.near.needs_weights else (w, ())
+        mechanism, near = self.near.with_sinks(sinks, near)
+        changed: Any = self
+        return replace(changed, near=mechanism), HybridWeights(far, near)
+
+    def parts(self, w: Any, q: Tensor) -> tuple[Any, Positions | None, Tensor | None]:
+        """The weights of ``far``, the bias of ``near`` and its sinks' scores."""
+        far, near = w if self.near.needs_weights else (w, ())
+        bias = None if self.bias is None else self.window.positions(q, near, self.near.scale)[1]
+        return far, bias, self.near.sinks_of(near)
+
+    def calibrated(self, q: Tensor, k: Tensor, w: Any, *, key_mask: Tensor | None = None) -> Any:
+        """The weights of ``far`` suited to these queries and keys."""
+        far = self.far.calibrated(self.scaled(q), k, self.parts(w, q)[0], key_mask=key_mask)
+        return w._replace(far=far) if self.near.needs_weights else far
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Queries whose products, over the root of the width, are those of the near part."""
+        return q if self.near.scale is None else q * (self.near.scale * math.sqrt(q.shape[-1]))
+
+    @property
+    def window(self) -> Local | BlockLocal:
+        """``near`` where it goes by positions; where it is chosen, nothing asks."""
+        assert not isinstance(self.near, Selected)
+        return self.near
+
+    @property
+    def bias(self) -> Bias | None:
+        """What scores of near keys gain by their distance."""
+        return None if isinstance(self.near, Selected) else self.near.bias
+
+
+def declared(near: Local | BlockLocal | Selected, far: Traits) -> Traits:
+    """The far part decides whether weights are trained or drawn; chosen blocks are not causal; sinks are learned."""
+    traits = by_choice(far) if isinstance(near, Selected) else by_window(far, near.bias)
+    return learned_sinks.learned(traits) if near.sinks else traits
+
+
+def by_window(far: Traits, bias: Bias | None = None) -> Traits:
+    """The far part decides what is approximated; a bias may be learned."""
+    return Traits(
+        paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
+        formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
+        cost="n (w + m) d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        rotary=far.rotary,
+        memory="window",
+        random=far.random,
+        learned=far.learned or (bias is not None and bias.learned),
+        approximates=far.approximates if bias is None else None,
+    )
+
+
+def by_choice(far: Traits) -> Traits:
+    """Blocks of queries choose by their means, which hold what comes after the first of them: not causal."""
+    return replace(
+        by_window(far),
+        paper="Zhang et al. 2025, arXiv 2509.24006 (chosen blocks, linear remainder); SPLA, arXiv 2601.22379",
+        formula="softmax over chosen blocks, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
+        cost="n (b c + m) d + (n / b)^2 m d",
+        order=2.0,
+        causal=False,
+        cross=False,
+        memory=None,
+    )
+
+
+def check_window(message: str, window: Local | BlockLocal) -> None:
+    """Raise a ``ValueError`` that begins with ``message`` unless far keys can share the normaliser of this window."""
+    if isinstance(window, Local) and window.dilation != 1:
+        raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
+    if isinstance(window.bias, TransformerXL):
+        raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +306,7 @@ class Hybrid(NearFar[HybridState]):
             )
         if isinstance(self.near, Selected):
             q, ends = self.scaled(q), {"first": self.first, "last": self.last}
-            return chosen.attend(q, k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
+            return attend(q, k, v, far_w, learned, self.near, self.far, **ends, key_mask=key_mask)
         dispatch.record("near keys exact, far ones as sums of features", f"{self.near!r} leaves keys out")
         visible = append(None, k, v, key_mask).visible
         sinks, others = SinkTokens.of(k, v, visible, first=self.first, last=0 if is_causal else self.last)

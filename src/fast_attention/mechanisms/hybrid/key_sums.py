@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
 from fast_attention.mechanisms.hybrid.far_sums import FarSums
 from fast_attention.mechanisms.hybrid.positions import Chunk, in_blocks
@@ -19,6 +18,30 @@ def held(call: Call) -> slice:
     """The blocks of keys whose sums stand in memory: of few those that hold keys, of many all."""
     plan = call.plan
     return plan.holding(call.tokens.k.shape[1]) if plan.few else slice(0, plan.key_blocks)
+
+
+def multiply(
+    a: Float[Tensor, "heads blocks rows inner"],
+    b: Float[Tensor, "heads blocks inner columns"],
+    *,
+    out: Float[Tensor, "heads blocks rows columns"],
+    add: bool = False,
+) -> None:
+    """Write ``a @ b`` into ``out``, or add it: at once, or head by head where some blocks are a slice of more.
+
+    ``torch.matmul`` would copy such slices, and its ``out`` twice.
+    """
+    if all(_is_flat(x) for x in (a, b, out)):
+        parts = [(a.flatten(0, 1), b.flatten(0, 1), out.flatten(0, 1))]
+    else:
+        axis = 0 if len(a) <= a.shape[1] else 1
+        parts = list(zip(a.unbind(axis), b.unbind(axis), out.unbind(axis), strict=True))
+    for x, y, into in parts:
+        into.baddbmm_(x, y) if add else torch.bmm(x, y, out=into)
+
+
+def _is_flat(x: Tensor) -> bool:
+    return 1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def block_sums(call: Call) -> FarSums:

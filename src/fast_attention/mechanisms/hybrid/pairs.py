@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fast_attention.engine.scan import FLOOR
 from fast_attention.feature_maps.feature_map import Features
-from fast_attention.mechanisms.hybrid.block_products import multiply
 from fast_attention.mechanisms.hybrid.call import Call, Gradients
-from fast_attention.mechanisms.hybrid.key_sums import factors, visible_scales, weighed
+from fast_attention.mechanisms.hybrid.key_sums import factors, multiply, visible_scales, weighed
 from fast_attention.mechanisms.hybrid.near import Rows, Sight, aligned
 from fast_attention.mechanisms.hybrid.positions import Chunk
 

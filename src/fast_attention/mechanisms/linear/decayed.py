@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.precision import in_float32, widen
@@ -15,10 +16,47 @@ from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Elementwise
 from fast_attention.feature_maps.features import EluPlusOne, FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits, Unsupported
-from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gates, gpu
+from fast_attention.mechanisms.linear import decayed_gpu, decayed_sums, gpu
 from fast_attention.mechanisms.linear.decayed_sums import DecayedState
-from fast_attention.mechanisms.linear.gates import Gates
 from fast_attention.value import at_least, one_of
+
+
+class Gates(NamedTuple):
+    """A token decays by ``sigmoid(logit + rows . k)``, for each channel where ``rows`` are so many for a head."""
+
+    logit: Float[Tensor, "heads *channels"]
+    rows: Float[Tensor, "heads *channels width"] | None
+
+
+class Decay(NamedTuple):
+    """The logarithms by which every token decays what was before it: in float32 or better whatever the keys are."""
+
+    logs: Float[Tensor, "*batch length *channels"]
+
+
+@in_float32
+def decay(k: Tensor, w: Gates, key_mask: Tensor | None) -> Decay:
+    """By how much every token decays what was before it; by nothing where it is masked."""
+    if w.logit.ndim > 1:
+        assert w.rows is not None
+        logit = w.logit[:, None].to(k.dtype) + k @ w.rows.mT.to(k.dtype)
+        return Decay(unmasked(F.logsigmoid(logit), key_mask, by_channel=True))
+    logit = w.logit[..., None].to(k.dtype)
+    if w.rows is not None:
+        logit = logit + (k @ w.rows.to(k.dtype)[..., None])[..., 0]
+    return Decay(unmasked(F.logsigmoid(logit).expand(k.shape[:-1]), key_mask))
+
+
+def unmasked(log_decay: Tensor, key_mask: Tensor | None, *, by_channel: bool = False) -> Tensor:
+    """``log_decay`` (..., L), or (..., L, C) ``by_channel``; nothing at masked tokens."""
+    if key_mask is None:
+        return log_decay
+    return log_decay.masked_fill(~(key_mask[..., None] if by_channel else key_mask), 0.0)
+
+
+def columns(log_decay: Tensor, k: Tensor) -> Tensor:
+    """``log_decay`` (..., L) as (..., L, 1); with a number for each channel of the keys, as it is."""
+    return log_decay if log_decay.ndim == k.ndim else log_decay[..., None]
 
 
 def decayed_linear_attention(
@@ -51,7 +89,7 @@ def decayed_linear_attention(
         raise ValueError(f"log_decay has shape {tuple(log_decay.shape)}; keys {tuple(k.shape)} take one number each")
     if not traced() and bool((log_decay > 0.0).any()):
         raise ValueError("log_decay holds numbers above 0: sums decay by exp(log_decay), which is at most 1")
-    log_decay = gates.unmasked(widen(log_decay).expand(wanted), key_mask, by_channel=by_channel)
+    log_decay = unmasked(widen(log_decay).expand(wanted), key_mask, by_channel=by_channel)
     return _attend(q, k, v, log_decay, key_mask, phi=feature_map, normalize=normalize, eps=eps, is_causal=is_causal)
 
 
@@ -63,7 +101,7 @@ def _attend(
     why = decayed_gpu.obstacle(q, k, v, phi, key_mask, normalize=normalize, is_causal=is_causal)
     if why := why or decayed_gpu.uneven(log_decay, k):
         dispatch.unserved(q, why)
-        log_decay = gates.columns(log_decay, k)
+        log_decay = columns(log_decay, k)
         return in_float32(decayed_sums.attend)(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
     return decayed_gpu.attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **settings)
 
@@ -128,7 +166,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Gates, *, is_causal: bool, key_mask: Tensor | None) -> Tensor:
         """``decayed_linear_attention`` with these settings and the weights' decays."""
-        log_decay = gates.decay(k, w, key_mask).logs
+        log_decay = decay(k, w, key_mask).logs
         return _attend(q, k, v, log_decay, key_mask, is_causal=is_causal, **self._settings)
 
     def attend_packed(
@@ -139,7 +177,7 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=is_causal)
         if why or self.gate == "channel":
             return None
-        logs = decayed_gpu.begun(gates.decay(k, w, key_mask).logs, lengths)
+        logs = decayed_gpu.begun(decay(k, w, key_mask).logs, lengths)
         return decayed_gpu.attend(q, k, v, logs, key_mask, is_causal=is_causal, **self._settings)
 
     @property
@@ -167,19 +205,19 @@ class DecayedLinearAttention(Attention[Gates, DecayedState]):
         self, q: Tensor, k: Tensor, v: Tensor, w: Gates, state: DecayedState | None, *, key_mask: Tensor | None
     ) -> tuple[Tensor, DecayedState]:
         """Outputs of the new tokens, and the sums up to their end."""
-        log_decay = gates.decay(k, w, key_mask).logs
+        log_decay = decay(k, w, key_mask).logs
         why = decayed_gpu.obstacle(q, k, v, self.feature_map, key_mask, normalize=self.normalize, is_causal=True)
         why = why or decayed_gpu.uneven(log_decay, k) or gpu.few(q, k, v, state, log_decay) or gpu.scaled(state)
         if not why:
             return decayed_gpu.advance(q, k, v, log_decay, key_mask, state, **self._settings)
         dispatch.unserved(q, why)
-        log_decay = gates.columns(log_decay, k)
+        log_decay = columns(log_decay, k)
         return in_float32(decayed_sums.streamed)(q, k, v, log_decay, key_mask, state, **self._settings)
 
     @in_float32
     def summary(self, k: Tensor, v: Tensor, w: Gates, *, key_mask: Tensor | None = None) -> DecayedState:
         """The sums over some tokens, and how much these decay what was before them."""
-        log_decay = gates.columns(gates.decay(k, w, key_mask).logs, k)
+        log_decay = columns(decay(k, w, key_mask).logs, k)
         return decayed_sums.summarise(k, v, log_decay, key_mask, phi=self.feature_map)
 
     def merged(self, earlier: DecayedState, later: DecayedState) -> DecayedState:

@@ -3,7 +3,7 @@
 Query i's proper log scale for a feature is the largest among the keys it sees. Any will do that is not above it, nor
 more than ``SLACK`` below: so the log scales of a chunk's first key serve for the whole chunk, no later key can make an
 earlier one vanish, and none overflows. Where a chunk holds a far larger feature, ``reference.advance`` takes it feature
-by feature. Arguments are flat, as in ``fast_favor_noncausal``; where there are more keys, all queries see the first.
+by feature. Arguments are flat, as in ``fast_favor``; where there are more keys, all queries see the first.
 """
 
 from __future__ import annotations

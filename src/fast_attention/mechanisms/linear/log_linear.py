@@ -1,4 +1,11 @@
-"""Log-linear attention (Guo et al. 2025): linear attention that weighs the past by levels of a Fenwick tree."""
+"""Log-linear attention (Guo et al. 2025): linear attention that weighs the past by levels of a Fenwick tree.
+
+Sums over a Fenwick split of the past (Guo et al. 2025): what ``LogLinearAttention`` computes.
+
+The query at t weighs a key at j by the level of the pair, the bits of ``t xor j``: 0 for its own, l for the keys whose
+aligned block of ``2^(l-1)`` tokens lies just before the query's own such block. Blocks of ``BLOCK`` tokens take their
+pairs; beyond, level by level, queries in the right halves of blocks read the sums over the left halves.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +13,133 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
+from fast_attention.engine.blocks import pad_length
 from fast_attention.engine.precision import in_float32
+from fast_attention.engine.tracing import exporting
 from fast_attention.feature_maps.features import FeatureMap, Identity, as_feature_map
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.linear import fenwick
-from fast_attention.mechanisms.linear.fenwick import FenwickState
 from fast_attention.value import at_least
+
+BLOCK = 64  # tokens whose pairs are taken: a power of two
+
+
+class FenwickState(NamedTuple):
+    """For every bit that is set in the number of tokens the sum over a block of so many; zeros for the others."""
+
+    sums: Float[Tensor, "*batch bits C values"]
+    position: Int[Tensor, ""]  # tokens so far
+
+
+def levels(rows: Tensor, columns: Tensor, count: int) -> Int[Tensor, "rows columns"]:
+    """The level of each pair of positions, the last of ``count`` for all beyond."""
+    pairs = [rows[:, None] // 2**bit != columns // 2**bit for bit in range(count - 1)]
+    return sum((pair.long() for pair in pairs), torch.zeros(1, 1, dtype=torch.long, device=rows.device))
+
+
+def attend(
+    q: Float[Tensor, "*batch length C"],
+    k: Float[Tensor, "*batch length C"],
+    v: Float[Tensor, "*batch length values"],
+    weights: Float[Tensor, "*batch length levels"],
+) -> Float[Tensor, "*batch length values"]:
+    """``sum_{j <= t} weights_{t, level(t, j)} (q_t . k_j) v_j``: time O(length log(length) C values).
+
+    While exporting, where the length is open and with it the number of levels, all pairs in one product.
+    """
+    length = v.shape[-2]
+    if exporting():
+        return _block(q, k, v, weights)
+    if length <= BLOCK:
+        return _block(q, k, v, weights)
+    q, k, v, weights = (pad_length(x, BLOCK).unflatten(-2, (-1, BLOCK)) for x in (q, k, v, weights))
+    out, states, bit = _block(q, k, v, weights[..., : BLOCK.bit_length()]), k.mT @ v, BLOCK.bit_length()
+    while states.shape[-3] > 1:
+        half = 1 << (bit - BLOCK.bit_length())  # blocks
+        out = out + _across(q, states, weights[..., min(bit, weights.shape[-1] - 1)], half)
+        states = _even(states)[..., ::2, :, :] + _even(states)[..., 1::2, :, :]
+        bit += 1
+    return out.flatten(-3, -2)[..., :length, :]
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    """All pairs of a block that starts at a multiple of its size."""
+    position = torch.arange(v.shape[-2], device=q.device)
+    level = levels(position, position, weights.shape[-1])
+    one_hot = (level[:, None] == torch.arange(weights.shape[-1], device=q.device)[:, None]).to(v.dtype)
+    one_hot = one_hot.masked_fill((position > position[:, None])[:, None], 0.0)
+    by_row = weights.flatten(0, -3).transpose(0, 1) @ one_hot  # of all blocks row t side by side
+    return (q @ k.mT * by_row.transpose(0, 1).unflatten(0, weights.shape[:-2])) @ v
+
+
+def _across(q: Tensor, states: Tensor, weights: Tensor, half: int) -> Tensor:
+    """What queries in the right halves of blocks, of ``half`` blocks each, read of the left halves."""
+    count = q.shape[-3]
+    scaled = (q * weights[..., None]).flatten(-3, -2)
+    size = half * q.shape[-2]
+    right = pad_length(scaled, 2 * size).unflatten(-2, (-1, 2, size))[..., 1, :, :]
+    read = right @ states[..., ::2, :, :][..., : right.shape[-3], :, :]
+    both = F.pad(read[..., None, :, :], (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
+    return both[..., : count * q.shape[-2], :].unflatten(-2, (count, -1))
+
+
+def _even(states: Tensor) -> Tensor:
+    """An even number of states, the last perhaps of nothing."""
+    return F.pad(states, (0, 0, 0, 0, 0, states.shape[-3] % 2))
+
+
+def advance(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, state: FenwickState | None
+) -> tuple[Tensor, FenwickState]:
+    """The outputs of new tokens behind ``state``, and the state after them.
+
+    From a multiple of ``2^a`` on, ``2^a`` tokens have the levels of a sequence that starts there.
+    """
+    position = 0 if state is None else int(state.position)
+    sums = [] if state is None else list(state.sums.unbind(-3))
+    outs, length, start = [], v.shape[-2], 0
+    while start < length:
+        size = min(length - start, position & -position or length)
+        new = slice(start, start + size)
+        tokens = [x[..., new, :] for x in (q, k, v, weights)]
+        outs.append(attend(*tokens) + _past(tokens[0], tokens[3], sums, position))
+        sums = _added(sums, tokens[1], tokens[2], position)
+        position, start = position + size, start + size
+    held = FenwickState(torch.stack(sums, -3), torch.tensor(position, device=q.device))
+    return torch.cat(outs, -2), held
+
+
+def _past(q: Tensor, weights: Tensor, sums: list[Tensor], position: int) -> Tensor:
+    """What tokens from ``position`` on read of the blocks before it."""
+    rows = torch.arange(position, position + q.shape[-2], device=q.device)
+    total = q.new_zeros(())
+    for bit, one in enumerate(sums):
+        if position >> bit & 1:
+            begin = torch.tensor([position >> (bit + 1) << (bit + 1)], device=q.device)
+            level = levels(rows, begin, weights.shape[-1]).expand(*weights.shape[:-1], 1)
+            total = total + (q * weights.gather(-1, level)) @ one
+    return total
+
+
+def _added(sums: list[Tensor], k: Tensor, v: Tensor, position: int) -> list[Tensor]:
+    """The blocks after new tokens, which are no more than the last bit of ``position`` counts."""
+    length, sums = v.shape[-2], list(sums)
+    nothing = torch.zeros_like(k[..., :1, :].mT @ v[..., :1, :])
+    sums += [nothing] * ((position + length).bit_length() - len(sums))
+    start = 0
+    for bit in reversed(range(length.bit_length())):
+        if length >> bit & 1:
+            block = slice(start, start + (1 << bit))
+            total = k[..., block, :].mT @ v[..., block, :]
+            while (position + start) >> bit & 1:
+                total, sums[bit] = total + sums[bit], nothing
+                bit += 1
+            sums[bit], start = total, block.stop
+    return sums
 
 
 class LevelWeights(NamedTuple):
@@ -75,10 +198,10 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: LevelWeights, *, is_causal: bool, key_mask: Tensor | None
     ) -> Tensor:
-        """``fenwick.attend`` of the features."""
-        dispatch.record("pairs in blocks, sums of blocks level by level", "causal", block=fenwick.BLOCK)
+        """``attend`` of the features."""
+        dispatch.record("pairs in blocks, sums of blocks level by level", "causal", block=BLOCK)
         keys = masks.drop(self.feature_map(k), key_mask)
-        return fenwick.attend(self.feature_map(q), keys, v, w.of(q))
+        return attend(self.feature_map(q), keys, v, w.of(q))
 
     @in_float32
     def advance(
@@ -86,4 +209,4 @@ class LogLinearAttention(Attention[LevelWeights, FenwickState]):
     ) -> tuple[Tensor, FenwickState]:
         """Outputs of new tokens, and the sums of the blocks up to the last."""
         keys = masks.drop(self.feature_map(k), key_mask)
-        return fenwick.advance(self.feature_map(q), keys, v, w.of(q), state)
+        return advance(self.feature_map(q), keys, v, w.of(q), state)

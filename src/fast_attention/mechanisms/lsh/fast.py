@@ -7,17 +7,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.masks import masked_softmax
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.workspace import Workspace
-from fast_attention.mechanisms.lsh import short
-from fast_attention.mechanisms.lsh.layout import Order, sort_by_bucket
-from fast_attention.mechanisms.lsh.reference import Codes, Rules, Tokens, hashed_softmax
-from fast_attention.mechanisms.lsh.rounds import LOG2E, Lanes, Pairs, Round, accumulate
+from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, arrange, hashed_softmax
+from fast_attention.mechanisms.lsh.rounds import LOG2E, Lanes, Order, Pairs, Round, accumulate, sort_by_bucket
 
 TOKENS = 8192  # lanes (batch times heads) are taken together up to so many tokens, and two at least, for two threads
+
+
+SHORT = 256  # tokens up to which sorting them costs more than it saves
+PAIRS = 2**24  # of all lanes, beyond which scores would take more than 64 MiB
+
+
+def serves(q: Tensor) -> bool:
+    """Whether all pairs are few enough."""
+    return q.shape[-2] <= SHORT and q[..., 0].numel() * q.shape[-2] <= PAIRS
+
+
+def dense_softmax(q: Tokens, v: Tokens, bucket: Codes, *, rules: Rules) -> Tokens:
+    """``reference.hashed_softmax`` over all pairs, in operations that autograd follows."""
+    often = meetings(bucket, rules)
+    met = often > 0
+    scores = (rules.scale * q) @ F.normalize(q, dim=-1, eps=SHORTEST).mT
+    if not rules.distinct:
+        scores = scores + often.clamp(min=1).to(scores.dtype).log()
+    return torch.where(met.any(-1, keepdim=True), masked_softmax(scores, met) @ v, v)
+
+
+@torch.no_grad()
+def meetings(bucket: Codes, rules: Rules) -> Tensor:
+    """In how many rounds query i reaches key j (..., L, L); what masked queries reach means nothing."""
+    code = arrange(bucket, number=rules.number, size=rules.size, ranked=rules.ranked, across=rules.across).code.short()
+    often = sum(((each[..., :, None] - each[..., None, :]) & ~1 == 0).byte() for each in code.unbind(-2))
+    assert isinstance(often, Tensor)
+    if rules.is_causal:
+        return often.tril_(-1)
+    often.diagonal(dim1=-2, dim2=-1).zero_()
+    return often
 
 
 @opaque(lambda q, v, *others, **numbers: torch.empty_like(v, memory_format=torch.contiguous_format))
@@ -34,9 +65,9 @@ def hashed_attention(
     if why := dispatch.obstacle(q, v):
         dispatch.record("banded products over sorted tokens", why, chunk=size)
         return hashed_softmax(q, v, bucket, rules=rules)
-    if short.serves(q):
-        dispatch.record("one product of all tokens, masked by their buckets", f"at most {short.SHORT} tokens")
-        return short.dense_softmax(q, v, bucket, rules=rules)
+    if serves(q):
+        dispatch.record("one product of all tokens, masked by their buckets", f"at most {SHORT} tokens")
+        return dense_softmax(q, v, bucket, rules=rules)
     why = "tokens of one bucket stay in cache"
     dispatch.record("chunks of hashed tokens, gathered once a round", why, chunk=size, rounds=bucket.shape[-2])
     return _HASHED(q, v, bucket, rules=rules)

@@ -117,7 +117,7 @@ class BlockLocal(Biased, MaskedAttention[Any, KVCache]):  # type: ignore[reportI
         """The number of the first of ``keys`` tokens, from a block's first on, that no later token sees."""
         return max(keys // self.block_size - self.before, 0) * self.block_size
 
-    def seen(self, first: int, end: int) -> tuple[int, int]:
+    def key_range(self, first: int, end: int) -> tuple[int, int]:
         """The borders of the blocks that queries ``first`` to ``end - 1`` see."""
         size = self.block_size
         return (first // size - self.before) * size, ((end - 1) // size + self.after + 1) * size

@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fast_attention.mechanism import Traits
-from fast_attention.mechanisms.sparse.grid import Axis
+from fast_attention.mechanisms.sparse.grid import Axis, InGrid, pair
 from fast_attention.mechanisms.sparse.grid_softmax import grid_softmax
-from fast_attention.mechanisms.sparse.in_grid import InGrid, pair
 
 ROWS, COLUMNS = 4, 8  # of queries in a tile
 
