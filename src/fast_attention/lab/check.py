@@ -15,7 +15,8 @@ from fast_attention.lab import options
 from fast_attention.lab.options import KINDS, at_work
 
 if TYPE_CHECKING or at_work():
-    from fast_attention import conformance, swap
+    from fast_attention import conformance
+    from fast_attention.integrations import swap
     from fast_attention.known_names import known
     from fast_attention.lab import inputs, loading, tables
     from fast_attention.lab.inputs import InputError
