@@ -13,7 +13,7 @@ from torch import nn
 
 from fast_attention import TokenMixer, conformance, swap
 from fast_attention.conformance.threads import run_in_step
-from fast_attention.lab import commands
+from fast_attention.lab import command_line
 
 transformers = pytest.importorskip("transformers")
 
@@ -142,18 +142,18 @@ def test_what_it_cannot_judge_is_refused() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path / "llama")
-    assert commands.run(["check", str(tmp_path / "llama"), "--mechanism", "LinearAttention"]) == 0
+    assert command_line.run(["check", str(tmp_path / "llama"), "--mechanism", "LinearAttention"]) == 0
     said = capsys.readouterr()
     assert "3 of 3 attention layers replaced" in said.err
     assert "the future never moves the past" in said.out
     bert().save_pretrained(tmp_path / "bert")
-    assert commands.run(["check", str(tmp_path / "bert"), "--json"]) == 0
+    assert command_line.run(["check", str(tmp_path / "bert"), "--json"]) == 0
     assert {finding["status"] for finding in json.loads(capsys.readouterr().out)} == {"kept", "not claimed"}
-    assert commands.run(["check", str(tmp_path)]) == 2
+    assert command_line.run(["check", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
-    assert commands.run(["check", str(tmp_path / "llama"), "--mechanism", "Linformer"]) == 2
+    assert command_line.run(["check", str(tmp_path / "llama"), "--mechanism", "Linformer"]) == 2
     assert "the layer is causal" in capsys.readouterr().err
-    assert commands.run(["check", "Softmax", "--mechanism", "Linformer"]) == 2
+    assert command_line.run(["check", "Softmax", "--mechanism", "Linformer"]) == 2
     assert "--mechanism is swapped into a model, and Softmax is none" in capsys.readouterr().err
 
 
@@ -163,10 +163,10 @@ def test_what_lies_here_is_a_model(
     """A folder may be called as a mechanism is; what is neither is told as what it looks like."""
     monkeypatch.chdir(tmp_path)
     bert().save_pretrained(tmp_path / "Softmax")
-    assert commands.run(["check", "Softmax", "--json"]) == 0
+    assert command_line.run(["check", "Softmax", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) < 15
     for asked, said in {"FavorPlos": "Did you mean", "performer": "FavorPlus", "a-b": "no such folder"}.items():
-        assert commands.run(["check", asked]) == 2
+        assert command_line.run(["check", asked]) == 2
         assert said in capsys.readouterr().err
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fast_attention import (
     DenseSynthesizer,
-    DotProduct,
     FactorizedDenseSynthesizer,
     FactorizedRandomSynthesizer,
     MixtureSynthesizer,
@@ -21,6 +20,7 @@ from fast_attention import (
 )
 from fast_attention.engine import dispatch
 from fast_attention.functional import softmax_attention, synthesizer_attention
+from fast_attention.mechanisms import DotProduct
 from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.scores import Scores
 from tests.cases import bind, qkv, some_keys

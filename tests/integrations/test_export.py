@@ -18,7 +18,7 @@ from torch.export import Dim
 
 from fast_attention import Attention, Mixer, MultiheadAttention, Unsupported, catalogue, exporting, extras, swap
 from fast_attention.engine import scan
-from fast_attention.lab import commands, export
+from fast_attention.lab import command_line, export
 from fast_attention.lab.open_model import opened
 from tests.cases import DISTINCT, bind, qkv, some_keys, uncached
 
@@ -297,7 +297,7 @@ def folder(kind: str, mechanism: str, path: Path) -> Any:
 )
 def test_hugging_face_models(kind: str, mechanism: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(kind, mechanism, tmp_path)
-    assert commands.run(["export", str(tmp_path), "--onnx"]) == 0
+    assert command_line.run(["export", str(tmp_path), "--onnx"]) == 0
     assert "model.onnx: reads" in told(capsys)
     run = exporting.load(tmp_path / "model.onnx")
     if kind == "Vit":
@@ -314,7 +314,7 @@ def test_hugging_face_models(kind: str, mechanism: str, tmp_path: Path, capsys: 
 
 def test_a_program_of_torch_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder("Esm", "LinearAttention", tmp_path)
-    assert commands.run(["export", str(tmp_path), "--out", str(tmp_path / "out.pt2")]) == 0
+    assert command_line.run(["export", str(tmp_path), "--out", str(tmp_path / "out.pt2")]) == 0
     said = told(capsys)
     assert "difference" in said
     assert "300" not in said.split()  # its positions end at 128
@@ -343,7 +343,7 @@ def test_a_file_that_disagrees_is_not_written(
         return lambda inputs: tuple(x + (x.shape[0] == 3) for x in run(inputs))  # wrong for batches of three
 
     monkeypatch.setattr(exporting, "load", off)
-    assert commands.run(["export", str(tmp_path / "model")]) == 1
+    assert command_line.run(["export", str(tmp_path / "model")]) == 1
     out, err = capsys.readouterr()
     assert "difference" in out
     assert "model.pt2 was not written" in err
@@ -370,13 +370,13 @@ def test_what_cannot_be_exported_is_one_line(
         ([good, "--length", "129"], "at most 128 tokens"),
         ([good, "--length", "1"], "--length"),
     ):
-        assert commands.run(["export", *arguments]) == 2, arguments
+        assert command_line.run(["export", *arguments]) == 2, arguments
         out, err = capsys.readouterr()
         assert words in err, (arguments, err)
         assert len(err.strip().splitlines()) == 1, err
         assert not out
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert commands.run(["export", good, "--onnx"]) == 2
+    assert command_line.run(["export", good, "--onnx"]) == 2
     assert extras.install("onnx") in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".onnx", ".pt2", ".part")]
 

@@ -96,6 +96,13 @@ OTHERS = {
     ),
 }  # fmt: skip
 ALL = {**ENCODERS, **DECODERS, **OTHERS}
+QUICK = ("Bert", "GPT2", "Llama")  # one of each kind, in `make test`
+
+
+def kinds(*names: str) -> pytest.MarkDecorator:
+    every = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+    return pytest.mark.parametrize("name", every)
+
 
 # The first releases that call these models' attention through the interface; those before are refused.
 SINCE = {"ModernBert": "5.7", "T5": "5.15"}
@@ -144,7 +151,7 @@ def gradients(model: Any, x: Tensor) -> tuple[Tensor | None, ...]:
     return torch.autograd.grad((x * weights).sum(), list(model.parameters()), allow_unused=True)
 
 
-@pytest.mark.parametrize("name", ALL)
+@kinds(*ALL)
 @pytest.mark.parametrize("padded", ["", "right", "left"])
 @pytest.mark.parametrize("training", [False, True])
 def test_exact_attention_changes_nothing(name: str, padded: str, training: bool) -> None:
@@ -174,7 +181,7 @@ def test_exact_attention_changes_nothing(name: str, padded: str, training: bool)
     assert torch.equal(out(model, given), before)
 
 
-@pytest.mark.parametrize("name", [*DECODERS, "Bart", "T5", "Bloom", "Mpt"])
+@kinds(*DECODERS, "Bart", "T5", "Bloom", "Mpt")
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_exact_attention_generates_the_same(name: str, how: dict[str, Any]) -> None:
     model = build(name)
@@ -188,7 +195,7 @@ def test_exact_attention_generates_the_same(name: str, how: dict[str, Any]) -> N
     assert torch.equal(model.generate(**given, **wanted), before)
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "OPT", "Mistral"])
+@kinds("GPT2", "Llama", "OPT", "Mistral")
 @pytest.mark.parametrize(
     "mechanism",
     [
@@ -406,6 +413,7 @@ def test_torch_transformers_are_the_same(training: bool) -> None:
         assert not torch.allclose(model(a, b, mask), before, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["Softmax", "FavorPlus(num_features=16)"])
 def test_torch_transformers_under_threads_autocast_and_compile(mechanism: str) -> None:
     """With padding and a causal decoder: calls and gradients at the same time, autocast, and one graph."""

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fast_attention.lab.converted import Converted
 
 from benchmarks.bench import Benchmark, PeakMemory, Row, Step
 from experiments.reproductions.common import Reproduced
 from experiments.study import Result, Study
 from fast_attention.lab import records
 from fast_attention.lab.comparison import Comparison, Error
+from fast_attention.lab.converted import Converted
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.records import Cell, Record
 

@@ -14,15 +14,13 @@ from torch import nn
 import fast_attention
 from fast_attention import (
     Bound,
-    ChunkedFeedForward,
     MultiheadAttention,
-    Reversible,
-    ReversibleSequence,
     Rotary,
     Shape,
     TokenMixer,
     attention,
 )
+from fast_attention.nn import ChunkedFeedForward, Reversible, ReversibleSequence
 
 X = torch.randn(2, 5, 8)
 

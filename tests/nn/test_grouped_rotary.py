@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as exact
 
-from fast_attention import Attention, MultiheadAttention, Rotary, TokenMixer, Unsupported, catalogue, decoding
+from fast_attention import Attention, MultiheadAttention, Rotary, TokenMixer, Unsupported, decoding
 from fast_attention.nn.positions import rotate, rotate_by
+from tests.cases import DEFAULTS, KINDS
 
-EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
-ATTENTIONS: list[Any] = [mechanism for mechanism in EVERY if isinstance(mechanism, Attention)]
+ATTENTIONS: list[Any] = [mechanism for mechanism in DEFAULTS if isinstance(mechanism, Attention)]
 TURNED = [mechanism for mechanism in ATTENTIONS if mechanism.traits.rotary]
 ROTARIES = [
     Rotary(),
@@ -46,7 +46,7 @@ def whole(rows: Tensor, heads: int, groups: int) -> Tensor:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("mechanism", ATTENTIONS, ids=repr)
+@pytest.mark.parametrize("mechanism", [m for m in KINDS if isinstance(m, Attention)], ids=repr)
 def test_a_mixers_groups_are_repeated_heads(mechanism: Any, groups: int, device: torch.device) -> None:
     options = {"rotary": True} if mechanism.traits.rotary else {}
     ours = seeded(TokenMixer, 16, 4, mechanism, num_kv_heads=groups, device=device, **options)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fast_attention import Attention, MultiheadAttention, Softmax, Unsupported, catalogue
+from fast_attention import Attention, MultiheadAttention, Softmax, Unsupported
+from tests.cases import DEFAULTS, KINDS
 
-EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
-ATTENTIONS: list[Any] = [mechanism for mechanism in EVERY if isinstance(mechanism, Attention)]
+ATTENTIONS: list[Any] = [mechanism for mechanism in KINDS if isinstance(mechanism, Attention)]
 BOTH: list[Any] = [mechanism for mechanism in ATTENTIONS if mechanism.traits.bidirectional]
 INF = float("-inf")
 
@@ -309,7 +309,7 @@ def test_appended_keys(mechanism: Any, device: torch.device) -> None:
                 ours(x, x, x, is_causal=True, need_weights=False)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in EVERY if not isinstance(m, Attention)], ids=repr)
+@pytest.mark.parametrize("mechanism", [m for m in DEFAULTS if not isinstance(m, Attention)], ids=repr)
 def test_mixers_are_sent_to_token_mixer(mechanism: Any) -> None:
     with pytest.raises(Unsupported, match=f"{type(mechanism).__name__}.*TokenMixer"):
         MultiheadAttention(16, 2, mechanism=mechanism, max_len=8)
@@ -362,7 +362,7 @@ def test_encoder_layer_in_training_and_evaluation(mechanism: Any, norm_first: bo
     torch.testing.assert_close(evaluated, trained.detach(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in ATTENTIONS if m not in BOTH], ids=repr)
+@pytest.mark.parametrize("mechanism", [m for m in DEFAULTS if not m.traits.bidirectional], ids=repr)
 def test_an_encoder_layer_refuses_what_is_causal_only(mechanism: Any, device: torch.device) -> None:
     block, x = layer(mechanism, device), torch.randn(2, 7, 16, dtype=torch.float64, device=device)
     with pytest.raises(Unsupported, match=rf"{type(mechanism).__name__}.*traits\.bidirectional"):

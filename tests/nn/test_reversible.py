@@ -14,12 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_attention import TokenMixer, catalogue
+from fast_attention import TokenMixer
 from fast_attention.nn import ChunkedFeedForward, Reversible, ReversibleSequence
-from tests.cases import some_keys
+from tests.cases import KINDS, some_keys
 from tests.parallel import spread
-
-EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
 
 
 class Mix(nn.Module):
@@ -64,7 +62,7 @@ def tokens(device: Any, *shape: int, width: int = 8) -> Tensor:
     return torch.randn(*shape, width, dtype=torch.float64).to(device).requires_grad_()
 
 
-@pytest.mark.parametrize("mechanism", EVERY, ids=repr)
+@pytest.mark.parametrize("mechanism", KINDS, ids=repr)
 def test_gradients_are_those_of_the_ordinary_graph(mechanism: Any, device: torch.device) -> None:
     """14: to 1e-10, with dropout, masks, random features and hashes replayed."""
     blocks, x = sequence(3, device, mechanism, dropout=0.3, chunks=2), tokens(device, 2, 7)
@@ -81,7 +79,7 @@ def test_gradients_are_those_of_the_ordinary_graph(mechanism: Any, device: torch
             torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mechanism", EVERY, ids=repr)
+@pytest.mark.parametrize("mechanism", KINDS, ids=repr)
 def test_inverse(mechanism: Any, device: torch.device) -> None:
     """14: 7e-16 in float64 per layer."""
     (block,) = sequence(1, device, mechanism).blocks

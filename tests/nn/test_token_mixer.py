@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fast_attention import Attention, MultiheadAttention, TokenMixer, Unsupported, catalogue
-from tests.cases import some_keys
+from fast_attention import Attention, MultiheadAttention, TokenMixer, Unsupported
+from tests.cases import DEFAULTS, KINDS, some_keys
 
-EVERY: list[Any] = [catalogue.default(name) for name in catalogue.names()]
-ATTENTIONS: list[Any] = [mechanism for mechanism in EVERY if isinstance(mechanism, Attention)]
+ATTENTIONS: list[Any] = [mechanism for mechanism in KINDS if isinstance(mechanism, Attention)]
 STREAMING: list[Any] = [mechanism for mechanism in ATTENTIONS if mechanism.traits.memory]
 
 
@@ -25,7 +24,7 @@ def tokens(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, 16, dtype=torch.float64, device=device)
 
 
-@pytest.mark.parametrize("mechanism", EVERY, ids=repr)
+@pytest.mark.parametrize("mechanism", DEFAULTS, ids=repr)
 def test_only_what_is_read_is_projected(mechanism: Any, device: torch.device) -> None:
     mixer = made(mechanism, device)
     own = {name.split(".")[0] for name in mixer.state_dict()}
@@ -61,7 +60,7 @@ def test_equals_multihead_attention_with_the_same_weights(mechanism: Any, device
         torch.testing.assert_close(mixer(x, is_causal=is_causal, key_mask=key_mask), expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("mechanism", EVERY, ids=repr)
+@pytest.mark.parametrize("mechanism", KINDS, ids=repr)
 def test_any_leading_sizes(mechanism: Any, device: torch.device) -> None:
     mixer, is_causal = made(mechanism, device), mechanism.traits.modes[0]
     x = tokens(device, 2, 3, 7)
@@ -89,7 +88,7 @@ def test_decode_in_any_split_is_one_pass(mechanism: Any, masked: bool, device: t
         torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("mechanism", EVERY, ids=repr)
+@pytest.mark.parametrize("mechanism", DEFAULTS, ids=repr)
 def test_what_traits_deny_is_refused_by_name(mechanism: Any, device: torch.device) -> None:
     mixer, x, name, traits = made(mechanism, device), tokens(device, 2, 5), type(mechanism).__name__, mechanism.traits
     seen = torch.ones(2, 5, dtype=torch.bool, device=device)
@@ -133,7 +132,7 @@ def test_compile_and_export(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("mechanism", [m for m in EVERY if m.traits.padding], ids=repr)
+@pytest.mark.parametrize("mechanism", [m for m in KINDS if m.traits.padding], ids=repr)
 def test_padded_tokens_may_hold_anything(mechanism: Any, value: float, device: torch.device) -> None:
     """Outputs, and gradients of the projections too, are those of ordinary padding; streamed as well."""
     mixer, x = made(mechanism, device).float(), tokens(device, 2, 9).float()
