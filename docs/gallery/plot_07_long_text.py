@@ -10,6 +10,7 @@ figures of the curves are computed live; those of a *converted* model, trained f
 """
 
 # %%
+import gzip
 import json
 from pathlib import Path
 
@@ -21,14 +22,16 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 import fast_attention
-from fast_attention import data, extend, swap, swap_back
+from fast_attention import extend, swap, swap_back
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()  # the tokenizer's warning that 4,096 tokens are many, which is the point
 folder = minilm.get_model_path()
 model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 lengths = (512, 1024, 2048, 4096)
-numbers = tokenizer(data.text()[100_000:140_000], add_special_tokens=False, return_tensors="pt").input_ids[:, :4096]
+checkout = Path(fast_attention.__file__).parents[2]
+text = gzip.decompress((checkout / "experiments" / "data" / "jargon.txt.gz").read_bytes()).decode()
+numbers = tokenizer(text[100_000:140_000], add_special_tokens=False, return_tensors="pt").input_ids[:, :4096]
 
 
 @torch.inference_mode()
@@ -57,7 +60,7 @@ for expression in ("BlockLocal(block_size=256)", "LearnedFeatures(scale=0.5)"):
 # %%
 # What eight minutes of training add is not computed here: the folder of a converted model is not shipped. The newest
 # record of ``fast-attention convert`` says what it gave on other passages, of up to 8,192 tokens, before and after.
-records = Path(fast_attention.__file__).parents[2] / "records"  # of a checkout
+records = checkout / "records"
 converted: dict[str, dict[int, float]] = {}
 for record in sorted(records.glob("*-convert-long.json"))[-1:]:
     groups = json.loads(record.read_text())["conversion"]["by_group"]

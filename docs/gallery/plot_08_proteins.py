@@ -4,27 +4,32 @@ A protein model with other attention
 
 Shows the attention of a small protein model on one protein, as it was trained and with a mechanism put in its place.
 
-``protein-mini`` is shipped with this library: four layers, trained in ten minutes to guess masked residues by exact
-attention. A model of this library is swapped by building it anew with another mechanism and loading its weights.
+``protein-mini`` stands in ``experiments/data`` of a checkout: four layers, trained in ten minutes to guess masked
+residues by exact attention. It is swapped by building it anew with another mechanism and loading its weights.
 """
 
 # %%
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from fast_attention.nn.models import Model
-from fast_attention.tasks.proteins import PAD, encoded, masked
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from fast_attention import Bound, attention_rows, data
-from fast_attention.nn import saving
+import fast_attention
+from fast_attention import Bound, attention_rows
 
-original = saving.load(data.models()["protein-mini"])
-proteins = [protein for protein in data.proteins() if len(protein.sequence) <= 400][:32]
-shown = next(protein for protein in proteins if 100 <= len(protein.sequence) <= 140)
-print(f"{shown.header}: {len(shown.sequence)} residues")
+sys.path.append(str(Path(fast_attention.__file__).parents[2]))  # a checkout, where experiments stands
+from experiments import data
+from experiments.models import Model, load
+from experiments.tasks import PAD, encoded, masked
+
+original = load("protein-mini")
+proteins = [protein for protein in data.proteins() if len(protein["sequence"]) <= 400][:32]
+shown = next(protein for protein in proteins if 100 <= len(protein["sequence"]) <= 140)
+print(f"{shown['header']}: {len(shown['sequence'])} residues")
 
 
 def with_mechanism(expression: str) -> Model:
@@ -36,9 +41,9 @@ def with_mechanism(expression: str) -> Model:
 
 
 # %%
-# What it guesses: 15 % of the residues of 32 shipped proteins, some of which it may have learned from. The loss is
+# What it guesses: 15 % of the residues of 32 of the proteins there, some of which it may have learned from. The loss is
 # the mean of their negative log probabilities. Who knows only how often each residue occurs has the dashed line.
-tokens = pad_sequence([encoded(p.sequence) for p in proteins], True, PAD).long()
+tokens = pad_sequence([encoded(p["sequence"]) for p in proteins], True, PAD).long()
 inputs, targets = masked(tokens, torch.Generator().manual_seed(0))
 asked = targets >= 0
 share = torch.bincount(tokens[tokens < 20]) / (tokens < 20).sum()
@@ -55,7 +60,7 @@ def attention_map(model: Model) -> torch.Tensor:
         maps.append(attention_rows(bound.mechanism, q, k, bound.w, queries=range(q.shape[-2]))[0].mean(0))
 
     with [part for part in model.modules() if isinstance(part, Bound)][2].register_forward_hook(look):
-        model(encoded(shown.sequence).long()[None])
+        model(encoded(shown["sequence"]).long()[None])
     return maps[0]
 
 

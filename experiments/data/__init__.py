@@ -88,10 +88,9 @@ def _all(files: list[str]) -> Iterator[dict[str, str]]:
 def _of_package(name: str) -> list[str]:
     """The FASTA files of an installed Debian package, in order of their names."""
     query = shutil.which("dpkg-query")
-    known = query is not None and re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name)
-    result = (
-        subprocess.run([query, "--listfiles", name], capture_output=True, text=True, check=False) if known else None
-    )
+    result = None
+    if query is not None and re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name):
+        result = subprocess.run([query, "--listfiles", name], capture_output=True, text=True, check=False)
     if result is None or result.returncode:
         raise ValueError(f"{name} is neither a file here nor an installed Debian package; name a FASTA file")
     paths = sorted(path for path in result.stdout.splitlines() if re.search(r"(?i)\.(fa|faa|fas|fasta)(\.gz)?$", path))

@@ -24,8 +24,7 @@ from fast_attention import (
     catalogue,
     explain,
 )
-from fast_attention.biases.alibi import alibi_slopes
-from fast_attention.biases.t5_buckets import t5_buckets
+from fast_attention.biases.bias import alibi_slopes, t5_buckets
 from fast_attention.counting import peak_bytes
 from fast_attention.engine.dispatch import implementation
 from tests.cases import bind, qkv, some_keys

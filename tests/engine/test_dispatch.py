@@ -28,7 +28,7 @@ ASKED = {
     ("engine/dispatch.py", "is_cpu"): 1,  # the policy
     ("engine/dispatch.py", "is_cuda"): 1,  # the policy of kernels for GPUs
     ("engine/fused.py", "is_cpu"): 1,  # the flash kernel of a CPU is a function of its own in torch
-    ("engine/exponential.py", "is_cpu"): 1,  # torch's exp2 is the faster one on a CPU
+    ("engine/numerics.py", "is_cpu"): 1,  # torch's exp2 is the faster one on a CPU
     ("mechanisms/dense/softmax.py", "is_cpu"): 1,  # torch's kernel for float16 is slower than both casts on a CPU
     ("engine/precision.py", "device.type"): 5,  # autocast is on or off for a kind of device
 }

@@ -3,16 +3,16 @@
 from tests.faults.fault import LAW, ORACLE, Fault
 
 FAULTS = [
-    Fault("a biased block of queries stands one offset further", "mechanisms/dense/offset_flash.py",
+    Fault("a biased block of queries stands one offset further", "mechanisms/dense/relative.py",
           "self.numbers.storage_offset() + length - last", "self.numbers.storage_offset() + length - last + (last < length)",
           "tests/biases/test_biases.py -k flash"),
-    Fault("keys under a mask weigh beside a bias", "mechanisms/dense/offset_flash.py", "torch.finfo(q.dtype).min / 4 / scale", "-1.0",
+    Fault("keys under a mask weigh beside a bias", "mechanisms/dense/relative.py", "torch.finfo(q.dtype).min / 4 / scale", "-1.0",
           "tests/biases/test_biases.py -k flash"),
     Fault("relu's tiles see one key ahead", "mechanisms/dense/rectified.py", "scores.tril_(rows.start + ahead - start)",
           "scores.tril_(rows.start + ahead - start + 1)", "tests/engine/test_chunks.py -k relu"),
     Fault("relu's norm has no gradient", "mechanisms/dense/rectified.py", "slopes.sub_(shift)", "pass",
           "tests/engine/test_chunks.py -k relu"),
-    Fault("a key's bias gets the gradient of another column", "mechanisms/dense/biased_keys.py", "dk[..., :width], dv[..., :width], dk[..., width]",
+    Fault("a key's bias gets the gradient of another column", "mechanisms/dense/synthesis.py", "dk[..., :width], dv[..., :width], dk[..., width]",
           "dk[..., :width], dv[..., :width], dk[..., width - 1]", "tests/dense/test_synthesizer.py -k long_sequences"),
     Fault("a block of queries sees one key of the future", "mechanisms/dense/rows.py", "device=v.device).triu(1)", "device=v.device).triu(2)",
           "tests/dense/test_synthesizer.py -k blocks_of_queries"),

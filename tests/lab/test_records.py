@@ -27,7 +27,7 @@ MADE = {
         {"seed": 1}, [CELL], [Row("a", "a", "core", False, "x", "y")], [{"gemm_gflops": 98.7}],
         [PeakMemory("a", 8, 1)], [Step("a", 1, 8, 0.5)], ["time 8 a"],
     ),
-    "study": Study({"seeds": 2}, [Result("FNet()", 0, "complete", 0.5, 0.5, 3, 0.01, 9, 9, 4, [(3, 0.1, 0.5)])]),
+    "study": Study({"seeds": 2}, [Result("FNet()", 0, "complete", 0.5, 0.5, 3, 0.01, 9, 9, 4, [[3, 0.1, 0.5]])]),
 }  # fmt: skip
 
 

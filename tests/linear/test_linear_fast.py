@@ -21,7 +21,7 @@ from fast_attention.feature_maps.features import (
     SoftmaxMap,
     Taylor,
 )
-from fast_attention.mechanisms.linear import fast_linear, fast_linear_causal, fast_linear_noncausal, fast_linear_short
+from fast_attention.mechanisms.linear import fast_linear, fast_linear_causal, fast_linear_noncausal
 from tests.cases import qkv, some_keys
 
 LENGTHS = [1, 5, 63, 64, 65, 127, 129, 257, 1025, 2500]
@@ -70,8 +70,8 @@ def test_all_pairs_are_the_plain_form(phi: FeatureMap, is_causal: bool) -> None:
         q, k, v = (x.abs() if phi == Identity() else x for x in qkv(*sizes))
         inputs = leaves(q, k, v[..., :5])
         for key_mask in (None, some_keys(2, sizes[1])[:, None]):
-            assert_same(fast_linear_short.attention, *inputs, key_mask, phi=phi, eps=1e-6, is_causal=is_causal)
-        out = fast_linear_short.attention(*inputs, None, phi=phi, eps=0.0, is_causal=is_causal)
+            assert_same(fast_linear.attention, *inputs, key_mask, phi=phi, eps=1e-6, is_causal=is_causal)
+        out = fast_linear.attention(*inputs, None, phi=phi, eps=0.0, is_causal=is_causal)
         first, second = (torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -22,10 +22,10 @@ from fast_attention.conversion.checkpoint import State
 from fast_attention.conversion.goals import Batch, Chunks, HeldOutBatch, Teacher
 from fast_attention.conversion.outcome import STAGES, Conversion, Diverged
 from fast_attention.conversion.settings import ConversionSettings
+from fast_attention.conversion.transfer import layers_of
 from fast_attention.integrations import crossover, swap, swap_back
 from fast_attention.integrations.crossover import ExactUpTo
 from fast_attention.integrations.randomness import restored_generators
-from fast_attention.integrations.swapped import layers_of
 from fast_attention.integrations.swapping import pretrained
 from fast_attention.mechanism import Mechanism, Unsupported
 

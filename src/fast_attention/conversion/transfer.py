@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from fast_attention.conversion import goals
 from fast_attention.conversion.goals import Batch
-from fast_attention.integrations.swapped import layers_of
+
+
+def layers_of(model: Any) -> dict[str, Any]:
+    """The mechanisms of a swapped model, by the names of its layers."""
+    from fast_attention.integrations import swapped  # which imports transformers
+
+    return swapped.layers_of(model)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine.blocks import join, split, split_row
-from fast_attention.engine.bounds import at_most
+from fast_attention.engine.numerics import at_most
 from fast_attention.engine.tracing import exporting, symbolic
 
 STEPS = 16  # tokens per block of ``decayed_sums``, walked one by one

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
-from fast_attention.engine.bounds import no_less
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.numerics import no_less
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import exporting, transformed
 

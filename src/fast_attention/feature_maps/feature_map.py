@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from fast_attention.engine import overflow
+from fast_attention.engine import numerics
 from fast_attention.engine.tracing import traced
 from fast_attention.value import Value
 
@@ -31,7 +31,7 @@ class Features(NamedTuple):
 
     def per_token(self) -> Features:
         """As they are, or over the largest feature of tokens so large that sums of them would overflow."""
-        factor = overflow.factor(self.values, 2.0**28, rows=True)
+        factor = numerics.factor(self.values, 2.0**28, rows=True)
         if self.log_scale is not None or (not traced() and bool((factor == 1.0).all())):
             return self
         return Features(self.values * factor, -factor[..., 0].log())

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.bounds import bounded
-from fast_attention.engine.exponential import exp
+from fast_attention.engine.numerics import bounded, exp
 from fast_attention.feature_maps.feature_map import Elementwise, FeatureMap, Logs
 from fast_attention.feature_maps.feature_map import Features as Features
 from fast_attention.value import at_least

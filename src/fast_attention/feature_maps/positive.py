@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.bounds import at_most, no_less
+from fast_attention.engine.numerics import at_most, no_less
 from fast_attention.feature_maps.features import Features
 from fast_attention.value import Value, at_least
 

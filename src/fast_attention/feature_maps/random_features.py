@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine.bounds import bounded, no_less
+from fast_attention.engine.numerics import bounded, no_less
 from fast_attention.feature_maps.feature_map import FeatureMap, Features, Logs
 
 

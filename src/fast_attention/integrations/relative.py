@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fast_attention.biases.alibi import ALiBi, alibi_slopes
-from fast_attention.biases.bias import Bias, Biased
-from fast_attention.biases.t5_buckets import BucketWeights, T5Buckets
-from fast_attention.biases.transformer_xl import RelativeWeights, TransformerXL
+from fast_attention.biases.bias import (
+    ALiBi,
+    Bias,
+    Biased,
+    BucketWeights,
+    RelativeWeights,
+    T5Buckets,
+    TransformerXL,
+    alibi_slopes,
+)
 from fast_attention.mechanism import Mechanism, Shape
 from fast_attention.mechanisms.hybrid.by_length import ByLength
 from fast_attention.nn.bound import Bound

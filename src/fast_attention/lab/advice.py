@@ -23,8 +23,8 @@ LATE = ("over budget", "not reached")  # begins the note of what might be timed 
 FASTER = 0.95  # of exact attention's time: what is nearer than that to a draw is no reason to give up exactness
 STAND_INS = "Gaussian stand-ins"
 UNRANKED = {"unknown": "No error is known of", "cannot": "Not measured"}
-_POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained first,
-or was read at fewer tokens only, has no error to show."""
+_POINTS = """Green is what nothing beats in both; the dotted line is the error that was allowed. What must be trained
+first, or was read at fewer tokens only, has no error to show."""
 
 
 class Question(NamedTuple):

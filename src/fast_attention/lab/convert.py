@@ -106,10 +106,10 @@ def convert_command(
         trained, judging = _texts(text, judge)
         length = length or min(LONGEST, most or LONGEST)
         reading = Reading(trained, judging, tokenizer, length, batch_size, seed)
-        marks = len(reading.passages.before), len(reading.passages.behind)
+        around = len(reading.passages.before), len(reading.passages.behind)
         if teacher not in ("original", "chunks"):
             raise InputError(f"--teacher {teacher}: choose original or chunks")
-        teaching: Any = teacher if teacher == "original" else Chunks(min(learnt, LONGEST), *marks)
+        teaching: Any = teacher if teacher == "original" else Chunks(min(learnt, LONGEST), *around)
         sizes = inputs.lengths(lengths or [*LENGTHS])
         size = sum(p.numel() for p in converted.parameters())
         meta = surroundings.begun(

@@ -86,7 +86,7 @@ def scatter(tradeoff: Tradeoff, allowed: float | None = None) -> Picture:
         names = [("exact attention", 1.0, 1.25 * low, INK)]
         if allowed:
             axes.axhline(allowed, color=COLOURS[1], linewidth=0.9, linestyle=":")
-            names.append((f"allowed: {percent(allowed)}", left, 1.15 * allowed, COLOURS[1]))
+            names.append((f"allowed: {percent(allowed)}", right, 1.15 * allowed, COLOURS[1]))
         for point in sorted(shown, key=lambda point: (point not in best, point.error)):
             axes.plot(point.speed, point.height, "o", color=GOOD if point in best else PALE, markersize=6, zorder=2)
             names.append((point.name, point.speed, point.height, INK if point in best else SOFT))

@@ -75,7 +75,7 @@ def order(record: Comparison) -> list[str]:
 
 def table(record: Comparison) -> Table:
     """Error, speed and memory of all, for the terminal and the page."""
-    lengths, last = record.meta["lengths"], record.meta["lengths"][-1]
+    lengths, last = sorted(record.meta["lengths"], reverse=True), max(record.meta["lengths"])
     at = f" at {record.length:,}" if record.length else ""
     passes = PASSES if record.meta["backward"] else PASSES[:1]
     rows = []
@@ -83,7 +83,7 @@ def table(record: Comparison) -> Table:
         cells = [record.cell(name, length) or Cell(name, length) for length in lengths]
         wins = ["" if name == EXACT else verdicts.wins(record, name, which) for which in passes]
         error, worst, pairs = _error(record, name)
-        row = [name, error, *map(_speed, cells), *wins, worst, pairs, bytes_of(cells[-1].peak_bytes)]
+        row = [name, error, *map(_speed, cells), *wins, worst, pairs, bytes_of(cells[0].peak_bytes)]
         rows.append(Row(row, "exact" if name == EXACT else ""))
     faster, speeds = ["faster", "faster in training"][: len(passes)], [f"speed at {length:,}" for length in lengths]
     heads = ["mechanism", f"error{at}", *speeds, *faster, "worst head", "pairs read", f"memory at {last:,}"]

@@ -13,7 +13,7 @@ from fast_attention.counting import counted
 from fast_attention.lab import measure
 from fast_attention.lab.inputs import InputError
 from fast_attention.lab.measure import Competitor, Passes, Setting
-from fast_attention.lab.records import Cell, Timed
+from fast_attention.lab.records import Cell, Timed, Times
 from fast_attention.lab.refusals import failure, first_line
 from fast_attention.mechanism import Unsupported
 
@@ -128,38 +128,19 @@ class TimingGroup:
         cell = next(c for c in self.record.cells if (c.mechanism, c.length) == (competitor.name, self.length))
         for which, ours, theirs in zip(("forward", "training"), samples, baseline, strict=False):
             if ours and theirs:
-                summary = timing(ours, theirs)
-                cell.status, cell.rounds = "measured", max(cell.rounds, summary.rounds)
-                for key, value in summary.of_a_cell().items():
+                times, rounds = timing(ours, theirs)
+                cell.status, cell.rounds = "measured", max(cell.rounds, rounds)
+                for key, value in times._asdict().items():
                     setattr(cell, f"{which}_{key}", value)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds, median and least over the rounds; ratios are to the reference, the median of each round's."""
-
-    median: float
-    ratio: float
-    best: float
-    best_ratio: float
-    rounds: int
-    low: float  # the ratio's quartiles over the rounds
-    high: float
-
-    def of_a_cell(self) -> dict[str, float]:
-        """The times by the names of a cell's fields, without the pass."""
-        times = {"ms": 1000 * self.median, "best_ms": 1000 * self.best}
-        return {**times, "ratio": self.ratio, "best_ratio": self.best_ratio, "low": self.low, "high": self.high}
-
-
-def timing(samples: list[float], reference: list[float]) -> Timing:
-    """Summarise the samples of one competitor against the reference's samples of the same rounds."""
+def timing(samples: list[float], reference: list[float]) -> tuple[Times, int]:
+    """Summarise the seconds of one competitor against the reference's of the same rounds, whose number it returns."""
     shared = min(len(samples), len(reference))
     ratios = [sample / baseline for sample, baseline in zip(samples[:shared], reference[:shared], strict=True)]
+    low, middle, high = statistics.quantiles([*ratios, *ratios[: shared == 1]], n=4, method="inclusive")
     best = min(samples)
-    low, _, high = statistics.quantiles([*ratios, *ratios[: shared == 1]], n=4, method="inclusive")
-    middle = statistics.median(samples), statistics.median(ratios)
-    return Timing(*middle, best, best / min(reference), shared, low, high)
+    return Times(1000 * statistics.median(samples), 1000 * best, middle, best / min(reference), low, high), shared
 
 
 def predicted(cells: list[Cell], name: str, order: float, length: int) -> tuple[float, float]:

@@ -43,9 +43,9 @@ from fast_attention.mechanisms.hybrid.by_length import ByLength as ByLength
 from fast_attention.mechanisms.hybrid.adapted import Adapted as Adapted
 
 # Settings that are mathematics are values of their own.
-from fast_attention.biases.alibi import ALiBi as ALiBi
-from fast_attention.biases.t5_buckets import T5Buckets as T5Buckets
-from fast_attention.biases.transformer_xl import TransformerXL as TransformerXL
+from fast_attention.biases.bias import ALiBi as ALiBi
+from fast_attention.biases.bias import T5Buckets as T5Buckets
+from fast_attention.biases.bias import TransformerXL as TransformerXL
 from fast_attention.mechanisms.dense.synthesizer import DotProduct as DotProduct
 from fast_attention.feature_maps.positive import PositiveElu as PositiveElu
 from fast_attention.feature_maps.positive import PositiveExp as PositiveExp

@@ -20,7 +20,7 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.exponential import exp_
+from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits

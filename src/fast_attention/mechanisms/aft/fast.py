@@ -14,7 +14,7 @@ from torch import Tensor
 from fast_attention.engine import dispatch
 from fast_attention.engine.chunks import RunningSum, chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.exponential import exp_
+from fast_attention.engine.numerics import exp_
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.aft.reference import gated_mean, gated_running_means
 

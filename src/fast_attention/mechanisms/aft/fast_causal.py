@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fast_attention.engine import dispatch
 from fast_attention.engine.custom_gradient import CustomGradient
-from fast_attention.engine.exponential import exp_
+from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.scan import FLOOR
 from fast_attention.mechanisms.aft import fast, reference

@@ -26,7 +26,7 @@ from fast_attention.engine import dispatch, masks
 from fast_attention.engine.chunks import chunks_of
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.decay import sums_before
-from fast_attention.engine.exponential import exp_
+from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine.blocks import join, narrow, smaller, split
-from fast_attention.engine.bounds import at_most
 from fast_attention.engine.decay import decayed_sums, spread
+from fast_attention.engine.numerics import at_most
 from fast_attention.engine.scan import FLOOR, cummax, prefix_sums, running_max
 from fast_attention.engine.tracing import exporting
 from fast_attention.mechanisms.aft.reference import weighted

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fast_attention.engine import dispatch, masks
-from fast_attention.engine.bounds import no_less
+from fast_attention.engine.numerics import no_less
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic, traced

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, masks, overflow
+from fast_attention.engine import dispatch, masks, numerics
 from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.tracing import traced
 
@@ -51,7 +51,7 @@ def attend(
     if traced():  # nobody may look whether the outputs are finite
         return masked(q, k, v, key_mask, how=how)
     out = path(q, k, v, key_mask, how=how)
-    if how.norm != "sum" or overflow.finite(out):
+    if how.norm != "sum" or numerics.finite(out):
         return out
     q, k, v, how, smaller, _ = _within_room(q, k, v, how)
     return path(q, k, v, key_mask, how=how._replace(eps=float(how.eps))) / smaller
@@ -72,8 +72,8 @@ def masked(
 
 def _within_room(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How, Tensor, Tensor]:
     """Brought down to where no sum overflows, and by what v and the scores were; large queries feel no ``eps``."""
-    less, rows = overflow.factor(k, 2.0 ** (28 / how.power)), overflow.factor(q, 2.0 ** (40 / how.power), rows=True)
-    smaller = overflow.factor(v, 2.0**28)
+    less, rows = numerics.factor(k, 2.0 ** (28 / how.power)), numerics.factor(q, 2.0 ** (40 / how.power), rows=True)
+    smaller = numerics.factor(v, 2.0**28)
     return q * rows, k * less, v * smaller, how._replace(eps=how.eps * less**how.power), smaller, rows * less
 
 
@@ -93,7 +93,7 @@ def whole(
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     if how.norm == "sum":
-        total = overflow.nan_if_infinite(weights.sum(-1, keepdim=True) + how.eps)
+        total = numerics.nan_if_infinite(weights.sum(-1, keepdim=True) + how.eps)
         weights = weights / total.masked_fill(total == 0.0, 1.0)
     elif how.norm == "length":
         visible = k.shape[-2] if mask is None else mask.expand(scores.shape).sum(-1, keepdim=True).clamp_min(1)
@@ -120,7 +120,7 @@ def _forward(
                 total += weights.sum(-1, keepdim=True)
             o.baddbmm_(weights, vs[heads, keys])
         if how.norm == "sum":
-            total.copy_(overflow.nan_if_infinite(total + how.eps)).masked_fill_(total == 0.0, 1.0)
+            total.copy_(numerics.nan_if_infinite(total + how.eps)).masked_fill_(total == 0.0, 1.0)
         o.div_(total)
     return out, (n,)
 

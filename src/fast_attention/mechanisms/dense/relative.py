@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks, offsets, tiled
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.fused import biased_attention
+from fast_attention.engine.fused import biased_attention, flash_backward, flash_forward, takes_flash
 from fast_attention.engine.offsets import Positions, Terms
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.relative import Grouped
-from fast_attention.engine.tiling import Sinks, Span, Tile, Tiling
-from fast_attention.mechanisms.dense import offset_flash
+from fast_attention.engine.tiling import Sinks, Span, Tile, Tiling, shares, sink_gradient
 
 ROWS = 64  # queries of a tile
 
@@ -50,6 +50,96 @@ def relative_attention(
     return _plain(q, k, v, key_mask, *terms, sinks, is_causal=is_causal, scale=factor, **masked)
 
 
+BLOCK_ROWS, PARTS = 768, 8  # at least so many queries of a causal block, or as many as make so many blocks
+
+
+def obstacle(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> str:
+    """Why the kernel does not serve scores with numbers; empty where it does."""
+    if is_causal and q.shape[-2] > k.shape[-2]:
+        return "queries before the first key"
+    if scale < 1e-6:
+        return "a scale that loses the channel of masked keys"
+    flat = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    return "" if takes_flash(*flat, scale=scale) else "sizes that differ"
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, with one axis before the heads."""
+
+    q: Float[Tensor, "batch heads length channels"]
+    k: Float[Tensor, "batch heads keys channels"]
+    v: Float[Tensor, "batch heads keys channels"]
+    numbers: Float[Tensor, "heads offsets"]  # minus infinity where causality hides
+    sees: Bool[Tensor, "batch length"] | None  # whether a query sees any key; None: all do
+    is_causal: bool
+    scale: float
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor, *, is_causal: bool, scale: float
+    ) -> Inputs:
+        """From tensors with any axes; ``numbers`` are those of all offsets, those of the last query first."""
+        lead, keys, sees = q.shape[:-2], k.shape[-2], None
+        numbers = numbers.detach().to(q.dtype)
+        if is_causal:
+            numbers = numbers.index_fill(1, torch.arange(keys, numbers.shape[1], device=q.device), float("-inf"))
+        if key_mask is not None and not bool(key_mask.all()):
+            visible = key_mask.expand(*lead, keys)
+            counts = visible.cumsum(-1)
+            ends = counts[..., keys - q.shape[-2] :] if is_causal else counts[..., -1:].expand(*lead, q.shape[-2])
+            sees = ends > 0
+            hidden = max(torch.finfo(q.dtype).min / 4 / scale, torch.finfo(q.dtype).min)
+            channel = torch.zeros_like(k[..., :1]).masked_fill_(~visible[..., None], hidden)
+            k = torch.cat([k.masked_fill(~visible[..., None], 0.0), channel], -1)
+            q, v = F.pad(q, (0, 1), value=1.0), F.pad(v.masked_fill(~visible[..., None], 0.0), (0, 1))
+            sees = sees.reshape(-1, *sees.shape[-2:])
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        return Inputs(q, k, v, numbers, sees, is_causal, scale)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks of queries, the keys that they may see, and what is added to their scores in reverse order."""
+        length, keys, heads = self.q.shape[-2], self.k.shape[-2], self.q.shape[-3]
+        rows, stride = max(BLOCK_ROWS, -(-length // PARTS)) if self.is_causal else length, self.numbers.stride(0)
+        for first in range(0, length, rows):
+            last = min(first + rows, length)
+            end = last + keys - length if self.is_causal else keys
+            sizes, start = (1, heads, last - first, end), self.numbers.storage_offset() + length - last
+            yield slice(first, last), slice(0, end), self.numbers.as_strided(sizes, (0, stride, 1, 1), start)
+
+
+def forward(x: Inputs, sinks: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """Outputs (batch, heads, length, width), and the logarithms of normalisers (batch, heads, length)."""
+    out, logs = x.q.new_empty(*x.q.shape[:-1], width), x.q.new_empty(x.q.shape[:-1])
+    for rows, keys, added in x.blocks():
+        inputs = x.q[..., rows, :].flip(-2), x.k[..., keys, :], x.v[..., keys, :]
+        part, (log_sums,) = flash_forward(*inputs, added, keep=True, is_causal=False, scale=x.scale)
+        out[..., rows, :], logs[..., rows] = part[..., :width].flip(-2), log_sums.flip(-1)
+    if x.sees is not None:
+        out.masked_fill_(~x.sees[..., None], 0.0)
+    if sinks is not None:
+        out.mul_(shares(logs, sinks[:, None])[..., None])
+        logs = torch.logaddexp(logs, sinks[:, None].to(logs.dtype))
+    return out, logs
+
+
+def backward(
+    x: Inputs, out: Tensor, logs: Tensor, gradient: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys, values and sinks, as ``x`` holds them, with the channel of masked keys."""
+    d_sinks = None if sinks is None else sink_gradient(sinks, logs, gradient, out)
+    gradient = gradient if x.sees is None else gradient.masked_fill(~x.sees[..., None], 0.0)
+    out, gradient = (F.pad(y, (0, x.v.shape[-1] - y.shape[-1])) for y in (out, gradient))
+    dq, dk, dv = (torch.zeros_like(y) for y in x[:3])
+    for rows, keys, added in x.blocks():
+        inputs = x.q[..., rows, :].flip(-2), x.k[..., keys, :], x.v[..., keys, :], added
+        outputs, kept, above = out[..., rows, :].flip(-2), logs[..., rows].flip(-1), gradient[..., rows, :].flip(-2)
+        parts = flash_backward(inputs, (outputs,), (kept,), (above,), is_causal=False, scale=x.scale)
+        for total, where, part in ((dq, rows, parts[0]), (dk, keys, parts[1]), (dv, keys, parts[2])):
+            assert part is not None
+            total[..., where, :] += part.flip(-2) if total is dq else part
+    return dq, dk, dv, d_sinks
+
+
 @opaque(like_queries)
 def _relative(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor | None, vectors: Tensor | None,
@@ -58,7 +148,7 @@ def _relative(
     if why := dispatch.obstacle(q, k):
         dispatch.record("all scores at once", why)
         return _plain(q, k, v, key_mask, numbers, vectors, sinks, is_causal=is_causal, scale=scale)
-    if numbers is not None and vectors is None and not offset_flash.obstacle(q, k, v, is_causal=is_causal, scale=scale):
+    if numbers is not None and vectors is None and not obstacle(q, k, v, is_causal=is_causal, scale=scale):
         dispatch.record("the flash kernel", "what positions add is a view of a number for each offset")
         return _flash(q, k, v, key_mask, numbers, sinks, is_causal=is_causal, scale=scale)
     dispatch.record(
@@ -116,8 +206,8 @@ def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, numbers: Tensor, sinks: Tensor | None,
     *, keep: bool, is_causal: bool, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    x = offset_flash.Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
-    out, logs = offset_flash.forward(x, sinks, v.shape[-1])
+    x = Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
+    out, logs = forward(x, sinks, v.shape[-1])
     return out.view(*q.shape[:-1], v.shape[-1]), (logs,) if keep else ()
 
 
@@ -130,10 +220,10 @@ def _flash_backward(
         tensors, settings = (q, k, v, key_mask, numbers, None, sinks), {"is_causal": is_causal, "scale": scale}
         *gradients, _, d_sinks = _backward(tensors, outputs, (), gradient, **settings)
         return *gradients, d_sinks
-    x = offset_flash.Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
+    x = Inputs.of(q, k, v, key_mask, numbers, is_causal=is_causal, scale=scale)
     assert outputs[0] is not None
     out, grad = (y.reshape(-1, *y.shape[-3:]) for y in (outputs[0], gradient[0]))
-    *gradients, d_sinks = offset_flash.backward(x, out, kept[0], grad, sinks)
+    *gradients, d_sinks = backward(x, out, kept[0], grad, sinks)
     dq, dk, dv = (g[..., : y.shape[-1]].reshape(y.shape) for g, y in zip(gradients, (q, k, v), strict=True))
     return dq, dk, dv, None, None, d_sinks
 

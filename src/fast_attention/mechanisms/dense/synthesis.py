@@ -8,11 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import pad
 
-from fast_attention.engine import dispatch
+from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
+from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.fused import flash_backward, flash_forward, takes_flash
 from fast_attention.engine.opaque import opaque
-from fast_attention.mechanisms.dense import biased_keys, rows
+from fast_attention.mechanisms.dense import rows
 from fast_attention.mechanisms.dense.reference import synthesizer_attention
 from fast_attention.mechanisms.dense.scores import Scores
 
@@ -107,6 +110,61 @@ def dense_scores(q: Float[Tensor, "*batch length width"], w: Layer, keys: int) -
     return Scores(Q=F.pad(q.relu(), (0, 1), value=1.0), K=table.mT)
 
 
+_MULTIPLE = 8  # of the wider columns
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
+    """Whether the kernel takes these four-dimensional tensors, and outputs and gradients need no other form."""
+    if dispatch.obstacle(q, k, v) or q.ndim != 4:
+        return False
+    if torch.is_autocast_enabled("cpu") or (is_causal and q.shape[-2] != k.shape[-2]):
+        return False
+    return q.shape[-1] == v.shape[-1] and takes_flash(q, k, v, is_causal=is_causal)
+
+
+def with_key_bias(
+    q: Float[Tensor, "batch heads length width"],
+    k: Float[Tensor, "batch heads keys width"],
+    v: Float[Tensor, "batch heads keys width"],
+    b: Float[Tensor, "batch heads keys"],
+    *,
+    is_causal: bool,
+) -> Float[Tensor, "batch heads length width"]:
+    """``softmax(Q K^T + 1 b^T) V``, causal among as many queries as keys."""
+    dispatch.record("torch's fused kernel", "the bias of a key is a mask of one row")
+    return _BIASED(q, k, v, b, is_causal=is_causal)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, is_causal: bool) -> Tensor:
+    scores = q @ k.mT + b[..., None, :]
+    mask = masks.causal(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+    return masks.masked_softmax(scores, mask) @ v
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, keep: bool, is_causal: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return flash_forward(q, k, v, b[..., None, :], keep=keep, is_causal=is_causal, scale=1.0)
+
+
+def _backward(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], gradients: tuple[Tensor, ...],
+    *, is_causal: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    q, k, v, b = inputs
+    width = q.shape[-1]
+    more = width // _MULTIPLE * _MULTIPLE + _MULTIPLE - width
+    ones = pad(q.new_ones(*q.shape[:-1], 1), (0, more - 1))
+    wide = torch.cat([q, ones], -1), torch.cat([k, pad(b[..., None], (0, more - 1))], -1), pad(v, (0, more))
+    out, gradient = pad(outputs[0], (0, more)), pad(gradients[0], (0, more))
+    grads = flash_backward((*wide, None), (out,), kept, (gradient,), is_causal=is_causal, scale=1.0)
+    dq, dk, dv = (x for x in grads if x is not None)
+    return dq[..., :width], dk[..., :width], dv[..., :width], dk[..., width]
+
+
+_BIASED = CustomGradient(_plain, _forward, _backward)
+
+
 def dense_attention(
     q: Float[Tensor, "*batch length width"],
     v: Float[Tensor, "*batch keys values"],
@@ -119,8 +177,8 @@ def dense_attention(
     if key_mask is None and not rows.against(v, q.shape[-2]):
         k, b = narrow(w.W, v.shape[-2], axis=-1).mT, narrow(w.b, v.shape[-2], axis=-1)
         k, b = k.contiguous().expand(*v.shape[:-2], *k.shape[-2:]), b.expand(v.shape[:-1])
-        if biased_keys.serves(q, k, v, is_causal=is_causal):
-            return biased_keys.attend(q.relu(), k, v, b, is_causal=is_causal)
+        if serves(q, k, v, is_causal=is_causal):
+            return with_key_bias(q.relu(), k, v, b, is_causal=is_causal)
     return attend(v, dense_scores(q, w, v.shape[-2]), is_causal=is_causal, key_mask=key_mask)
 
 

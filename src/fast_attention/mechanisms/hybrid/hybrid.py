@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fast_attention.biases.bias import Bias
+from fast_attention.biases import sinks as learned_sinks
+from fast_attention.biases.bias import Bias, TransformerXL
 from fast_attention.engine import dispatch
 from fast_attention.engine.blocks import count, join, split, split_mask, split_row
 from fast_attention.engine.kv_cache import KVCache, append, last
@@ -33,7 +34,6 @@ from fast_attention.feature_maps.feature_map import Features
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.dense.softmax import softmax_attention
 from fast_attention.mechanisms.hybrid import gpu
-from fast_attention.mechanisms.hybrid.declared import check_window, declared
 from fast_attention.mechanisms.hybrid.far_sums import FarSums, block_sums
 from fast_attention.mechanisms.hybrid.fast import near_far_attention
 from fast_attention.mechanisms.hybrid.positions import plan_of
@@ -174,6 +174,52 @@ class NearFar(Attention[Any, State]):
     def bias(self) -> Bias | None:
         """What scores of near keys gain by their distance."""
         return None if isinstance(self.near, Selected) else self.near.bias
+
+
+def declared(near: Local | BlockLocal | Selected, far: Traits) -> Traits:
+    """The far part decides whether weights are trained or drawn; chosen blocks are not causal; sinks are learned."""
+    traits = by_choice(far) if isinstance(near, Selected) else by_window(far, near.bias)
+    return learned_sinks.learned(traits) if near.sinks else traits
+
+
+def by_window(far: Traits, bias: Bias | None = None) -> Traits:
+    """The far part decides what is approximated; a bias may be learned."""
+    return Traits(
+        paper="Zhang et al. 2024, arXiv 2410.10254 (window, linear remainder); Xiao et al. 2023, arXiv 2309.17453",
+        formula="softmax over near, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
+        cost="n (w + m) d",
+        order=1.0,
+        causal=True,
+        padding=True,
+        cross=True,
+        rotary=far.rotary,
+        memory="window",
+        random=far.random,
+        learned=far.learned or (bias is not None and bias.learned),
+        approximates=far.approximates if bias is None else None,
+    )
+
+
+def by_choice(far: Traits) -> Traits:
+    """Blocks of queries choose by their means, which hold what comes after the first of them: not causal."""
+    return replace(
+        by_window(far),
+        paper="Zhang et al. 2025, arXiv 2509.24006 (chosen blocks, linear remainder); SPLA, arXiv 2601.22379",
+        formula="softmax over chosen blocks, first and last keys, phi(q_i) . phi(k_j) for the others, one normaliser",
+        cost="n (b c + m) d + (n / b)^2 m d",
+        order=2.0,
+        causal=False,
+        cross=False,
+        memory=None,
+    )
+
+
+def check_window(message: str, window: Local | BlockLocal) -> None:
+    """Raise a ``ValueError`` that begins with ``message`` unless far keys can share the normaliser of this window."""
+    if isinstance(window, Local) and window.dilation != 1:
+        raise ValueError(f"{message}: near must see every key of its window: leave out its dilation")
+    if isinstance(window.bias, TransformerXL):
+        raise ValueError(f"{message}: near takes ALiBi() or T5Buckets(), as far keys meet no vectors of positions")
 
 
 @dataclass(frozen=True, repr=False)

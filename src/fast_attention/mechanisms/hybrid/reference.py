@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fast_attention.engine import masks, offsets
 from fast_attention.engine.blocks import join, slices, split
-from fast_attention.engine.bounds import no_less
+from fast_attention.engine.numerics import no_less
 from fast_attention.engine.opaque import Opaque
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import exporting, replaced

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fast_attention.engine import dispatch, overflow
+from fast_attention.engine import dispatch, numerics
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
@@ -81,7 +81,7 @@ def attend(
         out = fast_linear_causal.attention(q, k, v, key_mask, None, None, phi=phi, eps=eps)[0]
     else:
         out = fast_linear_noncausal.attention(q, k, v, key_mask, phi=phi, eps=eps)
-    return out if overflow.finite(out) else None
+    return out if numerics.finite(out) else None
 
 
 class Positions(NamedTuple):

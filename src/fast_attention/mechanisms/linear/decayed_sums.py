@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fast_attention.engine import dispatch, overflow
+from fast_attention.engine import dispatch, numerics
 from fast_attention.engine.blocks import join, smaller, split, split_row
 from fast_attention.engine.chunked import Step, scan
 from fast_attention.engine.tracing import replaced
 from fast_attention.feature_maps.feature_map import FeatureMap, Features
-from fast_attention.mechanisms.linear import channel_decays, in_range, linear_state, reference
+from fast_attention.mechanisms.linear import in_range, linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, prefixes
 
 BLOCK = 64  # tokens whose pairs are taken
@@ -109,7 +109,7 @@ def _step(phi: FeatureMap, normalize: bool, eps: float, strict: bool) -> Step:
         before = DecayedState(*state)
         keys = _keys(phi, k, None if mask is None else mask[..., 0])
         queries, log_scale = phi(q), torch.maximum(before.log_scale, in_range.log_scale(keys))
-        factor, less = (-log_scale).exp(), overflow.factor(queries, 1.0, rows=True)
+        factor, less = (-log_scale).exp(), numerics.factor(queries, 1.0, rows=True)
         rescale = (before.log_scale - log_scale).exp()
         before = DecayedState(before.kv * rescale[..., None], before.k * rescale, log_scale, before.log_decay)
         scaled = keys.values * factor[..., None]
@@ -151,6 +151,29 @@ def _over_blocks(
     return Sums(numerator, denominator), DecayedState(kv[..., -1, :, :], z[..., -1, :], before.log_scale, log_decay)
 
 
+def pairs_by_channel(
+    q: Float[Tensor, "*batch size C"],
+    k: Float[Tensor, "*batch size C"],
+    reached: Float[Tensor, "*batch size C"],
+    *,
+    strict: bool,
+) -> Float[Tensor, "*batch size size"]:
+    """``sum_c q_ic k_jc exp(reached_ic - reached_jc)`` for j <= i (``strict``: j < i), else 0; size is a power of two.
+
+    ``reached``, which falls from token to token, may be of higher precision.
+    """
+    size = q.shape[-2]
+    if size == 1:
+        return torch.zeros_like(q[..., :1]) if strict else (q * k).sum(-1, keepdim=True)
+    q, k, reached = (x.unflatten(-2, (2, size // 2)) for x in (q, k, reached))
+    first, second = pairs_by_channel(q, k, reached, strict=strict).unbind(-3)
+    middle = reached[..., 0, -1:, :]
+    queries = q[..., 1, :, :] * (reached[..., 1, :, :] - middle).to(q.dtype).exp()
+    keys = k[..., 0, :, :] * (middle - reached[..., 0, :, :]).to(k.dtype).exp()
+    upper = torch.cat([first, torch.zeros_like(first)], -1)
+    return torch.cat([upper, torch.cat([queries @ keys.mT, second], -1)], -2)
+
+
 def _advance_by_channel(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, before: DecayedState, *, strict: bool
 ) -> tuple[Sums, DecayedState]:
@@ -159,7 +182,7 @@ def _advance_by_channel(
     size = 1 << (smaller(BLOCK, length) - 1).bit_length()
     q, k, v, steps = split(q, size), split(k, size), split(v, size), split(log_decay.double(), size)
     reached = steps.cumsum(-2)
-    pairs, total = channel_decays.pairs(q, k, reached, strict=strict), reached[..., -1, :]
+    pairs, total = pairs_by_channel(q, k, reached, strict=strict), reached[..., -1, :]
     k = k * (total[..., None, :] - reached).to(v.dtype).exp()
     logs = torch.cat([torch.zeros_like(total[..., :1, :]), -total.cumsum(-2)], -2)
     return _over_blocks(pairs, q * reached.to(v.dtype).exp(), k, v, logs, before, length)

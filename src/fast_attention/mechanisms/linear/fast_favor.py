@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch
-from fast_attention.engine.bounds import bounded
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
+from fast_attention.engine.numerics import bounded
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.recurrence import Chunk, flat, groups, masked_rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine.overflow import nan_if_infinite
+from fast_attention.engine.numerics import nan_if_infinite
 from fast_attention.engine.recurrence import Chunk, groups
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import FeatureMap, InPlace

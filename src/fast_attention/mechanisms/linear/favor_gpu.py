@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fast_attention.engine import dispatch
-from fast_attention.engine.bounds import bounded
+from fast_attention.engine.numerics import bounded
 from fast_attention.gpu import self_check, walking
 from fast_attention.gpu.configurations import WIDEST, WIDEST_PROJECTED, exponential
 from fast_attention.gpu.exponential import operations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fast_attention.engine import overflow
+from fast_attention.engine import numerics
 from fast_attention.feature_maps.feature_map import Features, Logs
 from fast_attention.mechanisms.linear import linear_state, reference
 from fast_attention.mechanisms.linear.linear_state import LinearState, Sums, normalise
@@ -21,7 +21,7 @@ def has_scale(keys: Features | Logs) -> bool:
 
 def log_scale(keys: Features) -> Tensor:
     """The logarithm (..., 1) by which sums of these keys and many more do not overflow; 0 for ordinary ones."""
-    return -overflow.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
+    return -numerics.factor(keys.values.flatten(-2), 2.0**20, rows=True).log()
 
 
 def attend(queries: Features | Logs, keys: Features | Logs, v: Tensor, *, is_causal: bool, eps: float = 0.0) -> Tensor:
@@ -30,8 +30,8 @@ def attend(queries: Features | Logs, keys: Features | Logs, v: Tensor, *, is_cau
         return normalise(reference.attend(queries.free, keys, v, is_causal=is_causal))
     assert isinstance(keys, Features)
     assert isinstance(queries, Features)
-    less, smaller = overflow.factor(keys.values, 2.0**28), overflow.factor(v, 2.0**28)
-    row = overflow.factor(queries.values, 2.0**40, rows=True)  # so much more than eps that it is no matter
+    less, smaller = numerics.factor(keys.values, 2.0**28), numerics.factor(v, 2.0**28)
+    row = numerics.factor(queries.values, 2.0**40, rows=True)  # so much more than eps that it is no matter
     scaled = Features(keys.values * less), v * smaller
     sums = reference.attend(queries.values * row, *scaled, is_causal=is_causal)
     return normalise(Sums(sums.numerator, sums.denominator + eps * less)) / smaller
@@ -50,7 +50,7 @@ def advance(
     largest = torch.maximum(before.log_scale, log_scale(keys))
     rescale, factor = (before.log_scale - largest).exp(), (-largest).exp()
     before = LinearState(before.kv * rescale[..., None], before.k * rescale, largest)
-    row = overflow.factor(queries.values, 1.0, rows=True)
+    row = numerics.factor(queries.values, 1.0, rows=True)
     sums, state = reference.advance(queries.values * row, Features(keys.values * factor[..., None]), v, before)
     return normalise(Sums(sums.numerator, sums.denominator + eps * factor * row[..., 0])), state
 
@@ -68,6 +68,6 @@ def read(queries: Features | Logs, state: LinearState, *, eps: float = 0.0) -> T
     """Outputs of queries that see all of a state."""
     if isinstance(queries, Logs):
         return normalise(linear_state.read(queries, state))
-    row = overflow.factor(queries.values, 1.0, rows=True)
+    row = numerics.factor(queries.values, 1.0, rows=True)
     sums = linear_state.read(queries.values * row, state)
     return normalise(Sums(sums.numerator, sums.denominator + eps * (-state.log_scale).exp() * row[..., 0]))

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fast_attention.engine.advancing import in_chunks, summed_in_chunks
-from fast_attention.engine.bounds import MOST, bounded
 from fast_attention.engine.custom_gradient import CustomGradient, Tensors
-from fast_attention.engine.exponential import LOG2E
+from fast_attention.engine.numerics import LOG2E, MOST, bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import traced
 from fast_attention.feature_maps.feature_map import Features

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fast_attention.engine.exponential import exp_
+from fast_attention.engine.numerics import exp_
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.workspace import Workspace
 from fast_attention.feature_maps.feature_map import Features, Logs

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fast_attention.engine.bounds import bounded
+from fast_attention.engine.numerics import bounded
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.feature_maps.feature_map import Features

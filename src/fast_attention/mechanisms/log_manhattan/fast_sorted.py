@@ -56,7 +56,7 @@ def backward(
     return dl, dx
 
 
-def absolute(l: Tensor, x: Tensor) -> Pair:
+def _fast_absolute(l: Tensor, x: Tensor) -> Pair:
     """``sum_j |l_j - l_i| x_j`` and ``sum_j sign(l_i - l_j) x_j`` along ascending l."""
     middle = l.shape[-1] // 2
     l = l - l[..., middle : middle + 1]  # large l would cancel
@@ -66,7 +66,7 @@ def absolute(l: Tensor, x: Tensor) -> Pair:
     return y, slope.sub_(x)
 
 
-def laplacian(l: Tensor, x: Tensor) -> Pair:
+def _fast_laplacian(l: Tensor, x: Tensor) -> Pair:
     """``sum_j exp(-|l_j - l_i|) x_j`` and ``sum_j sign(l_j - l_i) exp(-|l_j - l_i|) x_j`` along ascending l."""
     e = (l - (l[..., :1] + l[..., -1:]) / 2).exp_()
     below = (e * x).cumsum_(-1).div_(e)
@@ -75,7 +75,7 @@ def laplacian(l: Tensor, x: Tensor) -> Pair:
 
 
 def _sums(kind: Kind) -> Callable[[Tensor, Tensor], Pair]:
-    return absolute if kind == "absolute" else laplacian
+    return _fast_absolute if kind == "absolute" else _fast_laplacian
 
 
 def _rows(x: Tensor, l: Tensor) -> Tensor:

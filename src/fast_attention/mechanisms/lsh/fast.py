@@ -14,9 +14,8 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.masks import masked_softmax
 from fast_attention.engine.opaque import opaque
 from fast_attention.engine.workspace import Workspace
-from fast_attention.mechanisms.lsh.layout import Order, sort_by_bucket
 from fast_attention.mechanisms.lsh.reference import SHORTEST, Codes, Rules, Tokens, arrange, hashed_softmax
-from fast_attention.mechanisms.lsh.rounds import LOG2E, Lanes, Pairs, Round, accumulate
+from fast_attention.mechanisms.lsh.rounds import LOG2E, Lanes, Order, Pairs, Round, accumulate, sort_by_bucket
 
 TOKENS = 8192  # lanes (batch times heads) are taken together up to so many tokens, and two at least, for two threads
 

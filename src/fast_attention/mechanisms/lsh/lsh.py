@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
-from fast_attention.engine.bounds import bounded
+from fast_attention.engine.numerics import bounded
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
 from fast_attention.mechanisms.lsh import gpu

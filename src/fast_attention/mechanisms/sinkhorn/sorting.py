@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow, split, split_mask
-from fast_attention.engine.bounds import no_less
+from fast_attention.engine.numerics import no_less
 from fast_attention.engine.tracing import traced
 
 SMALLEST = 1e-12  # fraction of a row, above which balancing may multiply: all factors lie within float32's range then

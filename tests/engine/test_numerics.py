@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fast_attention import Attention
-from fast_attention.engine.bounds import at_most, no_less
 from fast_attention.engine.custom_gradient import CustomGradient
+from fast_attention.engine.numerics import at_most, no_less
 from tests.cases import SETTINGS, bind
 
 CLAMPS = {torch.clamp, torch.clamp_min, torch.clamp_max, Tensor.clamp, Tensor.clamp_min, Tensor.clamp_max}
