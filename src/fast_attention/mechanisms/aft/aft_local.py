@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
