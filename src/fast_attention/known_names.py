@@ -136,21 +136,24 @@ def known(text: str) -> Known | None:
     return _BY_NAME.get(name) or _BY_NAME.get(short)
 
 
-GONE = {  # public names and keywords of earlier versions
+REMOVED = {  # public names and keywords of earlier versions
     "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
     "compile=": "torch.compile(model) takes its place",
+    "data": "experiments/data in a clone of the repository",
+    "tasks": "experiments/tasks.py in a clone of the repository",
+    "training": "experiments/train.py in a clone of the repository",
 }
 
 
-def gone(name: str) -> str:
+def replacement(name: str) -> str:
     """What took the place of a public name of earlier versions; empty for any other name."""
     if name in ("LARA", "Agent", "ABC"):
         return str(known(name))
-    return GONE.get(name, "")
+    return REMOVED.get(name, "")
 
 
 def refuse_keywords(owner: str, names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for keywords that ``owner`` does not take; of one that is gone, say what took its place."""
     for name in names:
-        place = GONE.get(f"{name}=", "")
-        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {place}" if place else ""))
+        instead = REMOVED.get(f"{name}=", "")
+        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {instead}" if instead else ""))
