@@ -34,7 +34,7 @@ DRAWN = {  # settings whose pattern fits into 64 tokens; all others are drawn wi
     "Agent": "Agent(num_agents=8)",
     "ABC": "ABC(num_slots=8)",
     "AFTLocal": "AFTLocal(window=8)",
-    "Hybrid": "Hybrid(near=Local(window=4))",
+    "Hybrid": "Hybrid(near=BlockLocal(block_size=4))",
     "ByLength": "ByLength(long=Local(window=6), above=24)",
     "Adapted": "Adapted(mechanism=Local(window=6))",
 }

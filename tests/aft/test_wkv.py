@@ -12,7 +12,7 @@ from torch import Tensor
 from fast_attention import WKV, Bound, Shape, Unsupported
 from fast_attention.engine import dispatch
 from fast_attention.functional import wkv_attention
-from fast_attention.mechanisms.aft import fast, fast_wkv
+from fast_attention.mechanisms.aft import aft_simple, wkv
 from tests.cases import qkv
 
 
@@ -47,7 +47,7 @@ def agree(length: int, masked: bool, dtype: torch.dtype, limit: float, path: str
     inputs, mask = drawn(length, dtype)
     q, k, v, log_decay, bonus = inputs
     with dispatch.recorded() as steps:
-        out = fast_wkv.causal(q, k, v, log_decay.exp(), bonus, mask[:, None] if masked else None)
+        out = wkv.causal(q, k, v, log_decay.exp(), bonus, mask[:, None] if masked else None)
     assert path in steps[0].path
     high = [x.detach().double().requires_grad_() for x in inputs]
     exact = by_token(high[0], high[1], high[2], high[3].exp(), high[4], mask if masked else None)
@@ -63,7 +63,9 @@ def agree(length: int, masked: bool, dtype: torch.dtype, limit: float, path: str
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 300])
 def test_groups_of_tokens_are_the_recurrence(length: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "NUMBERS", 2 * 3 * 4 * 160)  # chunks of ten groups: sums of groups are grouped again
+    monkeypatch.setattr(
+        aft_simple, "NUMBERS", 2 * 3 * 4 * 160
+    )  # chunks of ten groups: sums of groups are grouped again
     agree(length, masked, torch.float64, 1e-11, "groups")
 
 
@@ -84,7 +86,7 @@ def test_nothing_overflows(what: str) -> None:
         bonus = 150 * bonus
     else:
         w = 300 * w
-    out = fast_wkv.causal(q, k, v, w, bonus, None)
+    out = wkv.causal(q, k, v, w, bonus, None)
     assert out.isfinite().all()
     t = torch.arange(70.0, dtype=torch.float64)
     scores = k.double()[..., None, :, :] - ((t[:, None] - 1 - t)[..., None] * w.double()[:, None])

@@ -27,7 +27,7 @@ from fast_attention.engine.custom_gradient import CustomGradient, Tensors
 from fast_attention.engine.fused import biased_attention, fused_attention, open_attention
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
-from fast_attention.engine.tiling import Memory, Sinks, Span, Tile, Tiling, bias_of
+from fast_attention.engine.tiled import Memory, Sinks, Span, Tile, Tiling, bias_of
 from fast_attention.engine.tracing import symbolic
 from fast_attention.engine.workspace import Workspace
 from fast_attention.mechanisms.dense.softmax import softmax_attention
