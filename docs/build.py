@@ -19,20 +19,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import measured
+import pictures
+
+from fast_attention import Attention, catalogue, files
+from fast_attention.engine.vehicles import VEHICLES
+from fast_attention.known_names import KNOWN
+from fast_attention.mechanism import Mixer
+from fast_attention.refusals import granting
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, MECHANISMS = ROOT / "docs", ROOT / "docs" / "mechanisms"
-sys.path[:0] = [str(DOCS), str(ROOT)]  # docs/ and experiments/ are of the checkout, not of the package
-
-import measured  # noqa: E402
-import pictures  # noqa: E402
-
-from fast_attention import Attention, catalogue, files  # noqa: E402
-from fast_attention.engine.vehicles import VEHICLES  # noqa: E402
-from fast_attention.known_names import KNOWN  # noqa: E402
-from fast_attention.lab.converted import STAGES  # noqa: E402
-from fast_attention.mechanism import Mixer  # noqa: E402
-from fast_attention.refusals import granting  # noqa: E402
-
 NARROW = "\u00a0"  # a space at which no line of a table breaks
 
 
@@ -40,6 +37,11 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
     heads = list(heads)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def times(value: float) -> str:
+    """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
+    return f"{value:.0f}x" if value >= 99.5 else f"{value:.1f}x" if value >= 0.095 else f"{value:.2f}x"
 
 
 def linked(expression: str) -> str:
@@ -52,51 +54,29 @@ def linked(expression: str) -> str:
 # docs/choose.md and docs/costs.md, from records
 
 
-def lengths() -> str:
-    """Gains at 4,096 tokens of every mechanism that was timed, the fastest first."""
+def lengths(length: str) -> str:
+    """Gains at one length of every mechanism that was timed there, the fastest first."""
 
     def cell(order: dict[bool, tuple[float, measured.Record]], is_causal: bool) -> str:
-        return f"{measured.times(order[is_causal][0])} ({order[is_causal][1].link})" if is_causal in order else "-"
+        return f"{times(order[is_causal][0])} ({order[is_causal][1].link})" if is_causal in order else "-"
 
-    ranked = sorted(measured.at_length().items(), key=lambda item: -max(gain for gain, _ in item[1].values()))
+    ranked = sorted(measured.at_length(int(length)).items(), key=lambda item: -max(item[1].values())[0])
     rows = [(linked(name), cell(order, False), cell(order, True)) for name, order in ranked]
-    return table((f"forward at {measured.FAR:,} tokens", "not causal", "causal"), rows)
-
-
-def quality() -> str:
-    """What swaps do to a pretrained model, in classes of likeness."""
-    record, rows = measured.newest("costs"), []
-    known = [row for row in record.held["rows"] if "sentence_cosine" in row]
-    edges = (2.0, 0.99, 0.9, 0.7, 0.5, -1.0)
-    for upper, edge in zip(edges, edges[1:], strict=False):
-        within = [row for row in known if edge <= row["sentence_cosine"] < upper]
-        within.sort(key=lambda row: -row["sentence_cosine"])
-        named = [f"{linked(r['mechanism'])}{' +' * r['learned']} {r['sentence_cosine']:.3f}" for r in within]
-        rows.append((f"{edge}" if edge > 0 else "less", ", ".join(named)))
-    about = f"{record.meta['passages']} passages of {record.meta['length']} tokens, {record.machine} ({record.link})"
-    return f"{table(('cosine at least', 'mechanisms'), rows)}\n\n{about}; + has weights, untrained here."
+    return table((f"forward at {int(length):,} tokens", "not causal", "causal"), rows)
 
 
 def learned() -> str:
-    """What mechanisms learn from scratch in the same time: a table for each task, a column for each study."""
-    groups: dict[tuple[str, str], list[measured.Record]] = {}
+    """What studies found: exact attention, no mixing, and the best of the rest."""
+    rows = []
     for study in measured.studies():
-        groups.setdefault((study.meta["task"], measured.budget(study)), []).append(study)
-    parts = []
-    for (task, budget), group in groups.items():
-        group.sort(key=lambda study: -len(measured.learned(study)))
-        columns, metric = [measured.learned(study) for study in group], group[0].meta["metric"]
-        means = [{name: fmean(values) for name, values in column.items()} for column in columns]
-        sign = -1 if metric == "accuracy" else 1
-        names = sorted({name for column in columns for name in column},
-                       key=lambda name: [sign * mean.get(name, sign * 1e9) for mean in means])  # fmt: skip
-        heads = [f"{', '.join(measured.around(study))} ({study.link})" for study in group]
-        rows = [
-            (linked(name), *(f"{fmean(c[name]):.3f} ({len(c[name])})" if name in c else "-" for c in columns))
-            for name in names
-        ]
-        parts += [f"`{task}`, {budget}: {metric} (of so many seeds), the best first.", table(("", *heads), rows)]
-    return "\n\n".join(parts)
+        means = {name: fmean(values) for name, values in measured.learned(study).items()}
+        controls = [f"{means.pop(name):.3f}" for name in (measured.EXACT, measured.ALONE)]
+        sign = -1 if study.meta["metric"] == "accuracy" else 1
+        best = [f"`{name}` {mean:.3f}" for name, mean in sorted(means.items(), key=lambda each: sign * each[1])[:6]]
+        around = ", ".join([measured.budget(study), *measured.around(study)])
+        task = f"`{study.meta['task']}`, {around}: {study.meta['metric']} ({study.link})"
+        rows.append((task, *controls, f"{', '.join(best)}; of {len(means)}"))
+    return table(("learnt", "exact attention", "no mixing", "the best, of how many"), rows)
 
 
 def _ratio(over: dict[str, Any], under: dict[str, Any], what: str) -> str:
@@ -112,7 +92,10 @@ def swapped() -> str:
         cells = [f"`{row['mechanism']}`{' +' * row.get('learned', False)}"]
         if "sentence_cosine" in row:
             old, new = prices["original", far], prices[row["mechanism"], far]
-            cells += [f"{row['sentence_cosine']:.3f} ({row['worst_sentence_cosine']:.3f})", f"{row['token_cosine']:.3f}"]
+            cells += [
+                f"{row['sentence_cosine']:.3f} ({row['worst_sentence_cosine']:.3f})",
+                f"{row['token_cosine']:.3f}",
+            ]
             cells += [_ratio(old, new, "seconds"), _ratio(old, new, "attention_seconds"), _ratio(new, old, "bytes")]
         rows.append(cells if cells[1:] else [*cells, f"cannot: {row['note']}", *[""] * 4])
     heads = ("mechanism", "cosine of passages (worst)", "of tokens", f"time at {far:,}", "of attention", "memory")
@@ -121,18 +104,10 @@ def swapped() -> str:
 
 
 def conversions() -> str:
-    """What conversions won back, and the whole model's speed at the longest length."""
-    rows = []
-    for record in measured.records("convert-*"):
-        figures, prices = record.held["figures"], record.held["prices"]
-        measure = next(key for key in ("sentence_cosine", "bits_per_byte") if key in figures["tuned"])
-        far = max(row["length"] for row in prices)
-        old, new = (next(r for r in prices if (r["model"], r["length"]) == (m, far)) for m in ("original", "converted"))
-        stages = [f"{figures[stage][measure]:.4f}" if stage in figures else "-" for stage in STAGES if stage != "exact"]
-        speed, what = f"{_ratio(old, new, 'seconds')} at {far:,}", measure.replace("_", " ")
-        rows.append((linked(record.held["conversion"]["mechanism"]), what, *stages, speed, record.link))
-    heads = [words for stage, words in STAGES.items() if stage != "exact"]
-    return table(("mechanism", "figure", *heads, "whole model", "record"), rows)
+    """What conversions won back."""
+    rows = [row for row in measured.qualities() if " converted: " in row[0]]
+    cells = [(question, linked(own), *rest, record.link) for question, own, *rest, record in rows]
+    return table(("measured", "mechanism", "result", "original", "record"), cells)
 
 
 def written() -> str:
@@ -155,7 +130,7 @@ KINDS = {  # what a record's name begins with -> what it is, and what repeats it
     "by-position": ("bits per byte by position, a small Llama extended", ""),
     "chosen-blocks": ("chosen blocks, windows and a Hybrid in MiniLM, untrained", ""),
     "compiled": ("every mechanism under torch.compile", "python -m benchmarks.compiled"),
-    "convert": ("a conversion", ""),
+    "convert": ("a pretrained model converted", ""),
     "costs": ("every mechanism swapped into MiniLM, untrained", "python -m benchmarks.real_model"),
     "gates": ("one commit beside an earlier one", "python benchmarks/gates.py"),
     "generation": ("tokens written by `generate()`", "python -m benchmarks.generation"),
@@ -165,32 +140,25 @@ KINDS = {  # what a record's name begins with -> what it is, and what repeats it
     "study": ("what mechanisms learn", ""),
     "window-and-mask": ("a window of pixels beside the same as a mask", "python -m benchmarks.against_exact"),
 }
-LEFT = r" --(?:resume|restart|equal \S+|config \S+|out \S+)"  # options that are gone, or say where it was written
+LEFT = r" --(?:resume|restart|out \S+)"  # options that say how it went on or where it was written
 
 
 def again(name: str, meta: dict[str, Any]) -> str:
-    """The command that repeats a record now; of a long list of mechanisms the first."""
-    kind = next(kind for kind in KINDS if name[11:].startswith(kind))
-    given, start = list(meta.get("command", [meta.get("old", "")])), KINDS[kind][1].split()
-    if kind == "bench":
-        return f"`{KINDS[kind][1]}`"
-    if given[:2] == ["fast-attention", "reproduce"]:
-        start, given = ["python", "-m", f"experiments.reproductions.{given[2]}"], given[3:]
-    elif given[:2] == ["fast-attention", "study"]:
-        start, given = ["python", "-m", "experiments.study"], given[2:]
-    words = shlex.join([*start, *given])
-    words = words.replace(" --config examples/recall.toml", " --steps 1500 --batch-size 64 --lr 0.001 --width 64 --heads 2")
-    expressions = [part for part in given if re.match(r"[A-Z]\w*\(", part)]
-    gone = [part for part in expressions if not measured.today(part, name[:10])]
-    if len(words := re.sub(LEFT, "", words)) > 200:
-        words = words[:200].rsplit(" --mechanisms", 1)[0] + " --mechanisms ..." if "--mechanisms" in words else words
-    return f"`{words}`" + f"; {', '.join(f'`{part}`' for part in gone)} left the library" * bool(gone)
+    """The command that repeats a record now, and what of it is gone."""
+    kind, given = next(kind for kind in KINDS if name[11:].startswith(kind)), meta.get("command", [meta.get("old", "")])
+    if kind == "study":
+        return "`python -m experiments.study`, [its options](../experiments/README.md#what-repeats-which-record)"
+    if kind == "reproduce":
+        given = ["python", "-m", f"experiments.reproductions.{meta['reproduction']}", *given[3:]]
+    words = KINDS[kind][1] if kind == "bench" else f"{KINDS[kind][1]} {re.sub(LEFT, '', shlex.join(given))}".strip()
+    gone = [part for part in given if re.match(r"[A-Z]\w*\(", part) and not measured.today(part, name[:10])]
+    return f"`{words}`" + f"; not today: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
 
 
 def recorded() -> str:
     """Every record: what it is of, the command that repeats it, date and machine."""
     rows = []
-    for path in sorted((measured.RECORDS).glob("*.json")):
+    for path in sorted(measured.RECORDS.glob("*.json")):
         meta = json.loads(path.read_text(encoding="utf-8"))["meta"]
         what = next(words for kind, (words, _) in KINDS.items() if path.name[11:].startswith(kind))
         machine = f"{meta['hardware']}, {meta['threads']} of {meta['cores']} cores" if "hardware" in meta else "-"
@@ -225,7 +193,10 @@ def settings(mechanism: Any) -> str:
     listed = re.search(r"^Args:\n(.*?)(?:^\w[\w ]*:\n|\Z)", inspect.getdoc(type(mechanism)) or "", flags=re.M | re.S)
     entries = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", listed[1] if listed else "", flags=re.M)
     said = {name: " ".join(text.split()).replace("``", "`") for names, text in entries for name in names.split(", ")}
-    rows = [(f"`{f.name}`", f"`{getattr(mechanism, f.name)!r}`", said[f.name].replace("|", "\\|")) for f in fields(mechanism)]
+    rows = [
+        (f"`{f.name}`", f"`{getattr(mechanism, f.name)!r}`", said[f.name].replace("|", "\\|"))
+        for f in fields(mechanism)
+    ]
     return table(("setting", "default", "meaning"), rows) if rows else "None."
 
 
@@ -257,17 +228,15 @@ def figures(name: str) -> list[str]:
         for row in own:
             words = f"`{row.expression}`", ("training" if row.training else "forward") + ", causal" * row.is_causal
             ms = f"{row.milliseconds:,.0f}" if row.milliseconds >= 100 else f"{row.milliseconds:.3g}"
-            cells.setdefault(words, {})[row.length] = f"{measured.times(row.gain)}{NARROW}({ms}{NARROW}ms)"
+            cells.setdefault(words, {})[row.length] = f"{times(row.gain)}{NARROW}({ms}{NARROW}ms)"
         if own:
             body = [(*words, *(each.get(n, "-") for n in columns)) for words, each in cells.items()]
             parts += [f"{record.machine} ({link(record)}):", table(("settings", "pass", *map(str, columns)), body)]
-    if known and (peaks := measured.memory(name)):
-        mib = [["-" if each is None else f"{each / measured.MIB:,.1f}" for each in each] for _, _, each in peaks]
-        body = [(f"`{label}`", f"{length:,}", *cells) for (label, length, _), cells in zip(peaks, mib, strict=True)]
-        parts += ["### Memory", f"Peak in MiB beyond weights and inputs ({link(measured.newest('bench'))}):"]
-        parts.append(table(("settings", "tokens", "forward", "exact attention's", "training", "exact's"), body))
-    rows = [(question, f"`{own}`", *rest, link(record)) for question, own, *rest, record in measured.qualities(name)]
-    parts += ["### Quality", table(("measured", "settings", "result", "exact attention", "record"), rows)] if rows else []
+    found = [each for each in measured.qualities() if re.search(rf"(?<!\w){name}(?!\w)", each[1])]
+    rows = [(question, f"`{own}`", *rest, link(record)) for question, own, *rest, record in found]
+    parts += (
+        ["### Quality", table(("measured", "settings", "result", "exact attention", "record"), rows)] if rows else []
+    )
     return parts if known or rows else ["No record has it yet."]
 
 
@@ -347,7 +316,7 @@ def rooms() -> str:
 # Writing and checking
 
 PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (
-    measured.gain, measured.untrained, measured.converted, measured.state, measured.result, lengths, quality, learned,
+    measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned,
     swapped, conversions, written, recorded, overview, names, vehicles, rooms,
 )}  # fmt: skip
 MARK = re.compile(r"(<!-- build: (\w+)(?: ([^<>\n]*))? -->)(.*?)(<!-- end -->)", re.S)
@@ -358,7 +327,7 @@ def fresh(path: Path) -> str:
     """A page with its generated parts made anew; the README's figures stand without links."""
 
     def made(mark: re.Match[str]) -> str:
-        text = PARTS[mark[2]](*(mark[3] or "").split("; ") if mark[3] else ())
+        text = PARTS[mark[2]](*mark[3].split("; ") if mark[3] else ())
         text = re.sub(r" \(\[[^]]*\]\([^)]*\)(, .*)?\)", "", text) if path.parent == ROOT else text
         return mark[1] + (f"\n{text}\n" if "\n" in mark[4] else text) + mark[5]
 
@@ -366,18 +335,19 @@ def fresh(path: Path) -> str:
 
 
 def drawn() -> dict[Path, tuple[str, Callable[[], str]]]:
-    """The pictures: a line that names the records and the digest of what is known of them, and what draws each."""
+    """The pictures: an end that names the records and the digest of what is known of them, and what draws each."""
     found = {}
-    for name, (draw, kinds) in pictures.PICTURES.items():
+    for name, (draw, *kinds) in pictures.PICTURES.items():
         of = [measured.newest(kind) for kind in kinds]
-        digests = [hashlib.sha256(json.dumps(record.held).encode()).hexdigest() for record in of]
-        source = ", ".join(f"records/{each.name} {digest[:16]}" for each, digest in zip(of, digests, strict=True))
-        found[DOCS / name] = f"<!-- {source} -->\n</svg>", lambda draw=draw, of=of: draw(*of)
+        digest = hashlib.sha256(json.dumps([record.held for record in of]).encode()).hexdigest()
+        end = f"<!-- {', '.join(record.name for record in of)}: {digest} -->\n</svg>"
+        found[DOCS / name] = end, lambda draw=draw, of=of: draw(*of)
     return found
 
 
 def generated() -> dict[Path, str]:
     """Every page in the repository that is made here or holds what is made here, and its text."""
+    sys.path.insert(0, str(ROOT))  # experiments/ is of the checkout, not of the package
     from experiments.reproductions import pages
 
     return {path: fresh(path) for path in PAGES} | pages.made()
@@ -391,23 +361,23 @@ def stale() -> list[str]:
 
 
 def mechanism_pages() -> None:
-    """Write a page and a picture for each mechanism into docs/mechanisms, and remove those of mechanisms that are gone."""
+    """Write a page and a picture for each mechanism into docs/mechanisms, and remove those that are gone."""
+    made = {f"{name}.md": page(name) for name in catalogue.names()}
+    made |= {f"{name}.svg": pictures.pattern(name)[0] for name in catalogue.names()}
     MECHANISMS.mkdir(exist_ok=True)
-    for path in MECHANISMS.iterdir():
-        if path.stem not in catalogue.names():
-            path.unlink()
-    for name in catalogue.names():
-        for path, text in ((f"{name}.svg", pictures.pattern(name)[0]), (f"{name}.md", page(name))):
-            if not (MECHANISMS / path).exists() or (MECHANISMS / path).read_text(encoding="utf-8") != text:
-                files.write(MECHANISMS / path, text)  # Sphinx reads what changed only
+    for path in {*MECHANISMS.iterdir()} - {MECHANISMS / name for name in made}:
+        path.unlink()
+    for path, text in ((MECHANISMS / name, text) for name, text in made.items()):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:  # Sphinx reads what changed only
+            files.write(path, text)
 
 
 def main() -> None:
     """Write everything, or check it."""
     if sys.argv[1:] == ["--check"]:
         sys.exit(f"run `python docs/build.py`, stale: {', '.join(found)}" if (found := stale()) else 0)
-    for path, (end, draw) in drawn().items():
-        files.write(path, draw().replace("</svg>", end))
+    for path, text in {path: draw().replace("</svg>", end) for path, (end, draw) in drawn().items()}.items():
+        files.write(path, text)
     for path, text in generated().items():
         files.write(path, text)
     mechanism_pages()

@@ -19,30 +19,13 @@ NAMES = ("mechanism", "name", "model")  # the columns of a record that may name 
 
 
 class Record(NamedTuple):
-    """A record: its file's name, and what it holds of mechanisms that the library has today."""
+    """A record, with what it holds of mechanisms that the library has today."""
 
-    name: str
+    name: str  # of its file
     held: dict[str, Any]
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Settings, machine and versions."""
-        return self.held["meta"]
-
-    @property
-    def date(self) -> str:
-        """The day in the file's name."""
-        return self.name[:10]
-
-    @property
-    def link(self) -> str:
-        """The date as a link to the file, from a page in docs/."""
-        return f"[{self.date}](../records/{self.name})"
-
-    @property
-    def machine(self) -> str:
-        """The processor, threads and version of torch."""
-        return f"{self.meta['hardware']}, {self.meta['threads']} threads, torch {self.meta['torch']}"
+    meta: dict[str, Any]  # settings, machine and versions
+    machine: str  # processor, threads and version of torch
+    link: str  # to the file, from a page in docs/
 
 
 @functools.cache
@@ -75,7 +58,10 @@ def read(path: Path) -> Record:
         lists = {key: [each for each in part if each is not gone] for key, part in parts.items() if type(part) is list}
         return {key: part for key, part in (parts | lists).items() if key}
 
-    return Record(path.name, json.loads(path.read_text(encoding="utf-8"), object_hook=known))
+    held = json.loads(path.read_text(encoding="utf-8"), object_hook=known)
+    meta = {"hardware": "?", "threads": "?", "torch": "?"} | held["meta"]
+    machine = f"{meta['hardware']}, {meta['threads']} threads, torch {meta['torch']}"
+    return Record(path.name, held, meta, machine, f"[{date}](../records/{path.name})")
 
 
 def records(kind: str) -> list[Record]:
@@ -103,24 +89,17 @@ class Speed(NamedTuple):
     milliseconds: float
 
 
-def bench_speeds(record: Record) -> list[Speed]:
-    """The speeds of a benchmark's mechanisms, each beside exact attention of its order."""
-    own = {row["name"]: row["is_causal"] for row in record.held["rows"] if row["owner"] == "fast-attention"}
-    own = {name: is_causal for name, is_causal in own.items() if ", projected" not in name}
-    found = []
-    for cell in record.held["cells"]:
-        for what in ("forward", "training"):
-            if cell["mechanism"] in own and cell["status"] == "measured" and (ratio := cell[f"{what}_ratio"]):
-                name, is_causal = cell["mechanism"].removesuffix(", causal"), own[cell["mechanism"]]
-                gain, milliseconds = 1 / ratio, cell[f"{what}_ms"]
-                found.append(Speed(name, is_causal, what == "training", cell["length"], gain, milliseconds))
-    return found
-
-
 def speeds() -> list[tuple[Record, list[Speed]]]:
     """The newest benchmark and all records beside exact attention, the newest first."""
-    found = [(record, bench_speeds(record)) for record in records("bench")[-1:]]
-    keys = ("mechanism", "is_causal", "training", "length", "ratio", "new_ms")
+    bench, keys = newest("bench"), ("mechanism", "is_causal", "training", "length", "ratio", "new_ms")
+    own = {row["name"]: row["is_causal"] for row in bench.held["rows"] if row["owner"] == "fast-attention"}
+    found = [(bench, [
+        Speed(cell["mechanism"].removesuffix(", causal"), own[cell["mechanism"]], what == "training", cell["length"],
+              1 / cell[f"{what}_ratio"], cell[f"{what}_ms"])
+        for cell in bench.held["cells"]
+        for what in ("forward", "training")
+        if cell["mechanism"] in own and ", projected" not in cell["mechanism"] and cell[f"{what}_ratio"]
+    ])]  # fmt: skip
     for record in records("against-exact*"):
         rows = [[row[key] for key in keys] for row in record.held["rows"] if row.get("ratio")]
         found.append((record, [Speed(*case, 1 / ratio, ms) for *case, ratio, ms in rows]))
@@ -137,19 +116,6 @@ def at_length(length: int = FAR) -> dict[str, dict[bool, tuple[float, Record]]]:
     return found
 
 
-def memory(name: str) -> list[tuple[str, int, list[float | None]]]:
-    """Peak bytes in the newest benchmark by settings and length: forward, exact attention's, training, exact's."""
-    rows = [row for row in newest("bench").held["weights"] if ", projected" not in row["name"]]
-    held = {(row["name"], row["length"]): row for row in rows}
-    found = []
-    for (label, length), row in held.items():
-        if label.startswith(f"{name}(") and row.get("forward_bytes"):
-            exact = held.get(("exact attention" + ", causal" * label.endswith(", causal"), length), {})
-            peaks = [each.get(what) for what in ("forward_bytes", "training_bytes") for each in (row, exact)]
-            found.append((label, length, peaks))
-    return found
-
-
 def attention_gains(record: Record, length: int) -> dict[str, float]:
     """The original's time over each model's in a record of costs, of the attention modules alone."""
     rows = [row for row in record.held["prices"] if row["length"] == length and row.get("attention_seconds")]
@@ -157,24 +123,21 @@ def attention_gains(record: Record, length: int) -> dict[str, float]:
     return {name: seconds["original"] / each for name, each in seconds.items()}
 
 
-def times(value: float) -> str:
-    """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
-    return f"{value:.0f}x" if value >= 99.5 else f"{value:.1f}x" if value >= 0.095 else f"{value:.2f}x"
-
-
 # Quality
 
 
-def qualities(name: str) -> list[tuple[str, str, str, str, Record]]:
-    """The results of a mechanism: question, settings, answer, that of exact attention, record."""
-    found, costs = [], newest("costs")
-    for row in costs.held["rows"]:
-        if "sentence_cosine" in row:
-            question = f"swapped into a MiniLM, untrained: cosine of passages of {costs.meta['length']} tokens"
-            found.append((question, row["mechanism"], f"{row['sentence_cosine']:.3f}", "1.000", costs))
-    for row in newest("chosen-blocks").held["rows"]:
-        question = f"{row['length']:,} tokens, untrained: cosine to the same MiniLM with exact attention"
-        found.append((question, row["model"], f"{row['to_exact']:.3f}", "1.000", newest("chosen-blocks")))
+def qualities() -> list[tuple[str, str, str, str, Record]]:
+    """Results of mechanisms: question, settings, answer, that of exact attention, record."""
+    found, costs, blocks = [], newest("costs"), newest("chosen-blocks")
+    cosines = [
+        (row["mechanism"], row["sentence_cosine"], costs.meta["length"], costs)
+        for row in costs.held["rows"]
+        if "sentence_cosine" in row
+    ]
+    cosines += [(row["model"], row["to_exact"], row["length"], blocks) for row in blocks.held["rows"]]
+    for expression, cosine, length, record in cosines:
+        question = f"swapped into a MiniLM, untrained: cosine of passages of {length:,} tokens"
+        found.append((question, expression, f"{cosine:.3f}", "1.000", record))
     for record in records("convert-*"):
         figures, model = record.held["figures"], record.meta["model"].split(" (")[0].split("/")[-1]
         measure = "sentence_cosine" if "sentence_cosine" in figures["tuned"] else "bits_per_byte"
@@ -187,7 +150,7 @@ def qualities(name: str) -> list[tuple[str, str, str, str, Record]]:
         exact = f"{means.pop(EXACT):.3f}; no mixing {means.pop(ALONE):.3f}"
         question = f"trained on `{record.meta['task']}`, {', '.join([budget(record), *around(record)])}: "
         found += [(question + record.meta["metric"], key, f"{mean:.3f}", exact, record) for key, mean in means.items()]
-    return [each for each in found if re.search(rf"(?<!\w){name}(?!\w)", each[1])]
+    return found
 
 
 def studies() -> list[Record]:
@@ -252,11 +215,3 @@ def state(expression: str) -> str:
     own, exact = (record.held["mechanisms"][name][-1] for name in (expression, EXACT))
     time = f"{own['milliseconds']:.1f} ms a token for {exact['milliseconds']:.1f} at {own['position']:,}"
     return f"{time}, {own['bytes'] / MIB:.2f} MiB for {exact['bytes'] / MIB:.0f} ({record.link})"
-
-
-def result(study: str, expression: str, exact: str = "") -> str:
-    """What a mechanism learnt in a study, beside exact attention, of another study where that learnt more there."""
-    record, beside = newest(f"study-{study}"), newest(f"study-{exact or study}")
-    own, best = fmean(learned(record)[expression]), fmean(learned(beside)[EXACT])
-    also = f", {beside.link}" if exact else ""
-    return f"{own:.2f} {record.meta['metric']} for exact attention's {best:.2f} ({record.link}{also})"
