@@ -1,4 +1,4 @@
-"""What the newest records say of one mechanism: rows of tables for its page and for the page that helps to choose."""
+"""What the records say of speed, memory and quality, by the names that mechanisms have today."""
 
 from __future__ import annotations
 
@@ -6,47 +6,76 @@ import functools
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from fast_attention import catalogue
 
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 MIB = 2**20
+FAR = 4096  # tokens at which every mechanism was timed
+EXACT, ALONE = "Softmax()", "Local(window=0)"  # the controls of every study
+NAMES = ("mechanism", "name", "model")  # the columns of a record that may name a mechanism
 
 
 class Record(NamedTuple):
-    """A record: its file's name, its date, and all that it holds."""
+    """A record, with what it holds of mechanisms that the library has today."""
 
-    name: str
+    name: str  # of its file
     held: dict[str, Any]
-
-    @property
-    def date(self) -> str:
-        """The day that its name says."""
-        return self.name[:10]
-
-    @property
-    def machine(self) -> str:
-        """The processor, threads and version of torch."""
-        meta = self.held["meta"]
-        return f"{meta.get('hardware', '?')}, {meta.get('threads', '?')} threads, torch {meta.get('torch', '?')}"
+    meta: dict[str, Any]  # settings, machine and versions
+    machine: str  # processor, threads and version of torch
+    link: str  # to the file, from a page in docs/
 
 
 @functools.cache
-def records(kind: str, folder: Path = RECORDS) -> tuple[Record, ...]:
+def today(name: str, date: str) -> str:
+    """The name that a mechanism of a record has today, other names as they are; empty where the mechanism is gone.
+
+    Until 28 November 2026 ``Hybrid`` had a sliding window unless told otherwise, and records leave that out.
+    """
+    if date <= "2026-11-28":
+        name = re.sub(r"Hybrid\((?!near=)", "Hybrid(near=Local(window=64), ", name).replace(", )", ")")
+    for part in name.split(" + "):
+        if expression := re.match(r"[A-Z]\w*\(.*\)", part):
+            try:
+                catalogue.parse(expression[0])
+            except (ValueError, TypeError, NotImplementedError):
+                return ""
+    return name
+
+
+@functools.cache
+def read(path: Path) -> Record:
+    """The record in a file, by today's names and without the rows of mechanisms that are gone."""
+    date, gone = path.name[:10], object()
+
+    def known(held: dict[str, Any]) -> Any:
+        names = {key: today(name, date) for key, name in held.items() if key in NAMES and isinstance(name, str)}
+        if not all(names.values()):
+            return gone
+        parts = {today(key, date): part for key, part in (held | names).items() if part is not gone}
+        lists = {key: [each for each in part if each is not gone] for key, part in parts.items() if type(part) is list}
+        return {key: part for key, part in (parts | lists).items() if key}
+
+    held = json.loads(path.read_text(encoding="utf-8"), object_hook=known)
+    meta = {"hardware": "?", "threads": "?", "torch": "?"} | held["meta"]
+    machine = f"{meta['hardware']}, {meta['threads']} threads, torch {meta['torch']}"
+    return Record(path.name, held, meta, machine, f"[{date}](../records/{path.name})")
+
+
+def records(kind: str) -> list[Record]:
     """The records of a kind (``bench``, ``study-*``), the newest last."""
-    paths = sorted(folder.glob(f"????-??-??-{kind}.json"), key=lambda path: path.stem)  # a day's second one is "-2"
-    return tuple(Record(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths)
+    paths = sorted(RECORDS.glob(f"????-??-??-{kind}.json"), key=lambda path: path.stem)  # a day's second one is "-2"
+    return [record for record in map(read, paths) if kind != "convert-*" or "conversion" in record.held]
 
 
-def is_of(expression: str, name: str) -> bool:
-    """Whether an expression, a row of a benchmark or layers in turns are of a mechanism, perhaps inside another one."""
-    return re.search(rf"(?<!\w){name}(?!\w)", expression) is not None
+def newest(kind: str) -> Record:
+    """The last record of a kind."""
+    return records(kind)[-1]
 
 
-def of_itself(expression: str, name: str) -> bool:
-    """Whether an expression is the mechanism itself, with any settings."""
-    return re.match(rf"{name}\(", expression) is not None
+# Speed and memory
 
 
 class Speed(NamedTuple):
@@ -60,109 +89,76 @@ class Speed(NamedTuple):
     milliseconds: float
 
 
-def bench_speeds(record: Record) -> list[Speed]:
-    """All of a benchmark that are this library's and not projected, each beside exact attention of its own order."""
-    own = {row["name"]: row for row in record.held["rows"] if row["owner"] == "fast-attention"}
-    speeds = []
-    for cell in record.held["cells"]:
-        row = own.get(cell["mechanism"])
-        if row is None or cell["status"] != "measured" or ", projected" in row["name"]:
-            continue
-        for training, what in ((False, "forward"), (True, "training")):
-            if cell.get(f"{what}_ratio"):
-                gain, ms = 1 / cell[f"{what}_ratio"], cell[f"{what}_ms"]
-                expression = row["name"].removesuffix(", causal")
-                speeds.append(Speed(expression, row["is_causal"], training, cell["length"], gain, ms))
-    return speeds
-
-
-def beside_speeds(record: Record) -> list[Speed]:
-    """All of a record of mechanisms beside exact attention."""
-    return [
-        Speed(row["mechanism"], row["is_causal"], row["training"], row["length"], 1 / row["ratio"], row["new_ms"])
-        for row in record.held["rows"]
-        if row.get("ratio")
-    ]
-
-
-def speeds(folder: Path = RECORDS) -> list[tuple[Record, list[Speed]]]:
+def speeds() -> list[tuple[Record, list[Speed]]]:
     """The newest benchmark and all records beside exact attention, the newest first."""
-    found = [(record, bench_speeds(record)) for record in records("bench", folder)[-1:]]
-    found += [(record, beside_speeds(record)) for record in records("against-exact*", folder)]
+    bench, keys = newest("bench"), ("mechanism", "is_causal", "training", "length", "ratio", "new_ms")
+    own = {row["name"]: row["is_causal"] for row in bench.held["rows"] if row["owner"] == "fast-attention"}
+    found = [(bench, [
+        Speed(cell["mechanism"].removesuffix(", causal"), own[cell["mechanism"]], what == "training", cell["length"],
+              1 / cell[f"{what}_ratio"], cell[f"{what}_ms"])
+        for cell in bench.held["cells"]
+        for what in ("forward", "training")
+        if cell["mechanism"] in own and ", projected" not in cell["mechanism"] and cell[f"{what}_ratio"]
+    ])]  # fmt: skip
+    for record in records("against-exact*"):
+        rows = [[row[key] for key in keys] for row in record.held["rows"] if row.get("ratio")]
+        found.append((record, [Speed(*case, 1 / ratio, ms) for *case, ratio, ms in rows]))
     return sorted(found, key=lambda each: each[0].name.removesuffix(".json"), reverse=True)  # "-2" is the newer
 
 
-def memory(name: str, folder: Path = RECORDS) -> tuple[Record, list[dict[str, Any]]]:
-    """Peak memory of the newest benchmark: rows of a mechanism and of exact attention of the same order."""
-    record = records("bench", folder)[-1]
-    rows = [row for row in record.held["weights"] if ", projected" not in row["name"]]
-    exact = {(row["name"], row["length"]): row for row in rows if row["name"].startswith("exact attention")}
-    found = []
-    for row in rows:
-        if of_itself(row["name"], name) and row.get("forward_bytes"):
-            order = ", causal" if row["name"].endswith(", causal") else ""
-            found.append(row | {"exact": exact.get((f"exact attention{order}", row["length"]))})
-    return record, found
-
-
-class Quality(NamedTuple):
-    """One statement about quality: what was asked, the mechanism's answer, and that of exact attention."""
-
-    question: str
-    expression: str
-    answer: str
-    exact: str
-    record: Record
-
-
-def qualities(name: str, folder: Path = RECORDS) -> list[Quality]:
-    """What the records say of a mechanism's results: swapped untrained, converted, trained from scratch."""
-    found = []
-    for record in records("costs", folder)[-1:]:
-        found += [
-            Quality(
-                f"swapped into a MiniLM, untrained: cosine of passages of {record.held['meta']['length']} tokens",
-                row["mechanism"], f"{row['sentence_cosine']:.3f}", "1.000", record,
-            )
-            for row in record.held["rows"]
-            if is_of(row["mechanism"], name) and "sentence_cosine" in row
-        ]  # fmt: skip
-    for record in records("chosen-blocks", folder)[-1:]:
-        found += [
-            Quality(
-                f"{row['length']:,} tokens, untrained: cosine to the same MiniLM with exact attention",
-                row["model"], f"{row['to_exact']:.3f}", "1.000", record,
-            )
-            for row in record.held["rows"]
-            if is_of(row["model"], name)
-        ]  # fmt: skip
-    for record in records("convert-*", folder):
-        found += _converted(record, name)
-    for record in newest_studies(folder):
-        found += _learned(record, name)
+def at_length(length: int = FAR) -> dict[str, dict[bool, tuple[float, Record]]]:
+    """The newest forward gain of every mechanism at one length, by causal order."""
+    found: dict[str, dict[bool, tuple[float, Record]]] = {}
+    for record, rows in speeds():
+        for row in rows:
+            if row.length == length and not row.training:
+                found.setdefault(row.expression, {}).setdefault(row.is_causal, (row.gain, record))
     return found
 
 
-def _converted(record: Record, name: str) -> list[Quality]:
-    """The figures of a conversion before and after training."""
-    expression, figures = record.held["conversion"]["mechanism"], record.held["figures"]
-    if not is_of(expression, name):
-        return []
-    measure = "sentence_cosine" if "sentence_cosine" in figures["tuned"] else "bits_per_byte"
-    words = "cosine of embeddings" if measure == "sentence_cosine" else "bits per byte, less is better"
-    answer = f"{figures['swapped'][measure]:.4f}, trained {figures['tuned'][measure]:.4f}"
-    model = record.held["meta"]["model"].split(" (")[0].split("/")[-1]
-    exact = f"{figures['original'][measure]:.4f}"
-    return [Quality(f"{model} converted: {words}", expression, answer, exact, record)]
+def attention_gains(record: Record, length: int) -> dict[str, float]:
+    """The original's time over each model's in a record of costs, of the attention modules alone."""
+    rows = [row for row in record.held["prices"] if row["length"] == length and row.get("attention_seconds")]
+    seconds = {row["model"]: row["attention_seconds"] for row in rows}
+    return {name: seconds["original"] / each for name, each in seconds.items()}
 
 
-def newest_studies(folder: Path) -> list[Record]:
+# Quality
+
+
+def qualities() -> list[tuple[str, str, str, str, Record]]:
+    """Results of mechanisms: question, settings, answer, that of exact attention, record."""
+    found, costs, blocks = [], newest("costs"), newest("chosen-blocks")
+    cosines = [
+        (row["mechanism"], row["sentence_cosine"], costs.meta["length"], costs)
+        for row in costs.held["rows"]
+        if "sentence_cosine" in row
+    ]
+    cosines += [(row["model"], row["to_exact"], row["length"], blocks) for row in blocks.held["rows"]]
+    for expression, cosine, length, record in cosines:
+        question = f"swapped into a MiniLM, untrained: cosine of passages of {length:,} tokens"
+        found.append((question, expression, f"{cosine:.3f}", "1.000", record))
+    for record in records("convert-*"):
+        figures, model = record.held["figures"], record.meta["model"].split(" (")[0].split("/")[-1]
+        measure = "sentence_cosine" if "sentence_cosine" in figures["tuned"] else "bits_per_byte"
+        question = f"{model} converted: {'cosine of embeddings' if 'cosine' in measure else 'bits per byte'}"
+        answer = f"{figures['swapped'][measure]:.4f}, trained {figures['tuned'][measure]:.4f}"
+        exact = f"{figures['original'][measure]:.4f}"
+        found.append((question, record.held["conversion"]["mechanism"], answer, exact, record))
+    for record in studies():
+        means = {key: fmean(values) for key, values in learned(record).items()}
+        exact = f"{means.pop(EXACT):.3f}; no mixing {means.pop(ALONE):.3f}"
+        question = f"trained on `{record.meta['task']}`, {', '.join([budget(record), *around(record)])}: "
+        found += [(question + record.meta["metric"], key, f"{mean:.3f}", exact, record) for key, mean in means.items()]
+    return found
+
+
+def studies() -> list[Record]:
     """The newest study of every name."""
-    named = {record.name[11:]: record for record in records("study-*", folder)}
-    return list(named.values())
+    return [*{record.name[11:]: record for record in records("study-*")}.values()]
 
 
-def study_values(record: Record) -> dict[str, list[float]]:
+def learned(record: Record) -> dict[str, list[float]]:
     """What each mechanism of a study reached, a value for every seed."""
     values: dict[str, list[float]] = {}
     for row in record.held["results"]:
@@ -171,96 +167,51 @@ def study_values(record: Record) -> dict[str, list[float]]:
     return values
 
 
-def study_means(record: Record) -> dict[str, float]:
-    """The mean over the seeds of what each mechanism of a study reached."""
-    return {name: sum(each) / len(each) for name, each in study_values(record).items()}
-
-
-def together(folder: Path) -> list[list[Record]]:
-    """The newest studies of one task in the same time, several of each, most mechanisms first."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in newest_studies(folder):
-        meta = record.held["meta"]
-        groups.setdefault((meta["task"], time(meta)), []).append(record)
-    return [
-        sorted(group, key=lambda record: -len(record.held["meta"]["mechanisms"]))
-        for group in groups.values()
-        if len(group) > 1
-    ]
-
-
-def subject(record: Record) -> str:
-    """A study's task without what it was made with, and its context."""
-    meta = record.held["meta"]
-    context = int(re.findall(r"context=([0-9]+)", meta["task"])[0])
-    return f"{meta['task'].split('(')[0]} at {context:,}"
-
-
-def _learned(record: Record, name: str) -> list[Quality]:
-    """What a mechanism learnt in a study, beside exact attention and no mixing at all."""
-    means, meta = study_means(record), record.held["meta"]
-    better = "" if meta["metric"] == "accuracy" else ", less is better"
-    question = f"trained on `{meta['task']}`, {budget(meta)}: {meta['metric']}{better}"
-    exact = f"{means['Softmax()']:.3f}; no mixing {means['Local(window=0)']:.3f}"
-    return [
-        Quality(question, expression, f"{mean:.3f}", exact, record)
-        for expression, mean in means.items()
-        if is_of(expression, name) and expression not in ("Softmax()", "Local(window=0)")
-    ]
-
-
-def budget(meta: dict[str, Any]) -> str:
-    """How long a study trained each mechanism, as its command says, and what stood around it, as far as recorded."""
-    return ", ".join([time(meta), *around(meta)])
-
-
-def time(meta: dict[str, Any]) -> str:
+def budget(record: Record) -> str:
     """How long a study trained each mechanism, as its command says."""
-    given = dict(zip(meta["command"], meta["command"][1:], strict=False))
+    given = dict(zip(record.meta["command"], record.meta["command"][1:], strict=False))
     return next((f"{given[f'--{unit}']} {unit}" for unit in ("minutes", "steps") if f"--{unit}" in given), "its steps")
 
 
-def around(meta: dict[str, Any]) -> list[str]:
+def around(record: Record) -> list[str]:
     """What stood around the mechanisms of a study, as far as recorded."""
-    model = meta["model"]
+    model = record.meta["model"]
     positions = {"none": ["no positions"], None: []}.get(held := model.get("positions"), [f"{held} positions"])
     return positions + ([f"a convolution of {model['conv']} tokens"] if model.get("conv") else [])
 
 
-def decoding(name: str, folder: Path = RECORDS) -> list[tuple[Record, str, list[dict[str, Any]]]]:
-    """Milliseconds of a token and bytes of the state by position: in the newest benchmark, and in ``generate()``."""
-    found = []
-    for record in records("bench", folder)[-1:]:
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for step in record.held["steps"]:
-            if of_itself(step["name"], name) and step["seconds"] and step["batch"] == 1:
-                row = {"position": step["position"], "milliseconds": step["seconds"] * 1e3}
-                rows.setdefault(step["name"], []).append(row | {"bytes": step["state_bytes"]})
-        found += [(record, expression, each) for expression, each in rows.items()]
-    for record in records("generation", folder)[-1:]:
-        own = {key: rows for key, rows in record.held["mechanisms"].items() if is_of(key, name)}
-        found += [(record, f"{expression} in `generate()`", rows) for expression, rows in own.items()]
-    return found
+# Single figures, which pages name where they stand
 
 
-def attention_gains(record: Record, length: int) -> dict[str, float]:
-    """Of a record of costs: the original's time over each model's, of the attention modules alone."""
-    rows = [row for row in record.held["prices"] if row["length"] == length and row.get("attention_seconds")]
-    seconds = {row["model"]: row["attention_seconds"] for row in rows}
-    return {name: seconds["original"] / each for name, each in seconds.items() if name != "original"}
+def gain(expression: str, order: str = "") -> str:
+    """Exact attention's time over a mechanism's, in the newest record that has it."""
+    value, record = at_length()[expression][order == "causal"]
+    return f"{value:.1f}x at {FAR:,} tokens{', causal' * (order == 'causal')} ({record.link})"
 
 
-def times(gain: float) -> str:
-    """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
-    return f"{gain:.0f}x" if gain >= 99.5 else f"{gain:.1f}x" if gain >= 0.095 else f"{gain:.2f}x"
+def untrained(expression: str) -> str:
+    """The cosine of a MiniLM's sentence embeddings with the mechanism swapped in and nothing trained, and its speed."""
+    record = newest("costs")
+    cosine = next(row["sentence_cosine"] for row in record.held["rows"] if row["mechanism"] == expression)
+    faster = attention_gains(record, FAR)[expression]
+    return f"cosine {cosine:.3f} at {record.meta['length']} tokens, {faster:.1f}x at {FAR:,} ({record.link})"
 
 
-def linked(expression: str) -> str:
-    """An expression as a link to the page of its mechanism."""
-    name = expression.split("(")[0]
-    return f"[`{expression}`](ideas/{name}.md)" if name in catalogue.names() else f"`{expression}`"
+def converted(kind: str) -> str:
+    """The cosine of a conversion's embeddings, untrained and trained, and the speed, on the longest texts judged."""
+    record = newest(f"convert-{kind}")
+    longest, stages = max(row["length"] for row in record.held["prices"]), record.held["figures"]
+    groups = record.held["conversion"].get("by_group", {})
+    if (group := f"other text, {longest}") in groups.get("tuned", {}):
+        stages = {stage: found[group] for stage, found in groups.items() if group in found}
+    before, after = (stages[stage]["sentence_cosine"] for stage in ("swapped", "tuned"))
+    faster = attention_gains(record, longest)["converted"]
+    return f"cosine {before:.3f}, trained {after:.3f}; {faster:.1f}x at {longest:,} tokens ({record.link})"
 
 
-def link(record: Record) -> str:
-    """A record's date as a link to it."""
-    return f"[{record.date}](../records/{record.name})"
+def state(expression: str) -> str:
+    """What a token costs late in ``generate()``, beside exact attention with its cache."""
+    record = newest("generation")
+    own, exact = (record.held["mechanisms"][name][-1] for name in (expression, EXACT))
+    time = f"{own['milliseconds']:.1f} ms a token for {exact['milliseconds']:.1f} at {own['position']:,}"
+    return f"{time}, {own['bytes'] / MIB:.2f} MiB for {exact['bytes'] / MIB:.0f} ({record.link})"

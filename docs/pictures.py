@@ -1,156 +1,166 @@
-"""Draw the pictures of README and docs/guides/train.md from the newest records: ``python docs/pictures.py``."""
+"""Draws the pictures: what each mechanism attends to, and what the newest records say of time and learning."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
+import functools
+import math
 from statistics import fmean
+from typing import Any
 
 import matplotlib
-from fast_attention.lab.study import drawings
-from fast_attention.lab.study.plan import label
-from fast_attention.lab.study.record import Study
+import measured
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from fast_attention import Softmax, files
-from fast_attention.lab.drawing import COLOURS, INK, STYLE, svg
-from fast_attention.lab.records import EXACT
+from fast_attention import Attention, Bound, Mixer, Shape, attention_rows, catalogue
+from fast_attention.lab.drawing import COLOURS, GRID, INK, STYLE, attention_map, svg
 
-ROOT = Path(__file__).resolve().parent.parent
-TIMES, LEARNED = ROOT / "docs" / "times.svg", ROOT / "docs" / "learned.svg"
-STUDIES = ("study-byte-lm", "study-byte-lm-learned")
-ALSO = ("WKV()",)  # of the second study: it takes no rotary positions
+# What a mechanism attends to, on the same seeded tokens for all
+
+TOKENS, WIDTH = 64, 16
+REPEATED = (range(8, 20), range(40, 52))  # the second says what the first said
+DRAWN = (  # settings whose pattern fits into 64 tokens; all others are drawn with their defaults
+    "Local(window=6)", "BlockLocal(block_size=8)", "Local2d(height=8, width=8, window=3)",
+    "BlockLocal2d(height=8, width=8, block_size=4)", "BigBird(block_size=4, num_random_blocks=2)",
+    "Selected(block_size=4, topk=4)", "LSH(bucket_size=8)", "Sinkhorn(block_size=8)", "SortCut(block_size=8)",
+    "Linformer(rank=16)", "Nystrom(num_landmarks=8)", "AFTLocal(window=8)", "Hybrid(near=BlockLocal(block_size=4))",
+    "ByLength(long=Local(window=6), above=24)", "Adapted(mechanism=Local(window=6))",
+)  # fmt: skip
+
+
+def value(name: str) -> Attention[Any, Any] | Mixer[Any, Any]:
+    """The mechanism as it is drawn."""
+    return catalogue.parse(next((each for each in DRAWN if each.startswith(f"{name}(")), name))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Queries and keys (1, 1, 64, 16): slowly changing, so that neighbours are alike, and one passage said twice."""
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH)
+    for i in range(1, TOKENS):
+        x[i] = 0.75 * x[i - 1] + (1 - 0.75**2) ** 0.5 * x[i]
+    x[list(REPEATED[1])] = x[list(REPEATED[0])]
+    q, k = (1.1 * x + 0.3 * torch.randn_like(x) for _ in range(2))
+    return q[None, None], k[None, None]
+
+
+def panels(name: str) -> tuple[list[tuple[str, Tensor]], str]:
+    """The matrices of a mechanism's picture with their titles, and what is drawn in them."""
+    mechanism, (q, k) = value(name), tokens()
+    torch.manual_seed(0)
+    bound: Any = Bound(mechanism, Shape(1, WIDTH, TOKENS))
+
+    def weights(is_causal: bool) -> Tensor:
+        if mechanism.traits.matrix and isinstance(mechanism, Attention):
+            return attention_rows(mechanism, q, k, bound.w, queries=range(TOKENS), is_causal=is_causal)[0, 0]
+        if isinstance(mechanism, Mixer):  # (tokens, width, tokens, width)
+            jacobian: Any = torch.autograd.functional.jacobian(
+                lambda x: bound(x[None], is_causal=is_causal)[0], q[0, 0]
+            )
+            size = jacobian.square().sum((1, 3)).sqrt()
+            return size / size.sum(-1, keepdim=True).clamp_min(1e-30)
+        v = torch.zeros_like(k).requires_grad_()
+        out = bound(q, k, v, is_causal=is_causal)
+        rows = [torch.autograd.grad(out[0, 0, i].sum(), v, retain_graph=True)[0][0, 0] for i in range(TOKENS)]
+        return torch.stack(rows).mean(-1).detach()
+
+    words = "the weight of each key for each query"
+    words += "" if mechanism.traits.matrix else ", the mean over channels, each of which has weights of its own"
+    words = "how far each output moves with each input" if isinstance(mechanism, Mixer) else words
+    exact = attention_rows("Softmax", q, k, queries=range(TOKENS))[0, 0]
+    beside = [("exact attention", exact)] if isinstance(mechanism, Attention) and name != "Softmax" else []
+    return beside + [("causal" if mode else "not causal", weights(mode)) for mode in mechanism.traits.modes], words
+
+
+@functools.cache
+def pattern(name: str) -> tuple[str, str, str]:
+    """The picture of a mechanism's pattern as SVG, its alternative text, and the words under it."""
+    parts, words = panels(name)
+    alt = f"{name}: {words}, {TOKENS} tokens; panels: {', '.join(title for title, _ in parts)}."
+    with matplotlib.rc_context(STYLE | {"font.size": 9}):
+        figure = Figure(figsize=(2.7 * len(parts), 2.95), layout="constrained", facecolor="white")
+        for axes, (title, matrix) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+            attention_map(axes, matrix, float(matrix.max()))
+            axes.set_title(title, color=INK, fontweight="normal")
+            axes.set_xlabel("keys" if "weight" in words else "inputs")
+            axes.set_ylabel("queries" if "weight" in words else "outputs")
+        picture = svg(figure, alt)
+    passages = " and ".join(f"{each.start} to {each.stop - 1}" for each in REPEATED)
+    caption = (
+        f"`{value(name)!r}` on {TOKENS} seeded tokens that change slowly, {passages} being the same passage: {words}, "
+        "brighter is more, on a square-root scale of each panel."
+        + " Learned weights are as they are drawn at first, untrained."
+        * value(name).traits.learned
+    )
+    return picture, alt, caption
+
+
+# What the records say
+
+Line = dict[float, float]
 SHOWN = ("FavorPlus()", "BigBird()", "Linformer()", "Local()", "LinearAttention()", "AFTSimple()")
 
 
-def newest(what: str) -> Path:
-    """The last record of a kind, ``bench`` or ``study-mqar``."""
-    return sorted((ROOT / "records").glob(f"*-{what}.json"))[-1]
-
-
-def source(record: Path) -> str:
-    """What a picture says of its record: its name and its SHA-256."""
-    return f"{record.relative_to(ROOT)} sha256 {hashlib.sha256(record.read_bytes()).hexdigest()}"
-
-
-def stale() -> bool:
-    """Whether a picture of the README is of another record than the newest of its kind."""
-    pairs = ((TIMES, "bench"), *((LEARNED, kind) for kind in STUDIES))
-    return any(
-        not path.exists() or source(newest(kind)) not in path.read_text(encoding="utf-8") for path, kind in pairs
-    )
-
-
-def times(record: Path) -> str:
+def times(bench: measured.Record) -> str:
     """Time of a forward pass against length, exact attention and a mechanism of each kind, as SVG."""
-    held = json.loads(record.read_text(encoding="utf-8"))
-    meta, timed = held["meta"], [cell for cell in held["cells"] if cell["forward_ratio"]]
-    exact = {cell["length"]: cell["forward_ms"] for cell in timed if cell["mechanism"] == EXACT}
-    lines = {EXACT: exact}
-    for name in SHOWN:
-        cells = [cell for cell in timed if cell["mechanism"] == name]
-        lines[name] = {cell["length"]: cell["forward_ratio"] * exact[cell["length"]] for cell in cells}
-    longest = max(exact)
-    ends = [line[longest] for line in lines.values()]
-    told = "; ".join(f"{name} {end:,.0f}" for name, end in zip(lines, ends, strict=True))
+    lines: dict[str, Line] = {"exact attention": {}}
+    for cell in bench.held["cells"]:
+        if cell["forward_ratio"] and cell["mechanism"] in ("exact attention", *SHOWN):
+            exact = lines["exact attention"].get(cell["length"], cell["forward_ms"])
+            lines.setdefault(cell["mechanism"], {})[cell["length"]] = cell["forward_ratio"] * exact
+    longest, meta, exact = max(lines["exact attention"]), bench.meta, [*lines["exact attention"].values()][-1]
+    labels = {name: f"{name} {exact / line[longest]:.0f}x".removesuffix(" 1x") for name, line in lines.items()}
+    told = "; ".join(f"{name} {line[longest]:,.0f}" for name, line in lines.items())
+    title = f"milliseconds, forward, {meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {bench.machine}"
     alt = f"Milliseconds of a forward pass against tokens. At {longest:,} tokens: {told}."
+    return _curves(lines, labels, f"{title}; {bench.name[:10]}", "tokens", alt, apart=1.5)
+
+
+def learned(*studies: measured.Record) -> str:
+    """Bits per byte against minutes of training, all of the first study and ``WKV()`` of the second, as SVG."""
+    lines, labels, meta = dict[str, Line](), dict[str, str](), studies[0].meta
+    for study in studies:
+        for name in measured.learned(study) if study is studies[0] else ("WKV()",):
+            runs = [row for row in study.held["results"] if row["mechanism"] == name]
+            curves = [{step: (seconds / 60, bits) for step, seconds, bits in row["curve"]} for row in runs]
+            shared = sorted(set.intersection(*map(set, curves)))[1:]  # an untrained model is off the scale
+            points = [[curve[step] for curve in curves] for step in shared] + [[c[max(c)] for c in curves]]
+            lines[name] = {fmean(x for x, _ in each): fmean(y for _, y in each) for each in points}
+            label = {measured.EXACT: "exact attention", measured.ALONE: "no mixing"}.get(name, name)
+            end, steps = fmean(y for _, y in points[-1]), fmean(row["steps"] for row in runs)
+            labels[name] = f"{label}: {end:.2f}, {steps:,.0f} steps"
+    title = f"bits per byte of unseen text, lower is better; {meta['task']}, {meta['model']['layers']} layers of "
+    title += f"{meta['model']['width']}, {studies[0].machine}; {', '.join(study.name[:10] for study in studies)}"
+    alt = f"Bits per byte after {measured.budget(studies[0])}: {'; '.join(labels.values())}."
+    return _curves(lines, labels, title, "minutes of training, the same for all", alt, apart=1.02)
+
+
+def _curves(lines: dict[str, Line], labels: dict[str, str], title: str, across: str, alt: str, *, apart: float) -> str:
+    """Lines with their labels at their ends, each a factor below the one before; of tokens on logarithmic scales."""
+    colours, longest, above = iter(COLOURS), max(max(line) for line in lines.values()), math.inf
     with matplotlib.rc_context(STYLE | {"font.size": 9}):
         figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
         axes = figure.subplots()
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for colour, (name, line) in zip((INK, *COLOURS), lines.items(), strict=True):
-            axes.plot([*line], [*line.values()], color=colour, linewidth=2.4 if name == EXACT else 1.6)
-        axes.margins(x=0.02)
-        for name, colour, place in zip(lines, (INK, *COLOURS), _apart(ends), strict=True):
-            gain = "" if name == EXACT else f" {exact[longest] / lines[name][longest]:.0f}x"
+        if across == "tokens":
+            axes.loglog(base=2)
+            axes.set_xticks(ticks := [*lines["exact attention"]], [f"{x:,}" for x in ticks])
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.minorticks_off()
+        for name, line in sorted(lines.items(), key=lambda item: -[*item[1].values()][-1]):
+            exact = name in ("exact attention", measured.EXACT)
+            colour, above = INK if exact else next(colours), min([*line.values()][-1], above / apart)
+            axes.plot([*line], [*line.values()], color=colour, linewidth=2.4 if exact else 1.6)
             beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-            axes.annotate(f"{name}{gain}", (longest, place), color=colour, **beside)
-        axes.set_xticks([*exact], [f"{length:,}" for length in exact])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
-        axes.grid(color="#e4e7eb", linewidth=0.5)
-        axes.set_xlabel("tokens")
-        axes.set_title(
-            f"milliseconds, forward, {meta['heads']} heads of {meta['head_dim']}, {meta['dtype']}, {meta['hardware']}, "
-            f"{meta['threads']} threads; {meta['started'][:10]}",
-            fontweight="normal",
-        )
-        return svg(figure, alt).replace("</svg>", f"<!-- {source(record)} -->\n</svg>")
-
-
-def learned(record: Path, *others: Path) -> str:
-    """What language models learn of bytes in equal time, bits per byte against minutes, as SVG.
-
-    ``others`` are records of the same task and time, of which the mechanisms of ``ALSO`` are shown.
-    """
-    study = Study.read(record)
-    meta, lines, steps = study.meta, {}, {}
-    studies = [study, *map(Study.read, others)]
-    for held in studies:
-        assert all(held.meta[name] == meta[name] for name in ("task", "training", "seeds", "threads"))
-        for name in held.meta["mechanisms"] if held is study else ALSO:
-            assert len(held.of(name)) == meta["seeds"]
-            lines[name], steps[name] = _line(held, name), held.summary(name).steps  # type: ignore[union-attr]
-    lines = dict(sorted(lines.items(), key=lambda line: -line[1][-1][1]))
-    ends = [line[-1] for line in lines.values()]
-    told = "; ".join(
-        f"{label(name)} {y:.2f} after {steps[name]:,} steps" for name, (_, y) in zip(lines, ends, strict=True)
-    )
-    longest = max(x for x, _ in ends)
-    with matplotlib.rc_context(STYLE | {"font.size": 9}):
-        figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
-        axes = figure.subplots()
-        colours = iter(COLOURS)
-        places = _apart([y for _, y in ends], least=1.02)
-        for (name, line), place in zip(lines.items(), places, strict=True):
-            exact = name == repr(Softmax())
-            colour = INK if exact else next(colours)
-            axes.plot(*zip(*line, strict=True), color=colour, linewidth=2.4 if exact else 1.6)
-            text = f"{label(name)}: {line[-1][1]:.2f}, {steps[name]:,} steps".replace(", far", ",\n  far")
-            beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-            axes.annotate(text, (longest, place), color=colour, **beside)
+            axes.annotate(labels[name].replace(", far", ",\n  far"), (longest, above), color=colour, **beside)
         axes.margins(x=0.02)
-        axes.grid(color="#e4e7eb", linewidth=0.5)
-        axes.set_xlabel("minutes of training, the same for all")
-        axes.set_title(
-            f"bits per byte of unseen text, lower is better; {meta['task']}, {meta['model']['layers']} layers of "
-            f"{meta['model']['width']}, {meta['hardware']}, {meta['threads']} "
-            f"thread{'s' * (meta['threads'] > 1)}; {', '.join(held.meta['started'][:10] for held in studies)}",
-            fontweight="normal",
-        )
-        return svg(figure, f"Bits per byte after {longest:.0f} minutes: {told}.").replace(
-            "</svg>", "".join(f"<!-- {source(each)} -->\n" for each in (record, *others)) + "</svg>"
-        )
+        axes.grid(color=GRID, linewidth=0.5)
+        axes.set_xlabel(across)
+        axes.set_title(title, fontweight="normal")
+        return svg(figure, alt)
 
 
-def _line(study: Study, name: str) -> list[tuple[float, float]]:
-    """Minutes and values of a mechanism, means over its seeds at steps that all of them have, and at their ends."""
-    runs = [{step: (seconds / 60, value) for step, seconds, value in run.curve} for run in study.of(name)]
-    steps = sorted(set.intersection(*map(set, runs)))[1:] if runs else []  # an untrained model is off the scale
-    points = [[run[step] for run in runs] for step in steps]
-    points += [[(run.curve[-1][1] / 60, run.curve[-1][2]) for run in study.of(name)]]
-    return [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in points]
-
-
-def _apart(heights: list[float], least: float = 1.5) -> list[float]:
-    """Where labels stand: at their lines' ends, from the top, each at least a factor below the one before."""
-    places: dict[int, float] = {}
-    above = float("inf")
-    for at in sorted(range(len(heights)), key=lambda at: -heights[at]):
-        above = places[at] = min(heights[at], above / least)
-    return [places[at] for at in range(len(heights))]
-
-
-def main() -> None:
-    """All pictures, each of its newest record."""
-    files.write(TIMES, times(newest("bench")))
-    files.write(LEARNED, learned(*map(newest, STUDIES)))
-    study = Study.read(newest("study-mqar"))
-    files.write(ROOT / "docs" / "study-costs.svg", drawings.costs(study).svg)
-    files.write(ROOT / "docs" / "study-curves.svg", drawings.curves(study).svg)
-
-
-if __name__ == "__main__":
-    main()
+PICTURES: dict[str, tuple[Any, ...]] = {  # a file in docs/ -> its drawing, and the kinds of its records
+    "times.svg": (times, "bench"),
+    "learned.svg": (learned, "study-byte-lm", "study-byte-lm-learned"),
+}

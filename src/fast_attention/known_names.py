@@ -136,32 +136,29 @@ def known(text: str) -> Known | None:
     return _BY_NAME.get(name) or _BY_NAME.get(short)
 
 
-GONE = {  # public names and keywords of earlier versions
-    **{
-        name: f"fast_attention.mechanisms.{name}"
-        for name in (
-            "DotProduct",
-            "PositiveElu",
-            "PositiveExp",
-            "PositiveRelu",
-            "PositiveSoftplus",
-        )
-    },
-    **{name: f"fast_attention.nn.{name}" for name in ("ChunkedFeedForward", "Reversible", "ReversibleSequence")},
-    **{name: f"fast_attention.integrations.{name}" for name in ("Extension", "Report")},
-    "ConversionSettings": "fast_attention.conversion.ConversionSettings",
-    "Explanation": "fast_attention.explanation.Explanation",
-    "implementation": "fast_attention.functional.implementation",
+_MOVED = {
+    "mechanisms": "DotProduct PositiveElu PositiveExp PositiveRelu PositiveSoftplus",
+    "nn": "ChunkedFeedForward Reversible ReversibleSequence",
+    "integrations": "Extension Report",
+    "conversion": "ConversionSettings",
+    "explanation": "Explanation",
+    "functional": "implementation",
+}
+REMOVED = {  # public names and keywords of earlier versions
+    **{name: f"fast_attention.{room}.{name}" for room, names in _MOVED.items() for name in names.split()},
     "batch_invariant": "call one sequence at a time where last bits must not depend on the batch",
     "compile=": "torch.compile(model) takes its place",
+    "data": "experiments/data in a clone of the repository",
+    "tasks": "experiments/tasks.py in a clone of the repository",
+    "training": "experiments/train.py in a clone of the repository",
 }
 
 
-def gone(name: str) -> str:
+def replacement(name: str) -> str:
     """What took the place of a public name of earlier versions; empty for any other name."""
     if name in ("LARA", "Agent", "ABC"):
         return str(known(name))
-    return GONE.get(name, "")
+    return REMOVED.get(name, "")
 
 
 def refuse_changed(written: str) -> None:
@@ -179,5 +176,5 @@ def refuse_changed(written: str) -> None:
 def refuse_keywords(owner: str, names: Iterable[str]) -> None:
     """Raise a ``TypeError`` for keywords that ``owner`` does not take; of one that is gone, say what took its place."""
     for name in names:
-        place = GONE.get(f"{name}=", "")
-        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {place}" if place else ""))
+        instead = REMOVED.get(f"{name}=", "")
+        raise TypeError(f"{owner} got an unexpected keyword argument {name!r}" + (f": {instead}" if instead else ""))

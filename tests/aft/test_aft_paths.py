@@ -13,8 +13,7 @@ from fast_attention.engine import dispatch
 from fast_attention.functional import aft_full, aft_local, aft_simple
 from fast_attention.mechanisms.aft import aft_full as full
 from fast_attention.mechanisms.aft import aft_local as window
-from fast_attention.mechanisms.aft import aft_simple as simple
-from fast_attention.mechanisms.aft import fast_causal
+from fast_attention.mechanisms.aft import fast, fast_causal
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 129, 257, 1000]
 Call = Callable[..., Tensor]
@@ -77,10 +76,10 @@ def tensors(n: int, *, dtype: torch.dtype = torch.float64, keys: int | None = No
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks at lengths that a test can afford."""
-    monkeypatch.setattr(simple, "NUMBERS", 12 * 64)
+    monkeypatch.setattr(fast, "NUMBERS", 12 * 64)
     monkeypatch.setattr(window, "NUMBERS", 1 << 10)
     monkeypatch.setattr(full, "ROWS", 64)
-    monkeypatch.setattr(simple, "SHORT", 0)
+    monkeypatch.setattr(fast, "SHORT", 0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -222,7 +221,7 @@ def test_long_sums_lose_nothing() -> None:
 @pytest.mark.parametrize("n", [1, 2, 17, 63, 130, 256])
 def test_few_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cumulative sum; keys far above the first go the longer way, with the same outputs."""
-    monkeypatch.setattr(simple, "SHORT", 256)
+    monkeypatch.setattr(fast, "SHORT", 256)
     q, k, v, _ = tensors(n)
     zero = torch.zeros(1, n, n, dtype=torch.float64)
     for scale, offset in ((1.0, 0.0), (1.0, 500.0), (100.0, 0.0)):
@@ -236,7 +235,7 @@ def test_few_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_tokens_know_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simple, "SHORT", 256)
+    monkeypatch.setattr(fast, "SHORT", 256)
     q, k, v, _ = tensors(40)
     before = aft_simple(q, k, v, is_causal=True)
     for x, value in ((k, 1e4), (v, float("inf")), (v, float("nan"))):
@@ -247,7 +246,7 @@ def test_few_tokens_know_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_tokens_have_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simple, "SHORT", 256)
+    monkeypatch.setattr(fast, "SHORT", 256)
     inputs = [x[:1, :1].clone().requires_grad_() for x in tensors(5)[:3]]
     assert torch.autograd.gradgradcheck(lambda *x: aft_simple(*x, is_causal=True), inputs)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fast_attention import WKV, Bound, Shape, Unsupported
 from fast_attention.engine import dispatch
 from fast_attention.functional import wkv_attention
-from fast_attention.mechanisms.aft import aft_simple, wkv
+from fast_attention.mechanisms.aft import fast, wkv
 from tests.cases import qkv
 
 
@@ -63,9 +63,7 @@ def agree(length: int, masked: bool, dtype: torch.dtype, limit: float, path: str
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 300])
 def test_groups_of_tokens_are_the_recurrence(length: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        aft_simple, "NUMBERS", 2 * 3 * 4 * 160
-    )  # chunks of ten groups: sums of groups are grouped again
+    monkeypatch.setattr(fast, "NUMBERS", 2 * 3 * 4 * 160)  # chunks of ten groups: sums of groups are grouped again
     agree(length, masked, torch.float64, 1e-11, "groups")
 
 

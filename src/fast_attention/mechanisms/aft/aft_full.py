@@ -24,7 +24,7 @@ from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import aft_simple, reference, reference_biased
+from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
 from fast_attention.value import at_least
 
@@ -36,7 +36,7 @@ def in_range(k: Tensor, bias: Tensor, *, any_masked: bool) -> bool:
     """Whether one log scale per channel serves every causal query, and the biases need none beside it."""
     if k.shape[-2] == 0:
         return True
-    rise = (k.amax(-2) - (aft_simple.smallest(k) if any_masked else k[..., 0, :])).amax()
+    rise = (k.amax(-2) - (fast.smallest(k) if any_masked else k[..., 0, :])).amax()
     low, high = bias.detach().aminmax()
     return bool((rise <= RANGE) & (high - low <= RANGE))
 
@@ -53,7 +53,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, is_causal: bool, an
 def _terms(k: Tensor, v: Tensor) -> Tensor:
     """Weighted values and weights of the keys, (S, ..., 2 D)."""
     terms = k.new_empty(k.shape[-2], *k.shape[:-2], 2 * v.shape[-1])
-    aft_simple.weigh(k, v, aft_simple.log_scale(k), terms.movedim(0, -2))
+    fast.weigh(k, v, fast.log_scale(k), terms.movedim(0, -2))
     return terms
 
 
@@ -77,7 +77,7 @@ def _forward(
     for at in chunks_of(ROWS, q.shape[-2]):
         weights, rows = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
         torch.mm(weights, flat[: weights.shape[1]], out=rows.flatten(1))
-        denominators = aft_simple.gate(q[..., at, :], rows.movedim(0, -2), out[..., at, :], any_masked=any_masked)
+        denominators = fast.gate(q[..., at, :], rows.movedim(0, -2), out[..., at, :], any_masked=any_masked)
         if kept is not None:
             kept[..., at, :] = denominators
     return out, () if kept is None else (kept,)
@@ -98,11 +98,11 @@ def _backward(
         weights, d_sums = _weights(bias, at, is_causal, workspace), sums[: at.stop - at.start]
         keys = weights.shape[1]
         tokens = (x[..., at, :] for x in (q, g, out, denominators, dq))
-        aft_simple.gate_vjp(*tokens, d_sums=d_sums.movedim(0, -2))
+        fast.gate_vjp(*tokens, d_sums=d_sums.movedim(0, -2))
         d_terms.flatten(1)[:keys].addmm_(weights.mT, d_sums.flatten(1))
         if d_bias is not None:
             torch.mm(d_sums.flatten(1), flat[:keys].mT, out=d_bias[at, :keys]).mul_(weights)
-    aft_simple.weigh_vjp(v, terms.movedim(0, -2)[..., v.shape[-1] :], d_terms.movedim(0, -2), dk, dv)
+    fast.weigh_vjp(v, terms.movedim(0, -2)[..., v.shape[-1] :], d_terms.movedim(0, -2), dk, dv)
     return dq, dk, dv, d_bias
 
 

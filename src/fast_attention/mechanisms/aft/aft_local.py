@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fast_attention.engine import dispatch, masks
 from fast_attention.engine.blocks import narrow
@@ -30,7 +31,7 @@ from fast_attention.engine.precision import in_float32
 from fast_attention.engine.scan import FLOOR
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import aft_simple, reference, reference_biased
+from fast_attention.mechanisms.aft import fast, reference, reference_biased
 from fast_attention.mechanisms.aft.reference import same_width
 from fast_attention.value import at_least
 
@@ -147,7 +148,7 @@ def _tokens(at: slice, plan: Plan, length: int) -> slice:
 
 def _terms(k: Tensor, v: Tensor, plan: Plan) -> PaddedRows:
     terms = PaddedRows(k, plan)
-    aft_simple.weigh(grouped(k, plan), grouped(v, plan), grouped(aft_simple.log_scale(k), plan), terms.tokens)
+    fast.weigh(grouped(k, plan), grouped(v, plan), grouped(fast.log_scale(k), plan), terms.tokens)
     return terms
 
 
@@ -168,9 +169,7 @@ def _forward(
             if around is not None:
                 sums.add_(around[group, at, None])
             rows = sums.view(-1, *terms.all.shape[2:])[: tokens.stop - tokens.start]
-            denominators = aft_simple.gate(
-                queries[group, tokens], rows, outputs[group, tokens], any_masked=plan.any_masked
-            )
+            denominators = fast.gate(queries[group, tokens], rows, outputs[group, tokens], any_masked=plan.any_masked)
             if kept is not None:
                 grouped(kept, plan)[group, tokens] = denominators
     return out, () if kept is None else (kept,)
@@ -194,7 +193,7 @@ def _backward(
             d_sums, tokens = workspace[: at.stop - at.start], _tokens(at, plan, k.shape[-2])
             rows = d_sums.view(-1, *terms.all.shape[2:])
             rows[tokens.stop - tokens.start :].zero_()
-            aft_simple.gate_vjp(*(x[group, tokens] for x in sides), d_sums=rows[: tokens.stop - tokens.start])
+            fast.gate_vjp(*(x[group, tokens] for x in sides), d_sums=rows[: tokens.stop - tokens.start])
             torch.sum(d_sums, 1, out=totals[group, at])
             _add_to_keys(weights.of(group, at), d_sums, d_terms.blocks[group], at.start)
             if d_band is not None:
@@ -203,7 +202,7 @@ def _backward(
         reach = plan.reach // plan.size
         d_terms.inner.add_(far(totals, reach, before=not plan.is_causal, after=True)[:, :, None])
     values, dk, dv = (grouped(x, plan) for x in (v, *d_inputs[1:]))
-    aft_simple.weigh_vjp(values, terms.tokens[..., v.shape[-1] :], d_terms.tokens, dk, dv)
+    fast.weigh_vjp(values, terms.tokens[..., v.shape[-1] :], d_terms.tokens, dk, dv)
     return *d_inputs, d_band
 
 
@@ -239,7 +238,7 @@ def in_range(k: Tensor, band: Tensor, plan: Plan) -> bool:
     """Whether one log scale per channel serves every query, and the biases need none beside it."""
     fits = band.detach().abs().amax() <= RANGE
     if plan.is_causal or plan.strict:
-        low = aft_simple.smallest(k) if plan.any_masked else k.amin(-2) if plan.strict else k[..., 0, :]
+        low = fast.smallest(k) if plan.any_masked else k.amin(-2) if plan.strict else k[..., 0, :]
         fits = fits & ((k.amax(-2) - low).amax() <= RANGE)
     return bool(fits)
 

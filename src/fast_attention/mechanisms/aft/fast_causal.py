@@ -21,7 +21,7 @@ from fast_attention.engine.custom_gradient import CustomGradient
 from fast_attention.engine.numerics import exp_
 from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.scan import FLOOR
-from fast_attention.mechanisms.aft import aft_simple, reference
+from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool
 
 GROUP = 16
@@ -38,14 +38,14 @@ class Chunk(NamedTuple):
 def chunks(k: Tensor, *, any_masked: bool) -> tuple[list[Chunk], Tensor]:
     """The chunks, and the log scale at the end of each, (..., 1 + chunks, D), the first one ``FLOOR / 2``."""
     length = k.shape[-2]
-    size, grouped = aft_simple.chunk_length(k, GROUP), length // GROUP * GROUP
+    size, grouped = fast.chunk_length(k, GROUP), length // GROUP * GROUP
     ends = sorted({*range(0, grouped, size), grouped, length})
     keys = [k[..., a:b, :] for a, b in itertools.pairwise(ends)]
-    low = torch.stack([aft_simple.smallest(x) if any_masked else x[..., 0, :] for x in keys], -2)
+    low = torch.stack([fast.smallest(x) if any_masked else x[..., 0, :] for x in keys], -2)
     scales = torch.stack([k.new_full(low[..., 0, :].shape, FLOOR / 2), *(x.amax(-2) for x in keys)], -2)
     scales = scales.cummax(-2).values
     rise = scales[..., 1:, :] - torch.maximum(scales[..., :-1, :], low)
-    in_range = (rise <= aft_simple.RANGE).movedim(-2, 0).flatten(1).all(-1).tolist()
+    in_range = (rise <= fast.RANGE).movedim(-2, 0).flatten(1).all(-1).tolist()
     return [
         Chunk(slice(a, b), fits, GROUP if b - a >= GROUP else b - a)
         for (a, b), fits in zip(itertools.pairwise(ends), in_range, strict=True)
@@ -94,9 +94,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, keep: bool, any_masked: bool) -
             continue
         queries, keys, values, rows = (x.unflatten(-2, (-1, chunk.group)) for x in (*tokens, out[..., chunk.at, :]))
         sums = GroupedSums(k, chunk, 2 * width)
-        aft_simple.weigh(keys, values, scale[..., None, :], sums.tokens)
+        fast.weigh(keys, values, scale[..., None, :], sums.tokens)
         carry = sums.accumulate_(carry * _decay(before, scale))
-        aft_simple.gate(queries, sums.tokens, rows, any_masked=any_masked)
+        fast.gate(queries, sums.tokens, rows, any_masked=any_masked)
     return out, (scales, torch.cat(carries, -2)) if keep else ()
 
 
@@ -136,9 +136,9 @@ def _chunk_vjp(
     exp_(torch.sub(k, scale[..., None, :], out=dv))
     denominators.tokens.copy_(dv)
     denominators.accumulate_(carry[..., width:])
-    aft_simple.gate_vjp(q, g, out, aft_simple.safe(denominators.tokens, any_masked=any_masked), dq, d_sums.tokens)
+    fast.gate_vjp(q, g, out, fast.safe(denominators.tokens, any_masked=any_masked), dq, d_sums.tokens)
     d_carry = d_sums.accumulate_(d_carry, backwards=True)
-    aft_simple.weigh_vjp(v, dv, d_sums.tokens, dk, dv)
+    fast.weigh_vjp(v, dv, d_sums.tokens, dk, dv)
     return d_carry
 
 
@@ -165,8 +165,8 @@ _RULE = CustomGradient(_plain, _forward, _backward)
 def causal(q: Tensor, k: Tensor, v: Tensor, *, any_masked: bool) -> Tensor:
     """Causal AFT-simple for queries that end where the keys end; zeros before the first key."""
     queries = reference.last_rows(q, k.shape[-2])
-    if not any_masked and aft_simple.is_short(k):
+    if not any_masked and fast.is_short(k):
         dispatch.record("one cumulative sum in one log scale", "causal, few tokens, and no key far above the first")
-        return reference.last_rows(aft_simple.short_causal(queries, k, v), q.shape[-2])
+        return reference.last_rows(fast.short_causal(queries, k, v), q.shape[-2])
     dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)
     return reference.last_rows(_RULE(queries, k, v, any_masked=any_masked), q.shape[-2])

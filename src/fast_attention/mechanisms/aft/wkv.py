@@ -36,7 +36,7 @@ from fast_attention.engine.opaque import like_queries, opaque
 from fast_attention.engine.precision import in_float32
 from fast_attention.engine.tracing import symbolic
 from fast_attention.mechanism import Attention, Shape, Traits
-from fast_attention.mechanisms.aft import aft_simple, reference
+from fast_attention.mechanisms.aft import fast, reference
 from fast_attention.mechanisms.aft.reference import Pool, same_width
 
 GROUP = 16
@@ -124,7 +124,7 @@ class Groups(NamedTuple):
 
 
 def _cut(k: Tensor, decay: Tensor, mask: Tensor | None) -> list[Groups]:
-    length, size = k.shape[-2], aft_simple.chunk_length(k, GROUP)
+    length, size = k.shape[-2], fast.chunk_length(k, GROUP)
     grouped = length // GROUP * GROUP
     places = [*chunks_of(size, grouped), *([slice(grouped, length)] if grouped < length else [])]
     logs, cuts = -torch.cat([decay, decay], -1), []
@@ -183,11 +183,11 @@ def _forward(
     for groups in _cut(k, decay, mask):
         rows, tokens = _rows(k, groups, 2 * width)
         queries, keys, values, results = (x[..., groups.at, :].unflatten(-2, (-1, groups.size)) for x in (q, k, v, out))
-        aft_simple.weigh(keys, values, scale[..., None, :], tokens)
+        fast.weigh(keys, values, scale[..., None, :], tokens)
         before = sums_before(_totals(rows, groups.decays), groups.over_group, carry)
         before, carry = before[..., :-1, :], before[..., -1:, :]
         _read(rows, groups.decays, before, gain)
-        aft_simple.gate(queries, tokens, results, any_masked=mask is not None)
+        fast.gate(queries, tokens, results, any_masked=mask is not None)
         kept.append(before)
     return out, (torch.cat(kept, -2),) if keep else ()
 
@@ -225,13 +225,13 @@ def _chunk_vjp(
     halves = [x[..., :width] for x in groups.decays]
     _read(denominators, halves, before[..., width:], gain)
     d_rows, d_sums = _rows(scale, groups, 2 * width)
-    aft_simple.gate_vjp(q, g, out, aft_simple.safe(in_order, any_masked=any_masked), dq, d_sums)
+    fast.gate_vjp(q, g, out, fast.safe(in_order, any_masked=any_masked), dq, d_sums)
     d_numerators, d_denominators = d_sums.split(width, -1)
     d_gain = torch.addcmul(d_denominators, d_numerators, v, out=dk).mul_(weights).flatten(-3, -2).sum(-2, keepdim=True)
     backwards, decays = d_rows[::-1], groups.decays[::-1]
     behind = sums_before(_totals(backwards, decays).flip(-2), groups.over_group.flip(-2), d_carry)[..., :-1, :].flip(-2)
     held = _read(backwards, decays, behind, torch.cat([gain, gain], -1))
-    aft_simple.weigh_vjp(v, weights, d_sums, dk, dv)
+    fast.weigh_vjp(v, weights, d_sums, dk, dv)
     return held[..., :1, :], d_gain * gain, held
 
 
@@ -255,8 +255,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, key_ma
         dispatch.record("a log scale for every token", why)
         return _plain(q, k, v, decay, bonus, key_mask)
     keys = reference.masked_scores(k, key_mask)
-    scale, least = aft_simple.log_scale(keys.detach()), keys.amin(-2) if key_mask is None else aft_simple.smallest(keys)
-    if bool((scale[..., 0, :] - least > aft_simple.RANGE).any()) or bool((bonus.abs() > LARGEST).any()):
+    scale, least = fast.log_scale(keys.detach()), keys.amin(-2) if key_mask is None else fast.smallest(keys)
+    if bool((scale[..., 0, :] - least > fast.RANGE).any()) or bool((bonus.abs() > LARGEST).any()):
         dispatch.record("a log scale for every token", "a key lies far below another, or a bonus is large")
         return _plain(q, k, v, decay, bonus, key_mask)
     dispatch.record("prefix sums over groups of tokens side by side", "causal", group=GROUP)

@@ -1,38 +1,17 @@
-"""Write docs/reproductions.md and a page for each reproduction: python docs/reproduction_pages.py.
-
-All is of the newest records, and made anew when the site is built.
-"""
+"""Pages of the newest record of each reproduction: docs/reproductions.md and docs/reproductions/NAME.md."""
 
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fast_attention import files
+from experiments.reproductions import NAMES
+from experiments.reproductions.common import Reproduced, Reproduction
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # the scripts of experiments/ are of the checkout, not of the package
-if TYPE_CHECKING:
-    from experiments.reproductions.common import Reproduced, Reproduction
-OVERVIEW, FOLDER = ROOT / "docs" / "reproductions.md", ROOT / "docs" / "reproductions"
-
-
-def scripts() -> list[Reproduction]:
-    """The reproductions, in the order of the overview."""
-    names = import_module("experiments.reproductions").NAMES
-    return [import_module(f"experiments.reproductions.{name}").REPRODUCTION for name in names]
-
-
-def newest(name: str) -> Path | None:
-    """The last record of a reproduction."""
-    found = sorted((ROOT / "records").glob(f"*-reproduce-{name}.json"))
-    found += sorted((ROOT / "records").glob(f"*-reproduce-{name}-[0-9].json"))  # a day's later ones
-    return max(found, key=lambda path: (path.name[:10], len(path.name), path.name), default=None)
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -86,7 +65,7 @@ def overview(records: Iterable[tuple[Reproduction, Reproduced, Path]]) -> str:
         "Papers' figures and tables measured here, each by a script of `experiments/reproductions` that runs from a "
         "checkout (`python -m experiments.reproductions.NAME`), on two cores in at most 30 minutes. Published numbers "
         "are theirs, ours are of the newest record, and where they disagree the first line of the page says so. This "
-        "page and all others are written by docs/reproduction_pages.py."
+        "page and all others are written by `python docs/build.py`."
     )
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"reproductions/{row[0].name}" for row in records), "```"])
     return "\n\n".join(["# Reproductions", words, held, toctree]) + "\n"
@@ -94,33 +73,18 @@ def overview(records: Iterable[tuple[Reproduction, Reproduced, Path]]) -> str:
 
 def known() -> list[tuple[Reproduction, Reproduced, Path]]:
     """Every reproduction that has a record, with its newest."""
-    read = import_module("experiments.reproductions.common").Reproduced.read
-    pairs = [(each, newest(each.name)) for each in scripts()]
-    return [(each, read(path), path) for each, path in pairs if path is not None]
+    chosen = [import_module(f"experiments.reproductions.{name}").REPRODUCTION for name in NAMES]
+    found = {}
+    for path in sorted((ROOT / "records").glob("*-reproduce-*.json"), key=lambda path: path.stem):
+        found[path.stem.removesuffix(path.stem[-2:] if path.stem[-2] == "-" else "")[21:]] = path  # a day's second: "-2"
+    return [(each, Reproduced.read(found[each.name]), found[each.name]) for each in chosen if each.name in found]
 
 
-def pages() -> dict[Path, str]:
-    """The overview and the page of every record."""
-    records = known()
-    each = {FOLDER / f"{chosen.name}.md": page(chosen, record, source) for chosen, record, source in records}
-    return {OVERVIEW: overview(records), **each}
-
-
-def stale() -> list[str]:
-    """The pages that say something else than the records, or of no record."""
-    made = pages()
-    held = {path: path.read_text(encoding="utf-8") for path in (OVERVIEW, *FOLDER.glob("*.md")) if path.exists()}
-    return sorted(path.name for path in made.keys() | held.keys() if made.get(path) != held.get(path))
-
-
-def write() -> None:
-    """Write the overview, and the page and picture of every record."""
-    FOLDER.mkdir(exist_ok=True)
-    for path, text in pages().items():
-        files.write(path, text)
-    for chosen, record, _ in known():
-        files.write(FOLDER / f"{chosen.name}.svg", chosen.picture(record)[0])
-
-
-if __name__ == "__main__":
-    write()
+def made() -> dict[Path, str]:
+    """The overview, the page and the picture of every record."""
+    records, folder = known(), DOCS / "reproductions"
+    texts = {DOCS / "reproductions.md": overview(records)}
+    for chosen, record, source in records:
+        texts[folder / f"{chosen.name}.md"] = page(chosen, record, source)
+        texts[folder / f"{chosen.name}.svg"] = chosen.picture(record)[0]
+    return texts

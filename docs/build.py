@@ -1,0 +1,387 @@
+"""Writes what is made of code and records: ``python docs/build.py``; with ``--check`` it names what is stale.
+
+A page says where: what stands between ``<!-- build: NAME ARGUMENTS -->`` and ``<!-- end -->`` is the result of the
+function NAME. Pictures, the pages of mechanisms and those of reproductions are files of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import measured
+import pictures
+
+from fast_attention import Attention, catalogue, files
+from fast_attention.engine.vehicles import VEHICLES
+from fast_attention.known_names import KNOWN
+from fast_attention.mechanism import Mixer
+from fast_attention.refusals import granting
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, MECHANISMS = ROOT / "docs", ROOT / "docs" / "mechanisms"
+NARROW = "\u00a0"  # a space at which no line of a table breaks
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    heads = list(heads)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def times(value: float) -> str:
+    """How many times, in few digits: 0.04x, 0.9x, 8.6x, 120x."""
+    return f"{value:.0f}x" if value >= 99.5 else f"{value:.1f}x" if value >= 0.095 else f"{value:.2f}x"
+
+
+def linked(expression: str) -> str:
+    """An expression as a link to the page of its mechanism."""
+    name = expression.split("(")[0]
+    alone = name in catalogue.names() and " + " not in expression
+    return f"[`{expression}`](ideas/{name}.md)" if alone else f"`{expression}`"
+
+
+# docs/choose.md and docs/costs.md, from records
+
+
+def lengths(length: str) -> str:
+    """Gains at one length of every mechanism that was timed there, the fastest first."""
+
+    def cell(order: dict[bool, tuple[float, measured.Record]], is_causal: bool) -> str:
+        return f"{times(order[is_causal][0])} ({order[is_causal][1].link})" if is_causal in order else "-"
+
+    ranked = sorted(measured.at_length(int(length)).items(), key=lambda item: -max(item[1].values())[0])
+    rows = [(linked(name), cell(order, False), cell(order, True)) for name, order in ranked]
+    return table((f"forward at {int(length):,} tokens", "not causal", "causal"), rows)
+
+
+def learned() -> str:
+    """What studies found: exact attention, no mixing, and the best of the rest."""
+    rows = []
+    for study in measured.studies():
+        means = {name: fmean(values) for name, values in measured.learned(study).items()}
+        controls = [f"{means.pop(name):.3f}" for name in (measured.EXACT, measured.ALONE)]
+        sign = -1 if study.meta["metric"] == "accuracy" else 1
+        best = [f"`{name}` {mean:.3f}" for name, mean in sorted(means.items(), key=lambda each: sign * each[1])[:6]]
+        around = ", ".join([measured.budget(study), *measured.around(study)])
+        task = f"`{study.meta['task']}`, {around}: {study.meta['metric']} ({study.link})"
+        rows.append((task, *controls, f"{', '.join(best)}; of {len(means)}"))
+    return table(("learnt", "exact attention", "no mixing", "the best, of how many"), rows)
+
+
+def _ratio(over: dict[str, Any], under: dict[str, Any], what: str) -> str:
+    return f"{over[what] / under[what]:.2f}x" if what in over and what in under else "-"
+
+
+def swapped() -> str:
+    """What a swap without training does to a real model, and what it costs at the longest length."""
+    record = measured.newest("costs")
+    prices, rows = {(row["model"], row["length"]): row for row in record.held["prices"]}, []
+    far = max(length for _, length in prices)
+    for row in sorted(record.held["rows"], key=lambda row: -row.get("sentence_cosine", -2.0)):
+        cells = [f"`{row['mechanism']}`{' +' * row.get('learned', False)}"]
+        if "sentence_cosine" in row:
+            old, new = prices["original", far], prices[row["mechanism"], far]
+            cells += [
+                f"{row['sentence_cosine']:.3f} ({row['worst_sentence_cosine']:.3f})",
+                f"{row['token_cosine']:.3f}",
+            ]
+            cells += [_ratio(old, new, "seconds"), _ratio(old, new, "attention_seconds"), _ratio(new, old, "bytes")]
+        rows.append(cells if cells[1:] else [*cells, f"cannot: {row['note']}", *[""] * 4])
+    heads = ("mechanism", "cosine of passages (worst)", "of tokens", f"time at {far:,}", "of attention", "memory")
+    about = f"{record.meta['model']}, {record.meta['passages']} passages of {record.meta['length']} tokens"
+    return f"{table(heads, rows)}\n\n{about}; {record.machine} (`records/{record.name}`)."
+
+
+def conversions() -> str:
+    """What conversions won back."""
+    rows = [row for row in measured.qualities() if " converted: " in row[0]]
+    cells = [(question, linked(own), *rest, record.link) for question, own, *rest, record in rows]
+    return table(("measured", "mechanism", "result", "original", "record"), cells)
+
+
+def written() -> str:
+    """Time of a token and the cache's size in ``generate()``, by position."""
+    record = measured.newest("generation")
+    positions = [f"{row['position']:,}" for row in record.held["mechanisms"][measured.EXACT]]
+    cells = {
+        name: [f"{row['milliseconds']:.1f} ms, {row['bytes'] / measured.MIB:.2f} MiB" for row in rows]
+        for name, rows in record.held["mechanisms"].items()
+    }
+    about = f"{record.meta['model']}; {record.machine} (`records/{record.name}`)."
+    return f"{table(('mechanism', *positions), [(linked(name), *row) for name, row in cells.items()])}\n\n{about}"
+
+
+# records/README.md
+
+KINDS = {  # what a record's name begins with -> what it is, and what repeats it where the command is not in the record
+    "against-exact": ("mechanisms beside exact attention", "python -m benchmarks.against_exact"),
+    "bench": ("every mechanism, the machine's limits, published packages", "make bench"),
+    "by-position": ("bits per byte by position, a small Llama extended", ""),
+    "chosen-blocks": ("chosen blocks, windows and a Hybrid in MiniLM, untrained", ""),
+    "compiled": ("every mechanism under torch.compile", "python -m benchmarks.compiled"),
+    "convert": ("a pretrained model converted", ""),
+    "costs": ("every mechanism swapped into MiniLM, untrained", "python -m benchmarks.real_model"),
+    "gates": ("one commit beside an earlier one", "python benchmarks/gates.py"),
+    "generation": ("tokens written by `generate()`", "python -m benchmarks.generation"),
+    "long-texts": ("a converted model at 512 to 32,768 tokens", ""),
+    "reproduce": ("a paper's figure", ""),
+    "retrieval": ("which of 300 manuals a passage is of", ""),
+    "study": ("what mechanisms learn", ""),
+    "window-and-mask": ("a window of pixels beside the same as a mask", "python -m benchmarks.against_exact"),
+}
+LEFT = r" --(?:resume|restart|out \S+)"  # options that say how it went on or where it was written
+
+
+def again(name: str, meta: dict[str, Any]) -> str:
+    """The command that repeats a record now, and what of it is gone."""
+    kind, given = next(kind for kind in KINDS if name[11:].startswith(kind)), meta.get("command", [meta.get("old", "")])
+    if kind == "study":
+        return "`python -m experiments.study`, [its options](../experiments/README.md#what-repeats-which-record)"
+    if kind == "reproduce":
+        given = ["python", "-m", f"experiments.reproductions.{meta['reproduction']}", *given[3:]]
+    words = KINDS[kind][1] if kind == "bench" else f"{KINDS[kind][1]} {re.sub(LEFT, '', shlex.join(given))}".strip()
+    gone = [part for part in given if re.match(r"[A-Z]\w*\(", part) and not measured.today(part, name[:10])]
+    return f"`{words}`" + f"; not today: {', '.join(f'`{part}`' for part in gone)}" * bool(gone)
+
+
+def recorded() -> str:
+    """Every record: what it is of, the command that repeats it, date and machine."""
+    rows = []
+    for path in sorted(measured.RECORDS.glob("*.json")):
+        meta = json.loads(path.read_text(encoding="utf-8"))["meta"]
+        what = next(words for kind, (words, _) in KINDS.items() if path.name[11:].startswith(kind))
+        machine = f"{meta['hardware']}, {meta['threads']} of {meta['cores']} cores" if "hardware" in meta else "-"
+        about = meta.get("task") or meta.get("reproduction")
+        what += f": `{about}`" if about else ""
+        rows.append((f"[{path.stem[11:]}]({path.name})", what, again(path.name, meta), path.name[:10], machine))
+    return table(("file", "what", "command that repeats it now", "date", "machine"), rows)
+
+
+# The page of a mechanism: its idea, pattern, settings, limits and what was measured
+
+DENIED = {  # trait -> what cannot be done without it
+    "causal": "No causal order: no decoder, no language model.",
+    "bidirectional": "Causal only: calls without `is_causal=True` are refused, and so are encoders.",
+    "padding": "No `key_mask`: sequences of one length in a batch, or packed ones.",
+    "cross": "Self-attention only: as many queries as keys, of the same tokens.",
+    "mask": "No arbitrary `attn_mask`, and no dropout of weights: scores are never in the open.",
+    "rotary": "Rotary positions mean nothing to it: its weights are no function of `q . k`.",
+    "memory": "No decoding token by token.",
+    "matrix": "No attention map: its outputs are no `A v` with one matrix for all channels.",
+}
+HELD = {  # trait -> what follows where it is granted
+    "bounded": "Its weights are for at most `max_len` tokens; longer inputs are refused.",
+    "learned": "It has weights to train: until then its results say nothing of a pretrained model.",
+    "random": "It holds random draws, which change its results from seed to seed; they are saved with the model.",
+    "spans": "It is laid out over the padded length: a padded input is not computed as the shorter one.",
+}
+
+
+def settings(mechanism: Any) -> str:
+    """A table of the settings, with their defaults and what the Args of the class's docstring say of them."""
+    listed = re.search(r"^Args:\n(.*?)(?:^\w[\w ]*:\n|\Z)", inspect.getdoc(type(mechanism)) or "", flags=re.M | re.S)
+    entries = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", listed[1] if listed else "", flags=re.M)
+    said = {name: " ".join(text.split()).replace("``", "`") for names, text in entries for name in names.split(", ")}
+    rows = [
+        (f"`{f.name}`", f"`{getattr(mechanism, f.name)!r}`", said[f.name].replace("|", "\\|"))
+        for f in fields(mechanism)
+    ]
+    return table(("setting", "default", "meaning"), rows) if rows else "None."
+
+
+def refusals(mechanism: Any) -> str:
+    """What the traits deny, in words, and which mechanisms grant it, as the error says."""
+    kind = Attention if isinstance(mechanism, Attention) else Mixer
+    skipped, lines = () if kind is Attention else ("cross", "mask", "rotary", "matrix"), []
+    for trait, words in DENIED.items():
+        if trait not in skipped and not getattr(mechanism.traits, trait):
+            others = ", ".join(f"[`{name}`]({name}.md)" for name in granting(kind, trait, like=mechanism.traits)[:6])
+            lines.append(f"- {words}" + (f" What would work: {others}." if others else ""))
+    if kind is Mixer:
+        lines.append("- It mixes whole tokens: no queries, no heads, no cross attention and no attention map.")
+    lines += [f"- {words}" for trait, words in HELD.items() if getattr(mechanism.traits, trait)]
+    return "\n".join(lines) or "Nothing that exact attention can."
+
+
+def figures(name: str) -> list[str]:
+    """Tables of everything that the records say of a mechanism."""
+
+    def link(record: measured.Record) -> str:
+        return f"[{record.name}](../../records/{record.name})"
+
+    parts, known = ["### Time", "Exact attention's time over its own: above 1 it is faster."], set()
+    for record, rows in measured.speeds():
+        own = [row for row in rows if row.expression.startswith(f"{name}(") and row[:4] not in known]
+        known |= {row[:4] for row in own}
+        columns, cells = sorted({row.length for row in own}), dict[Any, dict[int, str]]()
+        for row in own:
+            words = f"`{row.expression}`", ("training" if row.training else "forward") + ", causal" * row.is_causal
+            ms = f"{row.milliseconds:,.0f}" if row.milliseconds >= 100 else f"{row.milliseconds:.3g}"
+            cells.setdefault(words, {})[row.length] = f"{times(row.gain)}{NARROW}({ms}{NARROW}ms)"
+        if own:
+            body = [(*words, *(each.get(n, "-") for n in columns)) for words, each in cells.items()]
+            parts += [f"{record.machine} ({link(record)}):", table(("settings", "pass", *map(str, columns)), body)]
+    found = [each for each in measured.qualities() if re.search(rf"(?<!\w){name}(?!\w)", each[1])]
+    rows = [(question, f"`{own}`", *rest, link(record)) for question, own, *rest, record in found]
+    parts += (
+        ["### Quality", table(("measured", "settings", "result", "exact attention", "record"), rows)] if rows else []
+    )
+    return parts if known or rows else ["No record has it yet."]
+
+
+def page(name: str) -> str:
+    """The page of a mechanism; its picture is drawn apart."""
+    mechanism = catalogue.default(name)
+    ideas = re.split(r"^## (.+)\n", (DOCS / "ideas" / f"{name}.md").read_text(encoding="utf-8"), flags=re.M)
+    held = {heading.strip(): body.strip() for heading, body in zip(ideas[1::2], ideas[2::2], strict=True)}
+    first = (inspect.getdoc(type(mechanism)) or "").split("\n\n")[0].replace("``", "`").replace("\n", " ")
+    _, alt, caption = pictures.pattern(name)
+    paper = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", mechanism.traits.paper)
+    parts = [f"# {name}", first, "## Idea", held["Idea"], "## Formula", f"```text\n{mechanism.traits.formula}\n```"]
+    parts += [f"Time `{mechanism.traits.cost}` ([letters](../mechanisms.md)). Source: {paper}."]
+    parts += ["## Pattern", f"![{alt}]({name}.svg)", caption, "## Settings", settings(mechanism)]
+    parts += ["## What it cannot do", refusals(mechanism)]
+    parts += [each for key in ("Limits", "Known faults elsewhere") if key in held for each in (f"## {key}", held[key])]
+    shown = f"```{{eval-rst}}\n.. autoclass:: fast_attention.{name}\n   :no-index:\n   :members:\n```"
+    return "\n\n".join([*parts, "## Measured", *figures(name), "## Class", shown]) + "\n"
+
+
+# What the code says: the table of mechanisms, what runs on a GPU, rooms
+
+
+def overview() -> str:
+    """The table of mechanisms, and the table of contents of their pages."""
+    rows, yes = [], {True: "yes", False: "-"}
+    for name in catalogue.names():
+        mechanism = catalogue.default(name)
+        t, label = mechanism.traits, f"[`{name}`](ideas/{name}.md)"
+        cross = yes[t.cross] if isinstance(mechanism, Attention) else "mixer"
+        weights = " + ".join(word for word, has in (("learned", t.learned), ("random", t.random)) if has) or "none"
+        can = (yes[t.causal], yes[t.padding], cross, yes[t.mask], t.memory or "-")
+        rows.append((label, t.cost, *can, weights + ", to max_len" * t.bounded, t.paper))
+    heads = ("mechanism", "time", "causal", "padding", "cross", "any mask", "decoding state", "weights", "source")
+    toctree = "\n".join(["```{toctree}", ":hidden:", "", *(f"mechanisms/{name}" for name in catalogue.names()), "```"])
+    return f"{table(heads, rows)}\n\n{toctree}"
+
+
+def names() -> str:
+    """The names that people know, and what to write."""
+    notes = [k.note if k.exact else f"not here; this is nearest. {k.note[:1].upper()}{k.note[1:]}" for k in KNOWN]
+    return table(("name", "write", ""), [(k.name, f"`{k.write}`", note) for k, note in zip(KNOWN, notes, strict=True)])
+
+
+def vehicles() -> str:
+    """What computes each mechanism on a GPU."""
+    own = {each: [f"`{name}`" for name, its in VEHICLES.items() if its == each] for each in VEHICLES.values()}
+    return table(("what runs on a GPU", "mechanisms"), [(each, ", ".join(its)) for each, its in own.items()])
+
+
+PLAIN = {
+    "docs": "Guides, and the pages and pictures that build.py writes from code and records.",
+    "examples": "Scripts under 60 lines, run by the tests.",
+    "records": "Dated results of benchmarks, studies and conversions.",
+}
+
+
+def caption(folder: Path) -> str:
+    """The first sentence of a folder's docstring, or of PLAIN where the folder is no package."""
+    module = folder / "__init__.py"
+    said = ast.get_docstring(ast.parse(module.read_text())) if module.exists() else PLAIN.get(folder.name)
+    return " ".join(re.split(r"(?<=\.)\s|\n\n", said or "")[0].split()).rstrip(".:").replace("``", "")
+
+
+def rooms() -> str:
+    """CHARTER's tree: every package that says what it is for, folders only."""
+    tops = ("src", "tests", "benchmarks", "experiments")
+    packages = {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}
+    lines = []
+    for folder in sorted(filter(caption, packages | {ROOT / name for name in PLAIN})):
+        where = folder.relative_to(ROOT)
+        depth, name = (0, where) if where.parts[0] != "src" else (len(where.parts) - 2, where.name)
+        lines.append(f"{'  ' * depth}{name if depth else where.as_posix()}/".ljust(25) + caption(folder))
+    return "\n".join(["```", *lines, "```"])
+
+
+# Writing and checking
+
+PARTS: dict[str, Callable[..., str]] = {part.__name__: part for part in (
+    measured.gain, measured.untrained, measured.converted, measured.state, lengths, learned,
+    swapped, conversions, written, recorded, overview, names, vehicles, rooms,
+)}  # fmt: skip
+MARK = re.compile(r"(<!-- build: (\w+)(?: ([^<>\n]*))? -->)(.*?)(<!-- end -->)", re.S)
+PAGES = [ROOT / "README.md", ROOT / "CHARTER.md", ROOT / "records" / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def fresh(path: Path) -> str:
+    """A page with its generated parts made anew; the README's figures stand without links."""
+
+    def made(mark: re.Match[str]) -> str:
+        text = PARTS[mark[2]](*mark[3].split("; ") if mark[3] else ())
+        text = re.sub(r" \(\[[^]]*\]\([^)]*\)(, .*)?\)", "", text) if path.parent == ROOT else text
+        return mark[1] + (f"\n{text}\n" if "\n" in mark[4] else text) + mark[5]
+
+    return MARK.sub(made, path.read_text(encoding="utf-8"))
+
+
+def drawn() -> dict[Path, tuple[str, Callable[[], str]]]:
+    """The pictures: an end that names the records and the digest of what is known of them, and what draws each."""
+    found = {}
+    for name, (draw, *kinds) in pictures.PICTURES.items():
+        of = [measured.newest(kind) for kind in kinds]
+        digest = hashlib.sha256(json.dumps([record.held for record in of]).encode()).hexdigest()
+        end = f"<!-- {', '.join(record.name for record in of)}: {digest} -->\n</svg>"
+        found[DOCS / name] = end, lambda draw=draw, of=of: draw(*of)
+    return found
+
+
+def generated() -> dict[Path, str]:
+    """Every page in the repository that is made here or holds what is made here, and its text."""
+    sys.path.insert(0, str(ROOT))  # experiments/ is of the checkout, not of the package
+    from experiments.reproductions import pages
+
+    return {path: fresh(path) for path in PAGES} | pages.made()
+
+
+def stale() -> list[str]:
+    """The pages and pictures that say something else than code and records."""
+    found = [path for path, text in generated().items() if not path.exists() or path.read_text("utf-8") != text]
+    found += [path for path, (end, _) in drawn().items() if not path.exists() or end not in path.read_text("utf-8")]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def mechanism_pages() -> None:
+    """Write a page and a picture for each mechanism into docs/mechanisms, and remove those that are gone."""
+    made = {f"{name}.md": page(name) for name in catalogue.names()}
+    made |= {f"{name}.svg": pictures.pattern(name)[0] for name in catalogue.names()}
+    MECHANISMS.mkdir(exist_ok=True)
+    for path in {*MECHANISMS.iterdir()} - {MECHANISMS / name for name in made}:
+        path.unlink()
+    for path, text in ((MECHANISMS / name, text) for name, text in made.items()):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:  # Sphinx reads what changed only
+            files.write(path, text)
+
+
+def main() -> None:
+    """Write everything, or check it."""
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(f"run `python docs/build.py`, stale: {', '.join(found)}" if (found := stale()) else 0)
+    for path, text in {path: draw().replace("</svg>", end) for path, (end, draw) in drawn().items()}.items():
+        files.write(path, text)
+    for path, text in generated().items():
+        files.write(path, text)
+    mechanism_pages()
+
+
+if __name__ == "__main__":
+    main()
